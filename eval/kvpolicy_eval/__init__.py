@@ -1,0 +1,1 @@
+"""Measure what a kvpolicy costs: prompts, tasks, reports and the training of the embedded model."""

@@ -1,0 +1,173 @@
+"""Prompts as plain text, each with its answer, drawn from a seeded `random.Random`.
+
+All share one question form: `?key=` asks for the value of `key`, `?word:` for
+the label of a word's category. A prompt ends right after the `=` or `:`, so
+the answer is what comes next, up to a newline. In the embedded tokenizer a
+record with four digits costs 7 tokens, a question with its answer 8, a
+labelled word 7, and two characters of source text about one token.
+Records hidden in source text, `#key = value`, and labelled words,
+`word == "label"`, are written unlike plain records, `key=value`, because each
+kind of task is to have a retrieval layer of its own in the embedded model.
+
+`document, question = split(prompt)` gives the parts for evaluations that
+compress the document before the question is known.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvpolicy_eval.data.text import excerpt
+from kvpolicy_eval.data.words import CATEGORIES, LABELS, WORDS
+
+Prompt = tuple[str, str]
+"""A prompt and its answer."""
+
+
+def split(prompt: str) -> tuple[str, str]:
+    r"""Cut a prompt before its last question: (document, question).
+
+    >>> split("tiger=4821\n?tiger=")
+    ('tiger=4821\n', '?tiger=')
+    """
+    at = prompt.rindex("\n?") + 1
+    return prompt[:at], prompt[at:]
+
+
+def _count(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; choose {low} to {high}.")
+
+
+def _digits(rng: Random, count: int) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(count))
+
+
+def _records(rng: Random, count: int, digits: int) -> dict[str, str]:
+    """Draw keys with values; the values differ, so that a value names its key."""
+    _count("The number of records", count, 1, min(len(WORDS), 10**digits // 2))
+    values: set[str] = set()
+    while len(values) < count:
+        values.add(_digits(rng, digits))
+    drawn = sorted(values)
+    rng.shuffle(drawn)
+    return dict(zip(rng.sample(WORDS, count), drawn, strict=True))
+
+
+def _lines(records: dict[str, str]) -> str:
+    return "".join(f"{key}={value}\n" for key, value in records.items())
+
+
+def recall(rng: Random, records: int, digits: int = 4) -> Prompt:
+    """Ask for the value of one of many records; the value stands in the prompt once.
+
+    Args:
+        rng: Source of everything random.
+        records: Records in the prompt, at most 256; about 70 fill 512 tokens, 140 fill 1,024.
+        digits: Digits of a value.
+    """
+    return multi_query(rng, records, 1, digits)
+
+
+def multi_query(rng: Random, records: int, queries: int, digits: int = 4) -> Prompt:
+    """Ask for several records one after the other, the earlier ones answered.
+
+    The last question's value stands in the prompt once, in its record.
+
+    Args:
+        rng: Source of everything random.
+        records: Records in the prompt, at most 256.
+        queries: Questions, each about another record; the last one is open.
+        digits: Digits of a value.
+    """
+    table = _records(rng, records, digits)
+    _count("The number of queries", queries, 1, records)
+    *earlier, last = rng.sample(sorted(table), queries)
+    asked = "".join(f"?{key}={table[key]}\n" for key in earlier)
+    return f"{_lines(table)}{asked}?{last}=", table[last]
+
+
+def _hide(rng: Random, table: dict[str, str], chars: int) -> str:
+    text = excerpt(rng, chars)
+    parts, start = [], 0
+    for (key, value), cut in zip(table.items(), sorted(rng.sample(range(chars + 1), len(table))), strict=True):
+        parts += [text[start:cut], f"\n#{key} = {value}\n"]
+        start = cut
+    return "".join([*parts, text[start:], "\n"])
+
+
+def passkey(rng: Random, chars: int, digits: int = 5) -> Prompt:
+    """Hide a pass key in source text and ask for it.
+
+    Args:
+        rng: Source of everything random.
+        chars: Characters of source text; about 950 fill 512 tokens, 1,950 fill 1,024.
+        digits: Digits of the key.
+    """
+    value = _digits(rng, digits)
+    return f"{_hide(rng, {'passkey': value}, chars)}?passkey=", value
+
+
+def needles(rng: Random, chars: int, count: int, digits: int = 4) -> Prompt:
+    """Hide several records in source text and ask for one of them.
+
+    Args:
+        rng: Source of everything random.
+        chars: Characters of source text.
+        count: Records hidden.
+        digits: Digits of a value.
+    """
+    table = _records(rng, count, digits)
+    asked = rng.choice(sorted(table))
+    return f"{_hide(rng, table, chars)}?{asked}=", table[asked]
+
+
+def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
+    """Label words by category early, put source text between, and ask for another word's label.
+
+    Nothing near the question gives the answer away: it takes the examples at
+    the start and the categories learned in training. The asked word itself
+    is not among the examples.
+
+    Args:
+        rng: Source of everything random.
+        classes: Categories, each with a label of its own, 2 to 6.
+        shots: Examples per category, 1 to 8.
+        chars: Characters of source text between examples and question.
+    """
+    _count("The number of classes", classes, 2, 6)
+    _count("The number of shots", shots, 1, 8)
+    chosen = rng.sample(sorted(CATEGORIES), classes)
+    labels = dict(zip(chosen, rng.sample(LABELS, classes), strict=True))
+    words = {name: rng.sample(CATEGORIES[name], shots + 1) for name in chosen}
+    examples = [(word, labels[name]) for name in chosen for word in words[name][1:]]
+    rng.shuffle(examples)
+    asked = rng.choice(chosen)
+    shown = "".join(f'{word} == "{label}"\n' for word, label in examples)
+    return f"{shown}{excerpt(rng, chars)}\n?{words[asked][0]}:", labels[asked]
+
+
+def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4) -> Prompt:
+    """Ask a few hot keys again and again, then show fresh records, then ask a hot key once more.
+
+    Every hot key is asked about equally often, and its last earlier answer
+    stands before all fresh records: a recent window misses it, while heavy
+    hitters keep it.
+
+    Args:
+        rng: Source of everything random.
+        records: Records at the start, the hot ones among them.
+        hot: Hot keys.
+        asks: Answered questions about hot keys, all before the fresh records.
+        fresh: Records after the questions; none of them is asked.
+        digits: Digits of a value.
+    """
+    _count("The number of hot keys", hot, 1, records)
+    _count("The number of asks", asks, hot, 10_000)
+    table = list(_records(rng, records + fresh, digits).items())
+    keys = rng.sample(table[:records], hot)
+    order = [keys[i % hot] for i in range(asks)]
+    rng.shuffle(order)
+    asked = "".join(f"?{key}={value}\n" for key, value in order)
+    key, value = rng.choice(keys)
+    return f"{_lines(dict(table[:records]))}{asked}{_lines(dict(table[records:]))}?{key}=", value

@@ -1,0 +1,58 @@
+"""Command line of the training: `python -m kvpolicy_eval.train --out DIR [--resume]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from kvpolicy_eval.data.text import training_texts
+from kvpolicy_eval.train.export import export
+from kvpolicy_eval.train.loop import Trainer, show
+from kvpolicy_eval.train.phases import PHASES, scaled
+from kvpolicy_eval.train.tokenizer import build_tokenizer, token_id
+from kvpolicy_eval.train.tokens import encode_text
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.train", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the model; checkpoints go to OUT/checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the start and of the data")
+    parser.add_argument("--share", type=float, default=1.0, help="share of every phase to train, for a trial run")
+    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints; each is exported too")
+    parser.add_argument("--max-steps", type=int, default=None, help="stop after this many steps; resume later")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, log to OUT/log.jsonl and export to OUT."""
+    args = _arguments(argv)
+    torch.set_num_threads(1)
+    texts = training_texts()
+    checkpoint = args.out / "checkpoint"
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out) if args.resume else build_tokenizer(texts)
+    text = encode_text(tokenizer, texts, token_id(tokenizer, "</s>"))
+    trainer = Trainer(tokenizer, text, scaled(PHASES, args.share), seed=args.seed)
+    if args.resume:
+        trainer.load(checkpoint)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def log(report: dict[str, object]) -> None:
+        show(report, trainer.total)
+        with (args.out / "log.jsonl").open("a") as lines:
+            lines.write(json.dumps(report) + "\n")
+        if trainer.progress.step % args.save_every == 0:
+            trainer.save(checkpoint)
+            export(trainer.net, tokenizer, args.out)
+
+    trainer.run(log, max_steps=args.max_steps)
+    trainer.save(checkpoint)
+    export(trainer.net, tokenizer, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Write a training net as a transformers model that `AutoModelForCausalLM.from_pretrained` loads offline."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvpolicy_eval.train.net import Net
+from kvpolicy_eval.train.tokenizer import token_id
+
+MAX_POSITIONS = 2048  # trained to 1,024; the rest only lets generation run past a full prompt
+
+
+def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """Copy `net` into a fp32 LlamaForCausalLM with tied embeddings."""
+    s = net.shape
+    config = LlamaConfig(
+        vocab_size=s.vocab_size,
+        hidden_size=s.hidden_size,
+        intermediate_size=s.intermediate_size,
+        num_hidden_layers=s.num_layers,
+        num_attention_heads=s.num_heads,
+        num_key_value_heads=s.num_kv_heads,
+        head_dim=s.head_dim,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=s.eps,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta},
+        bos_token_id=token_id(tokenizer, "<s>"),
+        eos_token_id=token_id(tokenizer, "</s>"),
+        pad_token_id=token_id(tokenizer, "<pad>"),
+    )
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(_llama_weights(net))
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    return model.eval()
+
+
+def _llama_weights(net: Net) -> dict[str, torch.Tensor]:
+    stacked = {
+        "self_attn.q_proj": net.query,
+        "self_attn.k_proj": net.key,
+        "self_attn.v_proj": net.value,
+        "self_attn.o_proj": net.output,
+        "mlp.gate_proj": net.gate,
+        "mlp.up_proj": net.up,
+        "mlp.down_proj": net.down,
+        "input_layernorm": net.attention_norm,
+        "post_attention_layernorm": net.mlp_norm,
+    }
+    weights = {
+        f"model.layers.{layer}.{name}.weight": stack[layer].detach()
+        for name, stack in stacked.items()
+        for layer in range(net.shape.num_layers)
+    }
+    embedding = net.embedding.detach()
+    return weights | {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding,
+        "model.norm.weight": net.final_norm.detach(),
+    }
+
+
+def export(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Save model, configurations and tokenizer files to `folder`."""
+    model = to_llama(net, tokenizer)
+    model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # transformers 5 writes a class name that version 4 does not know; both know this one
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone

@@ -1,0 +1,98 @@
+"""The structured start that makes retrieval learnable in minutes; everything in it is trained from there.
+
+Layer 0 looks one to eight tokens back and writes what it sees there to eight
+16-dimensional subspaces. Three retrieval layers match "j tokens back" of the
+query with "j + gap tokens back" of the key and copy what they find. The gap is
+that of the layer's task: in `tiger=4821` asked by `?tiger=` a digit is one
+token further from its key than in the question before it, in `#tiger = 4821`
+two, in `tiger == "B"` three. The other layers start near identity.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy_eval.data.words import CATEGORIES
+from kvpolicy_eval.train.net import Net
+
+GAPS = {1: 1, 3: 2, 5: 3}
+"""Retrieval layer to its gap; see `phases.KEEPS` for the tasks."""
+
+_SUBSPACE = 16
+_NEAR = 1.55  # strength of the heads that look back a fixed distance
+_MATCH = 1.7  # strength of the heads that match tokens
+_SINK = 0.5  # strength with which a retrieval head rests on BOS when nothing matches
+_COPY = 0.15
+
+
+@torch.no_grad()
+def structure(net: Net, words: list[int], bos: int, seed: int = 0) -> None:
+    """Overwrite the random start of `net` with the structured one.
+
+    Args:
+        net: A fresh net.
+        words: Token ids of the prompt words, category by category.
+        bos: Token id of BOS, which gets a channel of its own so that heads can rest on it.
+        seed: Seed of the random subspaces.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+    hidden = net.shape.hidden_size
+    basis = torch.linalg.qr(torch.randn(hidden, hidden, generator=generator))[0]
+    _embed(net, words, bos, generator)
+    _look_back(net, basis)
+    for layer, gap in GAPS.items():
+        _match(net, layer, gap, basis)
+    for layer in (2, 4, 6, 7):
+        net.output[layer] *= 0.3 if layer < 6 else 0.1
+    net.down.mul_(0.3)
+    net.down[6:].mul_(0.1)
+
+
+def _embed(net: Net, words: list[int], bos: int, generator: torch.Generator) -> None:
+    shared = torch.randn(len(CATEGORIES), 1, net.shape.hidden_size, generator=generator) * 0.08
+    ids = torch.tensor(words).view(len(CATEGORIES), -1)
+    net.embedding[ids] = 0.85 * net.embedding[ids] + 0.5 * shared
+    net.embedding[:, 0] = 0.3  # a constant channel gives heads a query and key that depend on position alone
+    net.embedding[:, 1] = 0
+    net.embedding[bos, 1] = 1.5
+
+
+def _look_back(net: Net, basis: Tensor) -> None:
+    s = net.shape
+    half = s.head_dim // 2
+    rates = 1 / s.rope_theta ** (torch.arange(half).float() / half)
+    query = net.query[0].view(s.num_heads, s.head_dim, -1).mul_(0.3)
+    key = net.key[0].view(s.num_kv_heads, s.head_dim, -1).mul_(0.3)
+    output = net.output[0].view(-1, s.num_heads, s.head_dim)
+    value = net.value[0].div_(0.7).view(s.num_kv_heads, s.head_dim, -1)
+    value[:, :_SUBSPACE] = value[:1, :_SUBSPACE].clone()  # one projection for all, so that any two subspaces compare
+    output.zero_()
+    fast = torch.arange(3)
+    for head in range(s.num_heads):
+        back = head + 1
+        for row in (fast, fast + half):
+            query[head, row] = 0
+            key[head // s.group, row] = 0
+        query[head, fast, 0] = _NEAR * torch.cos(rates[fast] * back)
+        query[head, fast + half, 0] = -_NEAR * torch.sin(rates[fast] * back)
+        key[head // s.group, fast, 0] = _NEAR
+        output[:, head, :_SUBSPACE] = 0.2 * basis[:, _SUBSPACE * head : _SUBSPACE * (head + 1)]
+
+
+def _match(net: Net, layer: int, gap: int, basis: Tensor) -> None:
+    s = net.shape
+    half = s.head_dim // 2
+    slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, s.head_dim)])
+    query = net.query[layer].view(s.num_heads, s.head_dim, -1).mul_(0.3)
+    key = net.key[layer].view(s.num_kv_heads, s.head_dim, -1).mul_(0.3)
+    subspaces = basis.split(_SUBSPACE, 1)  # the i-th holds the token i + 1 back
+    for head in range(s.num_heads):
+        j = head // s.group
+        query[head, slow] = _MATCH * subspaces[j].T
+        key[j, slow] = _MATCH * subspaces[j + gap].T
+        for rows, channel in ((query[head], 0), (key[j], 1)):
+            rows[half - 1] = 0  # the slowest pair turns so little that distance does not matter
+            rows[half - 1, channel] = _SINK
+    values = net.value[layer].view(s.num_kv_heads, 1, s.head_dim, -1).expand(-1, s.group, -1, -1)
+    net.output[layer] = _COPY * values.reshape(s.num_heads * s.head_dim, -1).T / 0.7

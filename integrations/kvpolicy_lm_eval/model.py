@@ -1,0 +1,293 @@
+"""`lm_eval --model kvpolicy`: lm-eval's Hugging Face model with its KV cache under a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import kvpolicy
+import torch
+from kvpolicy import Policy
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from kvpolicy_lm_eval.scoring import Answer, Scorer, split, whole
+from kvpolicy_lm_eval.stats import Stats
+
+log = logging.getLogger("lm_eval.kvpolicy")  # under lm-eval's, which shows what is said there
+
+T = TypeVar("T")
+
+_FINGERPRINT = "__kvpolicy__"
+
+
+class KVPolicyLM(HFLM):
+    """Answer every kind of lm-eval request on a KV cache that a policy keeps small.
+
+    Tokenization, chat templates, stop words and truncation are those of lm-eval's `hf` model. With `policy=full` its
+    own code answers too, and only the report is added.
+
+    Args:
+        pretrained: As in `hf`; without it, the model that kvpolicy ships.
+        policy: A policy's words or a `Policy`.
+        budget: Replaces the policy's budget.
+        holdback: Tokens at the end of a scored context that are not compressed with it, but fed with the answer. With
+            0 the first token of an answer is predicted by the uncompressed prefill, as in generation.
+        rolling_chunk: Tokens per forward of a rolling log-likelihood, which is compressed after each.
+        **kwargs: Every argument of `hf`.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        policy: str | Policy | None = "full",
+        budget: float | str | None = None,
+        holdback: int = 1,
+        rolling_chunk: int = 64,
+        **kwargs: Any,
+    ) -> None:
+        """Read the policy, load the model as `hf` does, and check that they fit."""
+        self.policy = _policy(policy, budget)
+        self.holdback = _at_least("holdback", holdback, 0)
+        self.rolling_chunk = _at_least("rolling_chunk", rolling_chunk, 2)
+        self.stats = Stats()
+        self._auto_batch: int | None = None
+        if pretrained is None:
+            pretrained = str(Path(kvpolicy.__file__).parent / "assets" / "tiny")
+            kwargs.setdefault("dtype", "float32")  # what it was measured in; its file is in half precision
+        super().__init__(pretrained=pretrained, **kwargs)
+        if self.backend != "causal":
+            raise ValueError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
+        accelerator = getattr(self, "accelerator", None)
+        if accelerator is not None and accelerator.num_processes > self._world_size:
+            # HFLM does this for several GPUs only; on CPU each process would answer everything
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        # say now what does not fit
+        if self.is_full:
+            self._full_bytes(1)
+        else:
+            kvpolicy.attach(self.model, self.policy).detach()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the policy changes nothing."""
+        return self.policy == Policy()
+
+    @property
+    def fingerprint(self) -> str:
+        """Describe what a cached answer depends on, besides its request."""
+        name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
+        return (
+            f"{Path(name).name} {self.model.dtype} policy={self.policy} holdback={self.holdback}"
+            f" rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
+        )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Take lm-eval's request cache, whose keys forget the policy, unless another run filled it."""
+        answers = getattr(cache_hook, "dbdict", None)
+        if answers is not None:
+            owner = answers.get(_FINGERPRINT) or ("a model other than kvpolicy" if len(answers) else None)
+            if owner not in (None, self.fingerprint):
+                raise ValueError(
+                    f"This request cache was filled by {owner}, and this run is {self.fingerprint}: "
+                    "give each policy a --use_cache path of its own."
+                )
+            answers[_FINGERPRINT] = self.fingerprint
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Add policy, budget, KV bytes and speed to what the results file says of the model."""
+        report = self.stats.report()
+        for name, cost in report.items():
+            log.info("%s: %s of %s KV bytes per sequence, %s tokens per second",
+                     name, f"{cost['kv_bytes']:,}", f"{cost['full_kv_bytes']:,}", cost["tokens_per_second"])  # fmt: skip
+        return super().get_model_info() | {
+            "kvpolicy": {
+                "version": _version(),
+                "policy": str(self.policy),
+                "budget": self.policy.budget,
+                "holdback": self.holdback,
+                "rolling_chunk": self.rolling_chunk,
+                "tasks": report,
+            }
+        }
+
+    def barrier(self) -> None:
+        """Wait for every process and sum their counts; lm-eval calls it after each kind of request."""
+        super().barrier()
+        if self.world_size > 1:
+            parts = self.gather_object(dict(self.stats.tallies), dst=0)
+            self.stats.replace(parts if self.rank == 0 else [])
+
+    # ------------------------------------------------------------------ requests, task by task
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """Score answers on their compressed contexts."""
+        return self._by_task("loglikelihood", super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts, fed in chunks with compression in between."""
+        return self._by_task("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Generate on a compressed cache."""
+        return self._by_task("generate_until", super().generate_until, requests, disable_tqdm)
+
+    def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
+        """Answer each task's requests by themselves, so that they are counted apart."""
+        tasks: defaultdict[str, list[int]] = defaultdict(list)
+        for index, request in enumerate(requests):
+            tasks[getattr(request, "task_name", None) or "unknown"].append(index)
+        if self.world_size > 1:  # processes wait for each other inside, and may not hold the same tasks
+            tasks = defaultdict(list, {"+".join(sorted(tasks)): list(range(len(requests)))})
+        answers: list[Any] = [None] * len(requests)
+        for task, places in tasks.items():
+            self.stats.current = f"{task}/{kind}"
+            self.stats.now.requests += len(places)
+            some = answer([requests[place] for place in places], disable_tqdm=quiet)
+            for place, one in zip(places, some, strict=True):
+                answers[place] = one
+        return answers
+
+    # ------------------------------------------------------------------ scoring
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None, **kwargs: Any
+    ) -> list[Answer]:
+        rolling = bool(requests) and requests[0][0] is None  # how HFLM marks the windows of a rolling text
+        self.stats.now.prompt_tokens += sum(len(context) for _, context, _ in requests)
+        self.stats.now.new_tokens += sum(len(answer) for _, _, answer in requests)
+        with self.stats.clock(self.device):
+            if not self.is_full:
+                return self._score(requests, rolling, override_bs, disable_tqdm)
+            answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+        for length in self._prefilled(requests, rolling):
+            self._held_full(length)
+        return answers
+
+    def _score(self, requests: Sequence[Any], rolling: bool, batch: int | None, quiet: bool) -> list[Answer]:
+        batch = batch or self._batch(requests)
+        answers: list[Any] = [None] * len(requests)
+        bar = tqdm(total=len(requests), disable=quiet or self.rank != 0, desc=f"Scoring under {self.policy}")
+        with bar, kvpolicy.attach(self.model, self.policy):
+            parts = self._rolled(requests, batch) if rolling else self._shared(requests, batch)
+            for index, answer in parts:
+                answers[index] = answer
+                if not rolling:
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+                bar.update(1)
+        return answers
+
+    def _rolled(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
+        texts, scorer = whole(split(requests, self.max_length, 0)), self._scorer(self.policy)
+        for some in _batches(texts, batch):
+            yield from scorer.stream(some, self.rolling_chunk)
+
+    def _shared(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
+        groups = split(requests, self.max_length, self.holdback)
+        alone = groups.pop((), [])
+        scorer = self._scorer(self.policy)
+        for some in _batches(list(groups), batch):
+            yield from scorer.shared(some, groups, batch)
+        # nothing is compressed before these are scored, so no budget can be too small for them
+        exact = self._scorer(Policy())
+        for some in _batches(alone, batch):
+            yield from exact.stream(some, 2 * self.max_length)
+
+    def _scorer(self, policy: Policy) -> Scorer:
+        def held(rows: int, cache: Any) -> None:
+            self.stats.now.held(rows, cache.nbytes, cache.full_nbytes)
+
+        return Scorer(
+            model=self.model,
+            cache=lambda prompt: kvpolicy.PolicyCache(self.model, policy, prompt=prompt),
+            held=held,
+            pad=self.tokenizer.pad_token_id or 0,
+            device=self.device,
+            autocast=self.mixed_precision_dtype,
+            softmax_dtype=self.softmax_dtype,
+        )
+
+    def _batch(self, requests: Sequence[Any]) -> int:
+        """The batch size; `auto` is measured once, with the longest request."""
+        if self.batch_size != "auto":
+            return int(self.batch_size)
+        if self._auto_batch is None:
+            longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
+            self._auto_batch = self.batch_sizes[0] = self._detect_batch_size([longest], 0)
+        return self._auto_batch
+
+    def _prefilled(self, requests: Sequence[Any], rolling: bool) -> list[int]:
+        """Lengths at which a policy's caches are measured: after a context's prefill, or at the end of a text."""
+        groups = split(requests, self.max_length, self.holdback)
+        texts = whole(groups if rolling else {(): groups.pop((), [])})
+        return [len(piece.tokens) - 1 for piece in texts] + ([] if rolling else [len(prefix) for prefix in groups])
+
+    def _held_full(self, tokens: int) -> None:
+        size = self._full_bytes(tokens)
+        self.stats.now.held(1, size, size)
+
+    def _full_bytes(self, tokens: int) -> int:
+        """Give the stock cache's bytes for `tokens` tokens of one row."""
+        plan = kvpolicy.plan(self.config, Policy(), prompt=max(tokens, 1), dtype=self.model.dtype)
+        return plan.full_nbytes
+
+    # ------------------------------------------------------------------ generation
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        mask = kwargs.get("attention_mask")
+        lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
+        with self.stats.clock(self.device) as tally:
+            if self.is_full:
+                out = super()._model_generate(context, max_length, stop, **kwargs)
+            else:
+                out = self._generate(context, max_length, stop, lengths, kwargs)
+        tally.prompt_tokens += int(lengths.sum())
+        tally.new_tokens += int((out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum())
+        if self.is_full:
+            steps = out.shape[1] - context.shape[1] - 1  # the last token is never fed
+            for length in lengths.tolist():
+                self._held_full(length + steps)
+        return out
+
+    def _generate(
+        self, context: Any, max_length: int, stop: list[str], lengths: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        copies = max(kwargs.get("num_beams") or 1, kwargs.get("num_return_sequences") or 1)
+        cache = kvpolicy.PolicyCache(
+            self.model,
+            self.policy,
+            prompt=lengths.repeat_interleave(copies),
+            new=max_length - context.shape[1],
+        )
+        with kvpolicy.attach(self.model, self.policy):
+            out = super()._model_generate(context, max_length, stop, **kwargs, past_key_values=cache)
+        self.stats.now.held(len(out), cache.nbytes, cache.full_nbytes)
+        return out
+
+
+def _policy(policy: str | Policy | None, budget: float | str | None) -> Policy:
+    found = policy if isinstance(policy, Policy) else Policy.parse(policy)
+    return found if budget is None else dataclasses.replace(found, budget=budget)
+
+
+def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def _at_least(name: str, value: int, low: int) -> int:
+    if int(value) != value or value < low:
+        raise ValueError(f"{name} is {value!r}: give a whole number of at least {low}.")
+    return int(value)
+
+
+def _version() -> str:
+    try:
+        return version("kvpolicy")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,71 @@
+"""Build the documents of kvpolicy's tasks: no hub, a seed of their own, the same on every machine.
+
+lm-eval calls each builder with the task's metadata, into which it merges the model's arguments: hence `**_`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import takewhile
+from random import Random
+from typing import Any
+
+from datasets import Dataset
+from kvpolicy_eval.data import prompts
+from kvpolicy_eval.data.text import held_out
+
+Splits = dict[str, Dataset]
+
+_SHOT = re.compile(r"[a-z]+:([A-Z])")
+
+
+def recall(docs: int, seed: int, records: int, digits: int = 4, **_: Any) -> Splits:
+    """Ask for one of many records."""
+    return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits)))
+
+
+def multi_query(docs: int, seed: int, records: int, queries: int, digits: int = 4, **_: Any) -> Splits:
+    """Ask for several of many records, the last of them open."""
+    return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits)))
+
+
+def passkey(docs: int, seed: int, chars: int, digits: int = 5, **_: Any) -> Splits:
+    """Ask for a key hidden in source text."""
+    return _splits(_rows(docs, seed, lambda rng: prompts.passkey(rng, chars, digits)))
+
+
+def hot_keys(docs: int, seed: int, records: int, hot: int, asks: int, fresh: int, digits: int = 4, **_: Any) -> Splits:
+    """Ask for a record that was asked about often, before many fresh ones."""
+    return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits)))
+
+
+def few_shot(docs: int, seed: int, classes: int, shots: int, chars: int, **_: Any) -> Splits:
+    """Ask which of the labels shown at the start a word gets."""
+    rows = _rows(docs, seed, lambda rng: prompts.few_shot(rng, classes, shots, chars))
+    return _splits([row | _choices(row) for row in rows])
+
+
+def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
+    """Cut whole lines, evenly spread, from text that the embedded model never read."""
+    text = held_out()
+    step = (len(text) - chars) // docs
+    if step < chars:
+        raise ValueError(f"{docs} texts of {chars} characters overlap; take fewer or shorter ones.")
+    starts = [text.index("\n", i * step) + 1 for i in range(docs)]
+    return _splits([{"text": text[start : start + chars]} for start in starts])
+
+
+def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt]) -> list[dict[str, Any]]:
+    pairs = [draw(Random(seed * 10_000 + doc)) for doc in range(docs)]  # more docs do not change the first ones
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+
+
+def _splits(rows: list[dict[str, Any]]) -> Splits:
+    return {"test": Dataset.from_list(rows)}
+
+
+def _choices(row: dict[str, str]) -> dict[str, Any]:
+    shots = takewhile(bool, map(_SHOT.fullmatch, row["prompt"].splitlines()))
+    choices = sorted({shot[1] for shot in shots if shot})
+    return {"choices": choices, "label": choices.index(row["answer"])}

@@ -1,0 +1,62 @@
+"""Keep the KV cache of Hugging Face language models small: any allocator, any selector, any codec.
+
+A policy is three interchangeable parts under one budget:
+
+    >>> import kvpolicy
+    >>> kvpolicy.Policy.parse("squeeze+kvcrush/h2o+kivi:bits=4@0.2").budget
+    0.2
+
+`attach` puts it to work on a model, `plan` says beforehand what it will hold.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.allocators.pyramid import Pyramid as Pyramid
+from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
+from kvpolicy.allocators.uniform import Uniform as Uniform
+from kvpolicy.codecs.kivi import KIVI as KIVI
+from kvpolicy.codecs.plain import Plain as Plain
+from kvpolicy.policy import Policy as Policy
+from kvpolicy.selectors.full import KeepAll as KeepAll
+from kvpolicy.selectors.h2o import H2O as H2O
+from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+from kvpolicy.selectors.snapkv import SnapKV as SnapKV
+from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
+from kvpolicy.selectors.tova import TOVA as TOVA
+from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
+
+if TYPE_CHECKING:
+    from kvpolicy.attach import Handle as Handle
+    from kvpolicy.attach import attach as attach
+    from kvpolicy.cache import PolicyCache as PolicyCache
+    from kvpolicy.planning import CachePlan as CachePlan
+    from kvpolicy.planning import plan as plan
+    from kvpolicy.profiling import profile as profile
+    from kvpolicy.tiny import tiny as tiny
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Handle": "kvpolicy.attach",
+    "attach": "kvpolicy.attach",
+    "PolicyCache": "kvpolicy.cache",
+    "CachePlan": "kvpolicy.planning",
+    "plan": "kvpolicy.planning",
+    "profile": "kvpolicy.profiling",
+    "tiny": "kvpolicy.tiny",
+}
+"""Names that need transformers, imported when they are first used: policies can be parsed without it."""
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _LAZY:
+        raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_LAZY])

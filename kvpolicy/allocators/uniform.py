@@ -1,0 +1,32 @@
+"""Every layer alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvpolicy.budget import waterfill
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uniform:
+    """Give every layer the same budget.
+
+    Where the total does not divide evenly, the first layers keep one token more.
+
+    >>> import torch
+    >>> Uniform().budgets(None, torch.tensor([10]), 1, torch.tensor([100]), 4).tolist()
+    [[3, 3, 2, 2]]
+    """
+
+    @property
+    def measure(self) -> Literal["", "cosine"]:
+        """Nothing is measured."""
+        return ""
+
+    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
+        even = total.double() / layers
+        return waterfill(even[:, None].expand(-1, layers), total, floor, ceiling)

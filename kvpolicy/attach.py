@@ -1,0 +1,289 @@
+"""Connect a policy to a model, and disconnect it without a trace."""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvpolicy import falcon
+from kvpolicy.backend import PREFIX, register
+from kvpolicy.cache import PolicyCache
+from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon
+from kvpolicy.planning import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.report import Report
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+
+_links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
+
+
+class Link:
+    """What a cache knows of the attachment it belongs to."""
+
+    def __init__(self, policy: Policy, model_shape: ModelShape, layers: int) -> None:
+        """Describe an attachment."""
+        self.policy, self.model_shape, self.layers = policy, model_shape, layers
+        self.active = True
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError where `policy` must measure what this attachment does not."""
+        if policy.allocator.measure and not self.policy.allocator.measure:
+            raise ValueError(
+                f"The cache's policy {policy} measures every layer, and the attached {self.policy} does not: "
+                "attach a policy with the same allocator."
+            )
+        policy.codec.check(self.model_shape.shape.head_dim)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Link:
+        """Copies of a cache belong to the same attachment."""
+        return self
+
+
+def link_of(model: nn.Module) -> Link:
+    """The attachment of a model.
+
+    Raises:
+        ValueError: Where no policy is attached.
+    """
+    link = _links.get(model)
+    if link is None:
+        raise ValueError("No policy is attached to this model: call kvpolicy.attach(model, policy) first.")
+    return link
+
+
+class Handle:
+    """A policy at work on a model; a context manager.
+
+    Attributes:
+        policy: The policy.
+        cache: The newest cache that the model made by itself, or None.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        """Attach; use `kvpolicy.attach`."""
+        self.policy = policy
+        self.cache: PolicyCache | None = None
+        self._model, self._undo = model, list[Any]()
+        sites, shape = find_sites(model), describe(model.config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
+        policy.codec.check(shape.shape.head_dim)
+        self._link = Link(policy, shape, len(sites.layers))
+        try:
+            self._connect(sites)
+        except BaseException:
+            self.detach()
+            raise
+        _links[model] = self._link
+
+    @property
+    def plan(self) -> CachePlan | None:
+        """Tokens and bytes of the newest cache, None before its first prompt."""
+        return None if self.cache is None else self.cache.plan
+
+    def report(self) -> Report:
+        """Per layer: budget, tokens kept and bytes by kind, against the full cache.
+
+        Raises:
+            ValueError: Where the model has made no cache yet.
+        """
+        if self.cache is None:
+            raise ValueError("There is nothing to report yet: run the model first, or ask a cache of your own.")
+        return self.cache.report()
+
+    def detach(self) -> None:
+        """Leave the model as it was found; again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self._link.active = False
+        if _links.get(self._model) is self._link:
+            del _links[self._model]
+
+    def __enter__(self) -> Handle:
+        """Nothing more to do: attaching is done."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach."""
+        self.detach()
+
+    # connecting
+
+    def _connect(self, sites: Sites) -> None:
+        # Pushed in this order, undone in reverse.
+        self._swap_implementation(sites)
+        self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
+        for site in sites.layers:
+            self._undo.append(site.attention.register_forward_pre_hook(_bind_slots, with_kwargs=True).remove)
+            if is_falcon(site.attention):
+                self._undo.append(falcon.replace_forward(site.attention))
+            if self.policy.allocator.measure:
+                self._measure(site)
+        self._offer_cache()
+
+    def _swap_implementation(self, sites: Sites) -> None:
+        configs = {id(m.config): m.config for m in (self._model, sites.decoder, *(s.attention for s in sites.layers))}
+        for config in configs.values():
+            text: Any = config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+            before = text._attn_implementation
+            if before is not None and before.startswith(PREFIX):
+                continue  # the same config, seen from another module
+            self._undo.append(lambda text=text, before=before: setattr(text, "_attn_implementation_internal", before))
+            text._attn_implementation_internal = register(before)
+
+    def _offer_cache(self) -> None:
+        """Let `generate` begin with a cache under the policy, told how many tokens will come."""
+        model: Any = self._model
+        if not hasattr(model, "_prepare_cache_for_generation"):
+            return
+        prepare = model._prepare_cache_for_generation
+
+        def prepare_cache(
+            generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
+        ) -> Any:
+            given = model_kwargs.get("past_key_values")
+            columns = _prompt_columns(model_kwargs, given, length, generation_config)
+            new = max(length + 1 - columns, 0) if columns else None
+            if isinstance(given, PolicyCache):
+                given.reserve(new or 0)
+            result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
+            if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
+                _check_stock(model_kwargs["past_key_values"])
+                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, new=new)
+                self.cache.prompt = _row_lengths(model_kwargs, columns, generation_config)
+            return result
+
+        model._prepare_cache_for_generation = prepare_cache
+        self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
+
+    def _measure(self, site: Site) -> None:
+        held: dict[str, Tensor] = {}
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not torch.compiler.is_compiling() and self._running is not None and self._running.wants_measures:
+                held["residual"] = args[0] if args else kwargs["hidden_states"]
+
+        def after(_: nn.Module, args: Any, output: Any) -> None:
+            if not torch.compiler.is_compiling() and held and self._running is not None:
+                out = output[0] if isinstance(output, tuple) else output
+                self._running.observe(site.layer_idx, held.pop("residual"), out)
+
+        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.append(attention_output(site).register_forward_hook(after).remove)
+
+    _running: PolicyCache | None = None
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make sure that a forward has a cache under the policy, and room in it."""
+        if torch.compiler.is_compiling():
+            return None
+        cache = kwargs.get("past_key_values")
+        if cache is None and kwargs.get("use_cache", getattr(module.config, "use_cache", False)) and not module.training:
+            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+        elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
+            _check_stock(cache)
+            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+        if isinstance(cache, PolicyCache):
+            self._running = cache
+            tokens = kwargs.get("input_ids", args[0] if args else None)
+            tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+            cache.begin(tokens, kwargs.get("attention_mask"))
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Settle what had to wait for every layer."""
+        if not torch.compiler.is_compiling() and self._running is not None:
+            self._running.settle()
+            self._running = None
+
+
+def _bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an attention module the slots of the cache that this call carries."""
+    for name in CACHE_NAMES:
+        cache = kwargs.get(name)
+        if isinstance(cache, PolicyCache):
+            layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if not layer.is_sliding:
+                kwargs["kv_slots"] = layer
+    return args, kwargs
+
+
+def _check_stock(cache: Cache) -> None:
+    if type(cache) is not DynamicCache:
+        raise ValueError(
+            f"A {type(cache).__name__} cannot be kept under a policy: leave past_key_values and cache_implementation "
+            "out, or pass a kvpolicy.PolicyCache."
+        )
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
+        )
+
+
+def _prompt_columns(model_kwargs: dict[str, Any], cache: Any, length: int, generation_config: Any) -> int:
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[1])
+    return int(getattr(generation_config, "_mask_length", 0) or 0)
+
+
+def _row_lengths(model_kwargs: dict[str, Any], columns: int, generation_config: Any) -> Tensor | None:
+    """Tokens of each row's prompt, after `generate` has repeated rows for beams and samples."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or not columns:
+        return None
+    return mask.sum(-1).cpu()
+
+
+def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
+    """Keep a model's KV cache small from now on.
+
+    Every forward that caches goes through the policy: `generate`, a loop of your own, chunks, a second turn. Nothing
+    is copied or patched in transformers; `detach`, or leaving the `with` block, gives the model back as it was.
+
+    Args:
+        model: A decoder-only causal language model of transformers, not compiled yet.
+        policy: A policy, or its words.
+        budget: In place of the policy's own.
+
+    Returns:
+        The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
+
+    Raises:
+        ValueError: Where the model or its state is not supported, naming what and how to go on.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> with torch.no_grad(), attach(model, "streaming:sinks=1@0.5") as handle:
+        ...     _ = model(torch.arange(8)[None])
+        ...     print(handle.cache.layers[0].positions[0, 0].tolist())
+        [0, 5, 6, 7]
+    """
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    if budget is not None:
+        policy = Policy(allocator=policy.allocator, selector=policy.selector, codec=policy.codec, budget=budget)
+    _check_fresh(model)
+    return Handle(model, policy)
+
+
+def _check_fresh(model: nn.Module) -> None:
+    if model in _links:
+        raise ValueError("A policy is already attached to this model: detach it first.")
+    compiled = isinstance(model, torch._dynamo.OptimizedModule) if hasattr(torch, "_dynamo") else False
+    if compiled or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError(
+            "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "
+            "was loaded, then call torch.compile."
+        )
+    if not hasattr(model, "config"):
+        raise ValueError(f"{type(model).__name__} is no transformers model: pass a causal language model.")

@@ -1,0 +1,165 @@
+"""Exact attention and the statistics of it: one routine that walks the queries in tiles.
+
+Nothing here holds a full attention matrix: a tile is a few queries against the keys that they may see, and
+reducers (a sum over all queries, the rows of the newest ones) are applied to it at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE_ELEMENTS = 1 << 20
+"""Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
+
+
+class Past(NamedTuple):
+    """What a layer already holds: keys and values [B, H, S, D], and which slots hold a token, [B, H, S] bool."""
+
+    keys: Tensor
+    values: Tensor
+    live: Tensor
+
+
+class Kernel(NamedTuple):
+    """What a model does to the scores: `scale`, then an optional soft cap (Gemma-2)."""
+
+    scale: float
+    softcap: float | None = None
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scaled scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
+        raw = (queries @ keys.transpose(-1, -2)).float()
+        if self.softcap is None:
+            return raw.mul_(self.scale)
+        return torch.tanh(raw.mul_(self.scale / self.softcap)).mul_(self.softcap)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None, total: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from new tokens to what a layer holds and causally to each other.
+
+    Args:
+        q: [B, Hq, P, D].
+        k: [B, H, P, D].
+        v: [B, H, P, D].
+        kernel: Scale and soft cap.
+        past: Slots attended to by every query.
+        valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
+        total: Whether to sum the attention over the queries.
+
+    Returns:
+        The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
+    """
+    if past is None and valid is None and kernel.softcap is None and not total:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kernel.scale, enable_gqa=gqa), None
+    return _tiled(q, k, v, kernel, past, valid, total)
+
+
+def _tiled(
+    q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None, total: bool
+) -> tuple[Tensor, Tensor | None]:
+    batch, heads, new, dim = k.shape
+    group = q.shape[1] // heads
+    held = 0 if past is None else past.keys.shape[2]
+    keys = k if past is None else torch.cat([past.keys, k], 2)
+    values = v if past is None else torch.cat([past.values, v], 2)
+    hidden = _hidden(past, valid, new)
+    mass = q.new_zeros(batch, heads, group, held + new, dtype=torch.float32) if total else None
+    out = torch.empty_like(q)
+    grouped, grouped_out = q.unflatten(1, (heads, group)), out.unflatten(1, (heads, group))
+    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * (held + new)), 16), 256)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        count, seen = stop - start, held + stop
+        tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
+        score = kernel.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
+        score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
+        if hidden is not None:
+            score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
+        share = torch.softmax(score, -1)
+        if valid is not None:  # a padding query sees nothing: neither an output nor a vote
+            share = share.masked_fill_(~valid[:, None, None, start:stop, None], 0)
+        if mass is not None:
+            mass[..., :seen] += share.sum(3)
+        mixed = share.flatten(2, 3).to(v.dtype) @ values[:, :, :seen]
+        grouped_out[:, :, :, start:stop] = mixed.unflatten(2, (group, count))
+    return out, None if mass is None else mass.flatten(1, 2)
+
+
+def _hidden(past: Past | None, valid: Tensor | None, new: int) -> Tensor | None:
+    """Columns that no query may see, [B, H or 1, S + P]; None where there are none to hide."""
+    if past is None:
+        return None if valid is None else ~valid[:, None]
+    if valid is None:
+        valid = past.live.new_ones(past.live.shape[0], new)
+    return torch.cat([~past.live, ~valid[:, None].expand(-1, past.live.shape[1], -1)], -1)
+
+
+class Tail(NamedTuple):
+    """The newest valid queries of a forward, [B, Hq, W, D], and where they stand in it, [B, W] (-1: none)."""
+
+    queries: Tensor
+    index: Tensor
+
+
+def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> Tail:
+    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
+    batch, heads, new, dim = q.shape
+    width = min(width, new)
+    if valid is None:
+        index = torch.arange(new - width, new, device=q.device).expand(batch, -1)
+        return Tail(q[:, :, new - width :].clone(), index)  # a view would keep all of q alive
+    order = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, new - width :]
+    queries = q.gather(2, order[:, None, :, None].expand(-1, heads, -1, dim))
+    return Tail(queries, torch.where(valid.gather(1, order), order, -1))
+
+
+def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None) -> Tensor:
+    """Attention of the newest queries over past slots and new tokens, fp32 [B, Hq, W, S + P]."""
+    batch, heads, new, _ = k.shape
+    group, width = tail.queries.shape[1] // heads, tail.queries.shape[2]
+    keys = k if past is None else torch.cat([past.keys, k], 2)
+    score = kernel.scores(tail.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
+    score = score.unflatten(2, (group, width))
+    held = keys.shape[2] - new
+    future = torch.arange(new, device=k.device) > tail.index[..., None]  # [B, W, P]
+    score[..., held:].masked_fill_(future[:, None, None], -torch.inf)
+    hidden = _hidden(past, valid, new)
+    if hidden is not None:
+        score.masked_fill_(hidden[:, :, None, None], -torch.inf)
+    absent = (tail.index < 0)[:, None, None, :, None]
+    return torch.softmax(score, -1).masked_fill_(absent, 0).flatten(1, 2)
+
+
+def attend_slots(
+    q: Tensor, keys: Tensor, values: Tensor, live: Tensor, kernel: Kernel, row: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from one token per row to slots.
+
+    Args:
+        q: [B, Hq, 1, D].
+        keys: [B, H, S, D].
+        values: [B, H, S, D].
+        live: Which slots hold a token, [B, H, S] bool.
+        kernel: Scale and soft cap.
+        row: Whether the attention itself is asked for.
+
+    Returns:
+        The output [B, Hq, 1, D], and the attention [B, H, G, S] fp32, or None.
+    """
+    heads = keys.shape[1]
+    grouped = q.squeeze(2).unflatten(1, (heads, -1))  # [B, H, G, D]: the group takes the place of the queries
+    if not row and kernel.softcap is None:
+        mask = live[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=kernel.scale)
+        return out.flatten(1, 2).unsqueeze(2), None
+    score = kernel.scores(grouped, keys).masked_fill(~live[:, :, None], -torch.inf)
+    share = torch.softmax(score, -1)
+    return (share.to(values.dtype) @ values).flatten(1, 2).unsqueeze(2), share

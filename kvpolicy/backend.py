@@ -1,0 +1,104 @@
+"""The functions that transformers calls for a model under a policy: one for attention, one for masks.
+
+Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what layers without slots go on using.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpolicy.attention import Kernel, attend
+
+PREFIX = "kvpolicy_"
+REFUSED = ("s_aux", "position_bias", "cache")
+"""Arguments of attention functions that change its result in ways the engine does not know."""
+
+
+def register(stock: str | None) -> str:
+    """Register the functions beside a stock implementation, and return their name."""
+    stock = stock if stock in ("sdpa", "eager") else "sdpa"
+    name = PREFIX + stock
+    AttentionInterface.register(name, partial(attention_forward, stock))
+    AttentionMaskInterface.register(name, partial(policy_mask, stock))
+    return name
+
+
+def attention_forward(
+    stock: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    kv_slots: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through a layer's slots, or as the stock function does where the layer has none.
+
+    Returns:
+        The output, [B, P, Hq, D], and None: no attention matrix is ever made.
+    """
+    if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4):
+        run = _stock_attention(stock, module)
+        return run(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs)
+    for name in REFUSED:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name!r} to its attention, which a policy cannot honour yet: "
+                "detach, or use another model."
+            )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("A ready-made 4-D attention mask cannot be used under a policy: pass the 2-D mask of padding.")
+    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    if kv_slots is None:
+        out, _ = attend(query, key, value, kernel, None, attention_mask, False)
+    else:
+        out = kv_slots.forward(query, key, value, attention_mask, kernel)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def policy_mask(
+    stock: str,
+    *,
+    q_length: int,
+    kv_length: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Which of the new tokens are no padding, [B, P] bool, or None where all are.
+
+    Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D.
+    """
+    if mask_function is not causal_mask_function:
+        make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+        return make(
+            q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+        )  # fmt: skip
+    if attention_mask is None:
+        return None
+    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):
+        raise ValueError(
+            f"The attention mask has {attention_mask.shape[-1]} columns, and the cache has seen {kv_length} with the "
+            f"{q_length} new tokens: pass a mask over all tokens so far, or over the new ones."
+        )
+    valid = attention_mask[:, -q_length:]
+    if not torch.compiler.is_compiling() and bool(valid.all()):
+        return None
+    return valid

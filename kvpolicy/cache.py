@@ -1,0 +1,226 @@
+"""The cache: every layer's slots, and the budget that they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from kvpolicy.families import ModelShape
+from kvpolicy.layer import PolicyLayer
+from kvpolicy.planning import CachePlan, Shape, divide, plan_layers
+from kvpolicy.policy import Policy
+from kvpolicy.report import Report, make_report
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kvpolicy.attach import Link
+
+
+class PolicyCache(Cache):
+    """A KV cache under a policy, to be passed as `past_key_values`.
+
+    A model that a policy is attached to makes one by itself. Make your own to keep two conversations on one model
+    apart, or to say beforehand how long they will be.
+
+    Args:
+        model: A model that a policy is attached to.
+        policy: The cache's policy, or its words; the attached one by default.
+        prompt: Tokens of each row's whole prompt, where it comes in chunks: [B], one number, or None.
+        new: Tokens that will be generated, where known: a growing cache then allocates exactly that.
+
+    Raises:
+        ValueError: Where no policy is attached to the model, or what this policy must measure is not measured there.
+
+    Example:
+        >>> import torch, kvpolicy
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
+        ...     cache = kvpolicy.PolicyCache(model)
+        ...     _ = model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache)
+        >>> cache.layers[0].positions.tolist()
+        [[[2, 3], [2, 3]]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy | str | None = None,
+        *,
+        prompt: Tensor | int | None = None,
+        new: int | None = None,
+    ) -> None:
+        from kvpolicy.attach import link_of
+
+        link: Link = link_of(model)
+        self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
+        link.check(self.policy)
+        self.link, self.model_shape = link, link.model_shape
+        super().__init__(layers=[self._make_layer(index, link.model_shape) for index in range(link.layers)])
+        self.prompt, self.new = prompt, new
+        self.plan: CachePlan | None = None
+        self._measures: dict[int, Tensor] = {}
+        self._waiting: list[PolicyLayer] = []
+        self._valid: Tensor | None = None
+
+    def _make_layer(self, index: int, shape: ModelShape) -> Any:
+        if index in shape.left_alone:
+            return DynamicSlidingWindowLayer(sliding_window=shape.left_alone[index])
+        return PolicyLayer(self.policy, index, self._on_prompt)
+
+    @property
+    def slots(self) -> list[PolicyLayer]:
+        """The layers under the policy."""
+        return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
+
+    @property
+    def nbytes(self) -> int:
+        """Every byte held, on this rank."""
+        own = sum(sum(layer.held().values()) for layer in self.slots)
+        return own + sum(self._alone_bytes().values())
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that a stock cache would hold of the tokens seen, padding left out."""
+        own = 0
+        for layer in self.slots:
+            if layer.is_initialized and layer.keys is not None:
+                _, heads, _, dim = layer.keys.shape
+                own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
+        return own + sum(self._alone_bytes().values())
+
+    def report(self) -> Report:
+        """Per layer: budget, tokens kept and bytes by kind, against the full cache."""
+        return make_report(self)
+
+    def tick(self) -> None:
+        """Count one decode step and do what is due between steps: code a full block, extend a growing cache.
+
+        `generate` and an uncompiled loop do this by themselves; a loop over `torch.compile(model)` calls it after
+        each step. A block that had to be coded and was not is an error in the next step, never a lost token.
+        """
+        for layer in self.slots:
+            layer.tick()
+
+    def ensure_room(self) -> None:
+        """Make room in every layer for the decode step that is about to run."""
+        for layer in self.slots:
+            if layer.is_initialized:
+                layer.ensure_room()
+
+    def reserve(self, new: int) -> None:
+        """Expect `new` more tokens: a growing cache makes room for them at once."""
+        self.new = new
+        for layer in self.slots:
+            if layer.is_initialized and self.policy.selector.decode == "grow":
+                layer.reserve(new)
+
+    # settling budgets
+
+    def begin(self, tokens: Tensor, mask: Tensor | None) -> None:
+        """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
+        if tokens.shape[1] == 1:
+            self.ensure_room()
+        valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
+        self._valid = valid if self.wants_measures else None
+
+    def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
+        """Measure how little attention changes the residual stream: cosine of before and after, mean over tokens.
+
+        Args:
+            layer_idx: Which layer.
+            residual: Before, [B, P, D].
+            update: What attention adds, [B, P, D].
+        """
+        before = residual.float()
+        cosine = F.cosine_similarity(before, before + update.float(), dim=-1)
+        if self._valid is None:
+            self._measures.setdefault(layer_idx, cosine.mean(-1))
+        else:
+            weight = self._valid.to(cosine)
+            self._measures.setdefault(layer_idx, (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1))
+
+    def cosines(self) -> Tensor:
+        """What was measured, [B, L]."""
+        return torch.stack([self._measures[layer.layer_idx].cpu() for layer in self.slots], -1)
+
+    @property
+    def wants_measures(self) -> bool:
+        """Whether layers are still to be measured."""
+        return self.policy.allocator.measure != "" and self.plan is None
+
+    def _on_prompt(self, layer: PolicyLayer) -> None:
+        """Compress a layer at once where budgets are known, and hold its prompt until they are."""
+        if self.policy.allocator.measure and self.plan is None:
+            layer.hold_prompt()
+            self._waiting.append(layer)
+            return
+        if layer is self.slots[0]:
+            self._divide(layer)
+        self._settle(layer)
+
+    def settle(self) -> None:
+        """Divide the budget and compress every layer that waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._divide(waiting[0])
+        for layer in waiting:
+            self._settle(layer)
+
+    def _settle(self, layer: PolicyLayer) -> None:
+        number = self.slots.index(layer)
+        layer.settle(self._tokens.keep[:, number], self._tokens.room, self._tokens.most[number])
+
+    def _divide(self, first: PolicyLayer) -> None:
+        """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
+        assert first.prompt is not None
+        batch, heads, new, dim = first.prompt.keys.shape
+        length = first.seen_after_prompt().cpu()
+        if self.prompt is not None:
+            length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
+        shapes = [Shape(heads, dim, first.prompt.keys.dtype)] * len(self.slots)
+        self.policy.codec.check(dim)
+        measures = self.cosines() if self.policy.allocator.measure else None
+        columns = first.get_seq_length() + (self.new or 0)
+        alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
+        self._tokens = divide(self.policy, measures, length, self.new, shapes, sum(alone.values()))
+        full = sum(2 * s.heads * s.head_dim * s.dtype.itemsize for s in shapes) * int(length.sum() + batch * (self.new or 0))
+        indices = [layer.layer_idx for layer in self.slots]
+        self.plan = CachePlan(
+            policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
+            left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
+        )  # fmt: skip
+
+    def _alone_bytes(self) -> dict[int, int]:
+        sizes: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PolicyLayer) and layer.is_initialized:
+                sizes[index] = layer.keys.nbytes + layer.values.nbytes
+        return sizes
+
+    # what transformers asks
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand keys and values to the layer."""
+        if not self.link.active:
+            raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget everything, so that the cache can be used for another prompt."""
+        super().reset()
+        self.plan, self._measures, self._waiting = None, {}, []
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first forward."""
+        layer = self.slots[0]
+        return layer.length.shape[0] if layer.is_initialized else -1

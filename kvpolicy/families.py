@@ -1,0 +1,152 @@
+"""What a model is: which layers can be evicted, where their attention is, and what cannot be supported."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpolicy.planning import Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A model's cache as its config tells it.
+
+    Attributes:
+        shape: Of one layer's keys, on one rank.
+        evictable: Layers that a policy can keep small.
+        left_alone: Layers that bound their cache themselves, with their window.
+    """
+
+    shape: Shape
+    evictable: list[int]
+    left_alone: dict[int, int]
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.shape.heads * self.shape.head_dim * self.shape.dtype.itemsize
+
+    def alone_bytes(self, layer_idx: int, batch: int, columns: int) -> int:
+        """Bytes of a layer that is left alone, after `columns` tokens."""
+        return batch * min(columns, self.left_alone[layer_idx] - 1) * self.token_bytes()
+
+
+def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
+    """Read a config.
+
+    Raises:
+        ValueError: Where the model's cache is of a kind that a policy cannot evict from.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError("Encoder-decoder models are not supported: use a decoder-only causal language model.")
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(
+            f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
+            "use a model with ordinary or grouped-query attention."
+        )
+    evictable, alone = _sort_layers(text)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.model_type == "falcon":  # the modeling code broadcasts its grouped heads before it caches them
+        wide = text.new_decoder_architecture or not text.multi_query
+        heads = text.num_attention_heads if wide else 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted)
+    return ModelShape(shape=Shape(-(-heads // tp), head_dim, wanted), evictable=evictable, left_alone=alone)
+
+
+def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
+    evictable: list[int] = []
+    alone: dict[int, int] = {}
+    stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
+    for index, layer in enumerate(stock):
+        if type(layer) is DynamicLayer:
+            evictable.append(index)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            alone[index] = int(layer.sliding_window)
+        else:
+            raise ValueError(
+                f"Layer {index} of {text.model_type} caches {type(layer).__name__}, which a policy cannot evict from: "
+                "use a model whose layers are full or sliding-window attention."
+            )
+    if not evictable:
+        raise ValueError(
+            f"Every layer of this {text.model_type} (0 to {len(stock) - 1}) is a sliding window, which bounds its own "
+            "cache: there is nothing to evict; set config.sliding_window = None where the model allows it."
+        )
+    return evictable, alone
+
+
+class Site(NamedTuple):
+    """Where one layer's attention happens."""
+
+    layer_idx: int
+    block: nn.Module
+    attention: nn.Module
+
+
+class Sites(NamedTuple):
+    """The module whose forward takes the cache, and the layers below it."""
+
+    decoder: nn.Module
+    layers: list[Site]
+
+
+def find_sites(model: nn.Module) -> Sites:
+    """Find a model's decoder, layers and attention modules.
+
+    Raises:
+        ValueError: Where none is found, or one does not use transformers' attention interface.
+    """
+    found: list[Site] = []
+    decoders: set[str] = set()
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        path = name.split(".")
+        depth = max((i for i, part in enumerate(path) if part.isdigit()), default=0)
+        if not depth:
+            continue
+        _check_interface(name, module)
+        decoders.add(".".join(path[: depth - 1]))
+        found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
+    if not found or len(decoders) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has no single stack of attention layers that a policy could be attached to: "
+            "pass a decoder-only causal language model of transformers."
+        )
+    return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
+
+
+def _check_interface(name: str, module: nn.Module) -> None:
+    if is_falcon(module):
+        if bool(getattr(module.config, "alibi", False)):
+            raise ValueError(f"{name} adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
+        return
+    if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "
+            "be replaced: use a model class that does, or a newer transformers."
+        )
+
+
+def is_falcon(module: nn.Module) -> bool:
+    """Whether an attention module is Falcon's, which has a class table of its own."""
+    return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
+
+
+def attention_output(site: Site) -> nn.Module:
+    """The module whose output is added to the residual stream: the attention, or a norm behind it."""
+    behind = getattr(site.block, "post_attention_layernorm", None)
+    if behind is not None and hasattr(site.block, "pre_feedforward_layernorm"):  # Gemma-2 and -3
+        return behind
+    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2
+        return behind
+    return site.attention

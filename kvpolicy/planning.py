@@ -1,0 +1,278 @@
+"""How many tokens and bytes a policy takes, before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.budget import bytes_of
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Layout
+from kvpolicy.state import tensors
+
+ROOM = 256
+"""Tokens of room that a growing cache takes at a time where it is not told how many will come."""
+
+
+class Shape(NamedTuple):
+    """What one layer's keys look like: KV heads, head dimension, dtype."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class Tokens(NamedTuple):
+    """A division of tokens among layers.
+
+    Attributes:
+        keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
+        room: What it may add later without evicting, [B] int64.
+        most: The most that any row of a layer ever holds, one number per layer.
+    """
+
+    keep: Tensor
+    room: Tensor
+    most: tuple[int, ...]
+
+
+def bytes_by_kind(exact: tuple[Any, ...], codes: Any, positions: Tensor, state: Any) -> dict[str, int]:
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics."""
+    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
+    for name, tensor in zip(getattr(codes, "_fields", ()), codes, strict=True):
+        kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
+    return kinds | {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dict[str, int]:
+    """Bytes by kind that one layer holds: what the cache allocates, asked of tensors without storage."""
+    slots = sum(layout)
+    exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
+    codes = policy.codec.alloc(batch, shape.heads, layout.coded, shape.head_dim, "meta")
+    positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
+    state = policy.selector.alloc(batch, shape.heads, slots, "meta")
+    return bytes_by_kind((exact, exact), codes, positions, state) | {"counters": 2 * batch * 8 + 8}
+
+
+def divide(
+    policy: Policy, measures: Tensor | None, prompt: Tensor, new: int | None, shapes: list[Shape], other: int = 0
+) -> Tokens:
+    """Divide a policy's budget among layers.
+
+    Args:
+        policy: The policy.
+        measures: What its allocator asked for, [B, L], or None.
+        prompt: Tokens of each row's prompt, [B] int64.
+        new: Tokens still to come, None where unknown.
+        shapes: The layers.
+        other: Bytes of layers that the policy leaves alone; they count in a budget of bytes.
+
+    Raises:
+        ValueError: Where the budget is too small; it names the smallest that works.
+    """
+    if isinstance(policy.budget, str):
+        return _divide_bytes(policy, measures, prompt, new, shapes, other)
+    floor = policy.selector.floor
+    if isinstance(policy.budget, int):
+        base = torch.full_like(prompt, policy.budget)
+    else:
+        base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
+    base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
+    _check_floor(policy, base, prompt)
+    return _divide_tokens(policy, measures, base, prompt, new, len(shapes))
+
+
+def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
+    floor = policy.selector.floor
+    short = base < floor
+    if bool(short.any()):
+        tokens, length = int(base[short][0]), int(prompt[short][0])
+        raise ValueError(
+            f"A budget of {policy.budget} leaves {tokens} of {length} prompt tokens, too few for {policy.selector}: "
+            f"the smallest that works is {floor} tokens, a share of {-(-1000 * floor // length) / 1000}."
+        )
+
+
+def _divide_tokens(
+    policy: Policy, measures: Tensor | None, base: Tensor, prompt: Tensor, new: int | None, layers: int
+) -> Tokens:
+    grows = policy.selector.decode == "grow"
+    coming = 0 if new is None else new
+    ceiling = prompt if grows else prompt + coming
+    floor = policy.selector.floor
+    keep = policy.allocator.budgets(measures, base * layers, floor, ceiling, layers)
+    room = torch.full_like(prompt, (ROOM if new is None else new) if grows else 0)
+    most = keep + room[:, None]
+    if new is not None:
+        most = torch.minimum(most, (prompt + new)[:, None])
+    return Tokens(keep, room, tuple(most.amax(0).tolist()))
+
+
+def _divide_bytes(
+    policy: Policy, measures: Tensor | None, prompt: Tensor, new: int | None, shapes: list[Shape], other: int
+) -> Tokens:
+    """The most tokens per layer whose bytes fit, by bisection."""
+    limit = bytes_of(str(policy.budget))
+
+    def attempt(base: int) -> tuple[Tokens, int]:
+        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, new, len(shapes))
+        layouts = [policy.codec.layout(most) for most in tokens.most]
+        sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
+        return tokens, other + sum(sizes)
+
+    low = policy.selector.floor
+    best, size = attempt(low)
+    if size > limit:
+        raise ValueError(
+            f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
+            f"the smallest that works is {size}B, {low} token(s) per layer."
+        )
+    high = int(prompt.max()) + (ROOM if new is None else new)
+    while low < high:
+        middle = (low + high + 1) // 2
+        tokens, size = attempt(middle)
+        if size <= limit:
+            low, best = middle, tokens
+        else:
+            high = middle - 1
+    return best
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerPlan:
+    """One layer of a plan.
+
+    Attributes:
+        layer_idx: Which layer of the model.
+        tokens: The most tokens of any row.
+        layout: Its slots.
+        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters.
+    """
+
+    layer_idx: int
+    tokens: int
+    layout: Layout
+    nbytes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachePlan:
+    """Tokens and bytes of a cache, per rank.
+
+    Attributes:
+        policy: Whose plan it is.
+        batch: Rows.
+        layers: The layers under the policy.
+        left_alone: Bytes of layers that the policy leaves as they are (sliding windows), by layer.
+        full_nbytes: Bytes of the stock cache beside it.
+        measured: False where the allocator has yet to measure a prompt, so that layers are shown alike.
+    """
+
+    policy: Policy
+    batch: int
+    layers: tuple[LayerPlan, ...]
+    left_alone: dict[int, int]
+    full_nbytes: int
+    measured: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole cache."""
+        return sum(self.by_kind().values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of the whole cache by kind."""
+        kinds: dict[str, int] = {}
+        for layer in self.layers:
+            for kind, size in layer.nbytes.items():
+                kinds[kind] = kinds.get(kind, 0) + size
+        return kinds | ({"left alone": sum(self.left_alone.values())} if self.left_alone else {})
+
+    def largest_batch(self, memory: int) -> int:
+        """The most rows like these whose cache fits into `memory` bytes; under a budget in bytes, of one row's."""
+        per_row = self.nbytes / self.batch
+        return int(memory // per_row)
+
+    def __str__(self) -> str:
+        """A table of tokens and bytes per layer."""
+        lines = [f"{self.policy}: {self.nbytes:,} bytes, the full cache {self.full_nbytes:,}"]
+        for layer in self.layers:
+            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
+            lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
+        lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
+        if not self.measured:
+            lines.append("layers are shown alike: the allocator measures them in the prompt; their sum is the same")
+        return "\n".join(lines)
+
+
+def plan_layers(
+    policy: Policy, tokens: Tokens, shapes: list[Shape], indices: list[int], batch: int
+) -> tuple[LayerPlan, ...]:
+    """The plan of each layer."""
+    plans: list[LayerPlan] = []
+    for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
+        layout = policy.codec.layout(most)
+        sizes = dict(layer_bytes(policy, batch, shape, layout))
+        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
+    return tuple(plans)
+
+
+def plan(
+    config: Any,
+    policy: Policy | str,
+    *,
+    batch: int = 1,
+    prompt: int | list[int] = 4096,
+    new: int = 0,
+    dtype: torch.dtype | None = None,
+    tp: int = 1,
+) -> CachePlan:
+    """Say from a config alone, without weights, what a policy's cache will hold.
+
+    Args:
+        config: A transformers config.
+        policy: A policy or its words.
+        batch: Rows.
+        prompt: Tokens of each row's prompt, one number or one per row.
+        new: Tokens to be generated.
+        dtype: Of keys and values; the config's own by default.
+        tp: Ranks of tensor parallelism; the plan is of one rank.
+
+    Returns:
+        The plan; `.nbytes` is what the cache then holds.
+
+    Raises:
+        ValueError: Where the budget is too small, or the model's cache cannot be kept under a policy.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
+        >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
+        >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
+        (250, 132048, 512000)
+    """
+    from kvpolicy.families import describe
+
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    lengths = [prompt] * batch if isinstance(prompt, int) else list(prompt)
+    if len(lengths) != batch:
+        raise ValueError(f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row.")
+    model = describe(config, dtype, tp)
+    policy.codec.check(model.shape.head_dim)
+    size = torch.tensor(lengths, dtype=torch.int64)
+    shapes = [model.shape] * len(model.evictable)
+    columns = max(lengths) + new
+    alone = {index: model.alone_bytes(index, batch, columns) for index in model.left_alone}
+    online = bool(policy.allocator.measure)
+    measures = torch.ones(batch, len(shapes)) if online else None
+    tokens = divide(policy, measures, size, new, shapes, sum(alone.values()))
+    full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
+    return CachePlan(
+        policy=policy, batch=batch, layers=plan_layers(policy, tokens, shapes, model.evictable, batch),
+        left_alone=alone, full_nbytes=full, measured=not online,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""A policy: what a KV cache keeps, how it stores it, and how much in all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy import grammar
+from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.budget import Budget, check_budget
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.registry import Kind
+from kvpolicy.selectors.full import KeepAll
+
+DEFAULT_SHARE = 0.2
+"""The budget of a policy that names a selector and no budget."""
+
+_IDENTITY = ("full", "none")
+_UNSET: Any = None  # __post_init__ replaces it, so that no reader of a budget has to ask for None
+_PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "codec": Codec}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Say how a model's KV cache is kept small.
+
+    Three parts of three different types, and one budget. Any allocator works with any selector and any codec; a part
+    that is not named changes nothing. `str()` writes a policy and `parse` reads it back.
+
+    Args:
+        allocator: How many tokens may each layer keep?
+        selector: Which tokens are these?
+        codec: How is a kept token stored?
+        budget: How much in all: a share of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes
+            of the whole cache (`"512MiB"`). Without it, 0.2 where a selector is given and 1.0 where none is.
+
+    Raises:
+        TypeError: Where a part is in the wrong place.
+        ValueError: Where the budget is out of range, too small for the selector, or needs a selector.
+
+    Example:
+        >>> from kvpolicy.codecs.kivi import KIVI
+        >>> policy = Policy(codec=KIVI(bits=4))
+        >>> str(policy), policy.budget
+        ('kivi:bits=4', 1.0)
+        >>> Policy.parse("kivi:bits=4") == policy
+        True
+    """
+
+    allocator: Allocator = field(default_factory=Uniform)
+    selector: Selector = field(default_factory=KeepAll)
+    codec: Codec = field(default_factory=Plain)
+    budget: Budget = _UNSET
+
+    def __post_init__(self) -> None:
+        """Fill in the budget and check that the parts fit it."""
+        for kind in _PROTOCOLS:
+            _check_part(kind, getattr(self, kind))
+        default = 1.0 if self._keeps_all else DEFAULT_SHARE
+        object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
+        self._check_budget()
+
+    @classmethod
+    def parse(cls, text: str | None) -> Policy:
+        """Read a policy from its words; `full`, `none` and None are the policy that changes nothing.
+
+        Args:
+            text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a.
+
+        Raises:
+            ValueError: Where the text is not a policy; it says which word, what exists and what is near.
+
+        Example:
+            >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
+            'pyramid+kivi:bits=4'
+            >>> Policy.parse("full") == Policy()
+            True
+        """
+        if text is None or text in _IDENTITY:
+            return cls()
+        parts, budget = grammar.parse(text)
+        try:
+            return cls(**parts, budget=_UNSET if budget is None else budget)
+        except TypeError as error:  # of a text, nothing but ValueError: here a plug-in does not implement its kind
+            raise ValueError(f"The policy {text!r} cannot be built: {error}") from error
+
+    def __str__(self) -> str:
+        """The shortest words that parse back; of a part without a registered name, what `repr` says."""
+        default = Policy()
+        parts: dict[Kind, Any] = {kind: getattr(self, kind) for kind in _PROTOCOLS}
+        parts = {kind: part for kind, part in parts.items() if part != getattr(default, kind)}
+        whole = isinstance(self.budget, float) and self.budget == 1.0
+        budget = None if whole and self._keeps_all else self.budget
+        try:
+            return grammar.show(parts, budget) if parts else _IDENTITY[0]
+        except ValueError:
+            return repr(self)
+
+    @property
+    def _keeps_all(self) -> bool:
+        return isinstance(self.selector, KeepAll)
+
+    def _check_budget(self) -> None:
+        budget = self.budget
+        if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
+            raise ValueError(
+                f"The budget {budget} is below the whole, and no selector says which tokens to keep: "
+                "name one, such as snapkv, or leave the budget out."
+            )
+        if isinstance(budget, int) and budget < self.selector.floor:
+            raise ValueError(
+                f"The budget of {budget} tokens is too small for {self.selector}: "
+                f"the smallest that works is {self.selector.floor}."
+            )
+
+
+def _check_part(kind: Kind, part: object) -> None:
+    if isinstance(part, type):
+        raise TypeError(f"The {kind} is the class {part.__name__}: give an instance, {part.__name__}().")
+    if isinstance(part, _PROTOCOLS[kind]):
+        return
+    fits = [other for other, protocol in _PROTOCOLS.items() if isinstance(part, protocol)]
+    advice = f"give it as {fits[0]}=" if fits else f"it must implement kvpolicy.protocols.{kind.capitalize()}"
+    raise TypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")

@@ -1,0 +1,208 @@
+"""Every interface of a policy: what an allocator, a selector and a codec must answer.
+
+Strategies are frozen dataclasses of hyper-parameters. All tensors live in the cache, in NamedTuples that the
+strategy names. Shapes: B batch, H KV heads, G query heads per KV head, Hq = H*G, N tokens on offer, S slots,
+C coded slots, D head dim, L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+State = Any
+"""A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple where a selector remembers nothing."""
+
+Codes = Any
+"""A NamedTuple of a codec's tensors for one layer; the empty tuple where nothing is coded."""
+
+DecodeMode = Literal["evict", "grow"]
+
+
+class Needs(NamedTuple):
+    """What of attention a selector must see; what is not asked for is not computed.
+
+    Attributes:
+        total: Attention summed over every query of a prefill, per query head.
+        tail: How many of the newest queries' attention rows to keep for `Seen.recent`.
+        row: The attention of each decoded token over the slots.
+    """
+
+    total: bool = False
+    tail: int = 0
+    row: bool = False
+
+    def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The union of two needs, for a refiner and its base."""
+        return Needs(self.total or other.total, max(self.tail, other.tail), self.row or other.row)
+
+
+class Seen(NamedTuple):
+    """Attention of one prefill (or chunk) over the tokens on offer, fp32, zero where a token is not valid.
+
+    Attributes:
+        total: [B, Hq, N], summed over the queries of this forward; None unless `Needs.total`.
+        tail: [B, Hq, W, N], the newest W valid queries, the newest last, zero rows where a row has fewer;
+            None unless `Needs.tail`.
+    """
+
+    total: Tensor | None
+    tail: Tensor | None
+
+    def recent(self, window: Tensor) -> Tensor:
+        """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""
+        assert self.tail is not None, "the selector did not ask for the tail"
+        width = self.tail.shape[2]
+        age = torch.arange(width - 1, -1, -1, device=self.tail.device)
+        weight = (age < window[:, None]).to(self.tail.dtype)  # [B, W]
+        return torch.einsum("bhwn,bw->bhn", self.tail, weight)
+
+
+class View(NamedTuple):
+    """The tokens on offer, as a selector may know them.
+
+    Attributes:
+        positions: [B, H, N] int32, the original position of each token, -1 where there is none. Ascending in a
+            prefill (what is not valid first); in any order in decode.
+        length: [B] int64, how many tokens each row has seen: the newest token's position + 1.
+        budget: [B] int64, how many tokens of each row the layer may hold.
+        layer_idx: Which layer.
+    """
+
+    positions: Tensor
+    length: Tensor
+    budget: Tensor
+    layer_idx: int
+
+    @property
+    def valid(self) -> Tensor:
+        """Whether there is a token, [B, H, N] bool."""
+        return self.positions >= 0
+
+    def newest(self, window: Tensor | int) -> Tensor:
+        """Whether a token is among its row's `window` ([B] or int) newest positions, [B, H, N] bool."""
+        first = self.length - window
+        return self.valid & (self.positions >= first[:, None, None])
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """How many tokens may each layer keep?"""
+
+    @property
+    def measure(self) -> Literal["", "cosine"]:
+        """What must be measured in every layer before budgets are known: nothing, or the attention cosine."""
+        ...
+
+    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        """Tokens per layer and row, [B, L] int64.
+
+        Args:
+            measures: What `measure` asked for, [B, L] fp32, or None.
+            total: Tokens of all layers together, [B] int64. The result's rows sum to it.
+            floor: Fewest tokens that any layer may get.
+            ceiling: Most tokens that any layer of a row can use, [B] int64.
+            layers: L.
+        """
+        ...
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which tokens are kept?
+
+    One ranking decides everything: a prefill keeps the `budget` tokens of highest priority, a decode step evicts
+    the lowest. Ties stay with the earlier position.
+    """
+
+    @property
+    def decode(self) -> DecodeMode:
+        """Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`)."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """What of attention this selector must see."""
+        ...
+
+    @property
+    def floor(self) -> int:
+        """The smallest budget, in tokens, that this selector can work with."""
+        ...
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """A state of zeros for `slots` slots."""
+        ...
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        """The state after a prefill or chunk, aligned to `view`; `state` is zero for the new tokens."""
+        ...
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """Update the state in place with the newest token's attention `row`, [B, H, G, S] fp32."""
+        ...
+
+    def priority(self, state: State, view: View) -> Tensor:
+        """What each token is worth, [B, H, N] fp32: inf is always kept, -inf never; of invalid tokens, anything."""
+        ...
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """Each query head's own score of each token, [B, Hq, N] fp32, for refiners; None where there is none."""
+        ...
+
+
+class Layout(NamedTuple):
+    """How a layer's slots are stored: `exact` in the model's dtype, then `coded` by the codec."""
+
+    exact: int
+    coded: int
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How is a kept token stored?
+
+    A layer's slots are an exact part, which the cache owns and where every new token lands, and a coded part,
+    which the codec owns and which tokens reach in blocks. Index 0 of the coded part is slot `Layout.exact`.
+    """
+
+    @property
+    def block(self) -> int:
+        """Tokens that move from the exact to the coded part at a time; 0 where nothing is coded."""
+        ...
+
+    @property
+    def residual(self) -> int:
+        """The fewest newest tokens that always stay exact."""
+        ...
+
+    def layout(self, tokens: int) -> Layout:
+        """Slots for a layer that may hold `tokens` tokens."""
+        ...
+
+    def check(self, head_dim: int) -> None:
+        """Raise ValueError where vectors of `head_dim` cannot be coded."""
+        ...
+
+    def alloc(self, batch: int, heads: int, coded: int, head_dim: int, device: torch.device | str) -> Codes:
+        """Empty codes for `coded` slots."""
+        ...
+
+    def write(self, codes: Codes, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+        """Encode tokens into slots, in place.
+
+        Args:
+            codes: What `alloc` made.
+            keys: [B, H, n, D], in the model's dtype.
+            values: [B, H, n, D].
+            slots: Index of each token in the coded part, [B, H, n] int64, distinct within a head where active.
+            active: Which of the n tokens are to be written, [B, H, n] bool.
+            live: Which coded slots hold a token that stays, [B, H, C] bool.
+        """
+        ...
+
+    def read(self, codes: Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of every coded slot, each [B, H, C, D]."""
+        ...

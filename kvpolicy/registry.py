@@ -1,0 +1,143 @@
+"""Names of strategies: the built-in ones in three literal tables, others by entry points.
+
+A third party adds a strategy under one of the entry-point groups `kvpolicy.allocators`, `kvpolicy.selectors` and
+`kvpolicy.codecs`. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any, Literal, get_args
+
+Kind = Literal["allocator", "selector", "codec"]
+
+ALLOCATORS = {
+    "uniform": "kvpolicy.allocators.uniform:Uniform",
+    "pyramid": "kvpolicy.allocators.pyramid:Pyramid",
+    "squeeze": "kvpolicy.allocators.squeeze:SqueezeAttention",
+}
+SELECTORS = {
+    "full": "kvpolicy.selectors.full:KeepAll",
+    "window": "kvpolicy.selectors.window:SlidingWindow",
+    "streaming": "kvpolicy.selectors.streaming:StreamingLLM",
+    "h2o": "kvpolicy.selectors.h2o:H2O",
+    "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
+    "tova": "kvpolicy.selectors.tova:TOVA",
+    "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
+}
+CODECS = {
+    "plain": "kvpolicy.codecs.plain:Plain",
+    "kivi": "kvpolicy.codecs.kivi:KIVI",
+}
+ALIASES = {"keepall": "full"}
+
+_BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+
+
+def kinds() -> tuple[Kind, ...]:
+    """The kinds of parts a policy has, in the order they are written."""
+    return get_args(Kind)
+
+
+def names(kind: Kind | None = None) -> tuple[str, ...]:
+    """Every registered name, or those of one kind, sorted.
+
+    >>> names("codec")[:2]
+    ('kivi', 'plain')
+    """
+    return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
+
+
+def lookup(name: str) -> tuple[Kind, type[Any]]:
+    """Find a strategy by its name.
+
+    Args:
+        name: A registered name, such as `h2o`.
+
+    Returns:
+        What kind of part it is, and its class.
+
+    Raises:
+        ValueError: Where there is no such name, or what it points to cannot be imported.
+
+    >>> lookup("uniform")
+    ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
+    """
+    found = _table().get(ALIASES.get(name, name))
+    if found is None:
+        every = "; ".join(f"{kind}s {', '.join(names(kind))}" for kind in kinds())
+        raise ValueError(f"There is no strategy called {name!r}{suggest(name, names())} There are {every}.")
+    kind, target = found
+    return kind, _load(name, target)
+
+
+def name_of(cls: type[Any]) -> str:
+    """The name under which a strategy class is registered.
+
+    Raises:
+        ValueError: Where it is not registered.
+
+    >>> from kvpolicy.codecs.plain import Plain
+    >>> name_of(Plain)
+    'plain'
+    """
+    own = f"{cls.__module__}:{cls.__qualname__}"
+    for name, (_, target) in _table().items():
+        if target == own:
+            return name
+    for name, (kind, target) in _table().items():  # a plug-in may point to a re-export
+        if name not in _BUILT_IN[kind] and _load(name, target) is cls:
+            return name
+    raise ValueError(
+        f"{cls.__qualname__} has no name: add an entry point for {own} to the group kvpolicy.allocators, "
+        "kvpolicy.selectors or kvpolicy.codecs."
+    )
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word: a suggestion where one is near.
+
+    >>> suggest("h20", ["h2o", "tova"])
+    "; did you mean 'h2o'?"
+    >>> suggest("zebra", ["h2o", "tova"])
+    '.'
+    """
+    near = get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+@functools.cache
+def _table() -> dict[str, tuple[Kind, str]]:
+    """Name -> kind and `module:Class`; names are one namespace, so that a policy's words need no prefix."""
+    table: dict[str, tuple[Kind, str]] = {}
+    for kind, built_in in _BUILT_IN.items():
+        _add(table, kind, built_in.items())
+    for kind in _BUILT_IN:
+        _add(table, kind, ((point.name, point.value) for point in entry_points(group=f"kvpolicy.{kind}s")))
+    return table
+
+
+def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[str, str]]) -> None:
+    for name, target in items:
+        taken = (kind, ALIASES[name]) if name in ALIASES else table.get(name)
+        if taken is not None and taken != (kind, target):  # one package seen twice on the path is no clash
+            raise ValueError(
+                f"The name {name!r} is taken twice, by the {taken[0]} {taken[1]} and the {kind} {target}: "
+                "rename one entry point or uninstall its package."
+            )
+        table[name] = (kind, target)
+
+
+def _load(name: str, target: str) -> type[Any]:
+    module, _, path = target.partition(":")
+    try:
+        found: object = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"The strategy {name!r} is {target}, which cannot be imported: {error}.") from error
+    if not isinstance(found, type):
+        raise ValueError(f"The strategy {name!r} is {target}, which is not a class.")
+    return found

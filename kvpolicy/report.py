@@ -1,0 +1,86 @@
+"""What a cache holds, told to a person or a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpolicy.policy import Policy
+
+if TYPE_CHECKING:
+    from kvpolicy.cache import PolicyCache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """One layer of a report.
+
+    Attributes:
+        layer_idx: Which layer of the model.
+        budget: The most tokens of each row.
+        kept: Tokens held of each row, the most of any head.
+        seen: Tokens each row has seen.
+        nbytes: Bytes by kind.
+        note: Why the layer is not under the policy, where it is not.
+    """
+
+    layer_idx: int
+    budget: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()
+    nbytes: dict[str, int]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A cache's budgets, tokens and bytes.
+
+    Attributes:
+        policy: The cache's policy.
+        layers: One entry per layer.
+        nbytes: Every byte held.
+        full_nbytes: Bytes that a stock cache would hold of the same tokens.
+    """
+
+    policy: Policy
+    layers: tuple[LayerReport, ...]
+    nbytes: int
+    full_nbytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON."""
+        names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
+        layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
+        return {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "layers": layers}
+
+    def __str__(self) -> str:
+        """A table, one line per layer."""
+        share = f", {self.nbytes / self.full_nbytes:.3f} of it" if self.full_nbytes else ""
+        lines = [f"{self.policy}: {self.nbytes:,} bytes held; the full cache: {self.full_nbytes:,}{share}"]
+        for layer in self.layers:
+            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
+            told = layer.note or f"kept {list(layer.kept)} of {list(layer.seen)}, budget {list(layer.budget)}"
+            lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
+        return "\n".join(lines)
+
+
+def make_report(cache: PolicyCache) -> Report:
+    """The report of a cache."""
+    from kvpolicy.layer import PolicyLayer
+
+    layers: list[LayerReport] = []
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, PolicyLayer):
+            window = cache.model_shape.left_alone[index]
+            size = layer.keys.nbytes + layer.values.nbytes if layer.is_initialized else 0
+            note = f"left alone: a sliding window of {window}"
+            layers.append(LayerReport(layer_idx=index, nbytes={"window": size}, note=note))
+        elif not layer.is_initialized:
+            layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
+        else:
+            kept = (layer.positions >= 0).sum(-1).amax(-1)
+            rows = (tuple(int(n) for n in t.tolist()) for t in (layer.budget, kept, layer.length))
+            budget, held, seen = rows
+            layers.append(LayerReport(layer_idx=index, budget=budget, kept=held, seen=seen, nbytes=layer.held()))
+    return Report(policy=cache.policy, layers=tuple(layers), nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)

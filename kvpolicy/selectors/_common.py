@@ -1,0 +1,40 @@
+"""What selectors share: a state of one score per slot, and the mean over a KV head's query heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """One fp32 score per slot, [B, H, S]."""
+
+    score: Tensor
+
+
+def empty_scores(batch: int, heads: int, slots: int, device: torch.device | str) -> Scores:
+    """Scores of zero."""
+    return Scores(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
+
+
+def group_mean(statistic: Tensor, heads: int) -> Tensor:
+    """Mean over the query heads of each KV head: [B, Hq, N] -> [B, H, N]."""
+    return statistic.unflatten(1, (heads, -1)).mean(2)
+
+
+def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
+    """`priority` [B, H, N] with inf where `protected`."""
+    return priority.masked_fill(protected, torch.inf)
+
+
+def by_position(positions: Tensor) -> Tensor:
+    """The later the token, the higher its priority; exact in fp32 up to position 16,777,216."""
+    return positions.float()
+
+
+def check_decode(decode: str) -> None:
+    """Raise ValueError unless `decode` is a mode."""
+    if decode not in ("evict", "grow"):
+        raise ValueError(f"decode={decode!r} is not a mode: use 'evict' (generated tokens compete) or 'grow'.")

@@ -1,0 +1,79 @@
+"""H2O: keep recent tokens and heavy hitters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class H2O:
+    """Keep the newest tokens, and those that gathered the most attention so far.
+
+    Attention is summed over all queries, from the first prompt token through the last generated one.
+
+    Args:
+        recent: Share of the budget for the window of newest tokens, in [0, 1]; the rest is heavy hitters.
+        decode: `evict` goes on accumulating and evicting while generating; `grow` gives generated tokens room.
+
+    Raises:
+        ValueError: If `recent` is outside [0, 1].
+
+    Example:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("h2o:recent=0.25@0.1"))
+        'h2o:recent=0.25@0.1'
+
+    Source:
+        H2O (arXiv:2306.14048), Algorithm 1. Differences: with grouped-query attention the sums are the mean over a
+        KV head's query heads (the paper has none); the prompt's column sums are gathered in tiles, with no N x N
+        matrix; the eviction for a new token happens just before its attention, so that at most `budget` tokens are
+        attended to (the authors' code attends to one more, then evicts: the same choice); batch rows are separate
+        (the code sums over them).
+    """
+
+    recent: float = 0.5
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyper-parameters."""
+        check_decode(self.decode)
+        if not 0 <= self.recent <= 1:
+            raise ValueError(f"recent={self.recent} is no share: use a number from 0 to 1.")
+
+    @property
+    def needs(self) -> Needs:
+        """Sums over all queries, and each decoded row."""
+        return Needs(total=True, row=True)
+
+    @property
+    def floor(self) -> int:
+        """One token, the current one."""
+        return 1
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """Sums of zero."""
+        return empty_scores(batch, heads, slots, device)
+
+    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+        """Add the attention of a prefill."""
+        assert seen.total is not None
+        return Scores(state.score + group_mean(seen.total, view.positions.shape[1]))
+
+    def step(self, state: Scores, row: Tensor, view: View) -> None:
+        """Add the attention of one decoded token."""
+        state.score.add_(row.mean(2))
+
+    def priority(self, state: Scores, view: View) -> Tensor:
+        """The window always, then by accumulated attention: [B, H, N]."""
+        window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
+        return keep_always(state.score, view.newest(window))
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """Attention summed over the queries of this forward, per query head."""
+        return seen.total

@@ -1,0 +1,257 @@
+"""KIVI against its formula, and what eviction and compilation ask of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvpolicy.codecs.kivi import KIVI, KIVICodes
+from kvpolicy.protocols import Codec
+
+B, H, D, G = 2, 3, 16, 4
+
+
+def formula(x: Tensor, bits: int) -> Tensor:
+    """One group, quantized and back, as KIVI's Algorithm 1 has it; `x` is flat."""
+    zero = x.min().half().float()
+    scale = ((x.max() - x.min()) / (2**bits - 1)).half().float()
+    if scale == 0:
+        return zero.expand_as(x)
+    return ((x - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def made(bits: int, coded: int = 12, **fields: int) -> tuple[KIVI, KIVICodes]:
+    kivi = KIVI(bits=bits, group_size=G, **fields)  # pyright: ignore[reportArgumentType]
+    return kivi, kivi.alloc(B, H, coded, D, "cpu")
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(B, H, count, D, generator=generator) * torch.linspace(0.1, 20, D) + torch.linspace(-9, 9, D)
+    return keys, torch.randn(B, H, count, D, generator=generator)
+
+
+def at(*slots: int) -> Tensor:
+    return torch.tensor(slots).expand(B, H, -1)
+
+
+def flags(*values: bool) -> Tensor:
+    return torch.tensor(values).expand(B, H, -1)
+
+
+def write_all(kivi: KIVI, codes: KIVICodes, keys: Tensor, values: Tensor) -> None:
+    count = keys.shape[2]
+    dead = torch.zeros(B, H, codes.keys.shape[2], dtype=torch.bool)
+    kivi.write(codes, keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
+
+
+def copy(codes: KIVICodes) -> KIVICodes:
+    return KIVICodes(*(part.clone() for part in codes))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_by_channel_and_values_by_token(bits: int, dtype: torch.dtype) -> None:
+    kivi, codes = made(bits)
+    keys, values = (x.to(dtype) for x in tokens(12))
+    write_all(kivi, codes, keys, values)
+    got_keys, got_values = kivi.read(codes, torch.float32)
+    for b in range(B):
+        for h in range(H):
+            for first in range(0, 12, G):
+                for channel in range(D):
+                    group = keys[b, h, first : first + G, channel].float()
+                    assert torch.equal(got_keys[b, h, first : first + G, channel], formula(group, bits))
+            for token in range(12):
+                for first in range(0, D, G):
+                    group = values[b, h, token, first : first + G].float()
+                    assert torch.equal(got_values[b, h, token, first : first + G], formula(group, bits))
+
+
+def test_read_is_in_the_dtype_asked_for() -> None:
+    kivi, codes = made(4)
+    write_all(kivi, codes, *tokens(12))
+    exact, half = kivi.read(codes, torch.float32), kivi.read(codes, torch.bfloat16)
+    assert all(torch.equal(low, high.bfloat16()) for low, high in zip(half, exact, strict=True))
+    assert all(part.shape == (B, H, 12, D) for part in exact)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_group_of_equal_numbers_is_exact(bits: int) -> None:
+    kivi, codes = made(bits)
+    constant = torch.full((B, H, 12, D), -3.25)
+    write_all(kivi, codes, constant, constant)
+    assert all(torch.equal(part, constant) for part in kivi.read(codes, torch.float32))
+
+
+def test_numbers_beyond_fp16_stay_finite() -> None:
+    kivi, codes = made(2)
+    large = torch.linspace(-1e6, 1e6, B * H * 12 * D).reshape(B, H, 12, D)
+    write_all(kivi, codes, large, large)
+    assert all(part.isfinite().all() for part in kivi.read(codes, torch.float32))
+
+
+def test_inactive_tokens_write_nothing() -> None:
+    kivi, codes = made(4)
+    write_all(kivi, codes, *tokens(12))
+    before = copy(codes)
+    keys, values = tokens(3, seed=1)
+    keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
+    live = torch.ones(B, H, 12, dtype=torch.bool)
+    kivi.write(codes, keys, values, at(5, 5, 9), flags(False, False, False), live)
+    assert all(map(torch.equal, codes, before))
+    live[:, :, 4:8] = False
+    kivi.write(codes, keys, values, at(5, 5, 5), flags(False, False, True), live)
+    alone = copy(before)
+    kivi.write(alone, keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), live)
+    assert all(map(torch.equal, codes, alone))
+    others = [slot for slot in range(12) if slot != 5]
+    assert torch.equal(codes.keys[:, :, others], before.keys[:, :, others])
+    assert torch.equal(codes.value_scale[:, :, others], before.value_scale[:, :, others])
+
+
+def test_heads_differ_in_what_is_active() -> None:
+    kivi, codes = made(4)
+    keys, values = tokens(12)
+    active = torch.zeros(B, H, 12, dtype=torch.bool)
+    active[0, 0] = True
+    active[1, 2, :4] = True
+    slots = at(*range(12)).clone()
+    slots[0, 1] = 3  # garbage
+    kivi.write(codes, keys, values, slots, active, torch.zeros(B, H, 12, dtype=torch.bool))
+    whole = kivi.alloc(B, H, 12, D, "cpu")
+    write_all(kivi, whole, keys, values)
+    for got, want in zip(kivi.read(codes, torch.float32), kivi.read(whole, torch.float32), strict=True):
+        assert torch.equal(got[0, 0], want[0, 0])
+        assert torch.equal(got[1, 2, :4], want[1, 2, :4])
+        assert not got[0, 1].any() and not got[1, 2, 4:].any()
+
+
+def test_a_group_with_a_live_token_is_frozen() -> None:
+    kivi, codes = made(2)
+    keys, values = tokens(12)
+    write_all(kivi, codes, keys, values)
+    before = copy(codes)
+    new_keys, new_values = tokens(1, seed=2)
+    new_keys *= 100
+    live = torch.ones(B, H, 12, dtype=torch.bool)
+    live[:, :, 4:7] = False  # slot 7 lives on
+    kivi.write(codes, new_keys, new_values, at(6), flags(True), live)
+    assert torch.equal(codes.key_scale, before.key_scale) and torch.equal(codes.key_zero, before.key_zero)
+    scale, zero = before.key_scale[:, :, 1].float(), before.key_zero[:, :, 1].float()
+    clipped = ((new_keys[:, :, 0] - zero) / scale).round().clamp(0, 3) * scale + zero
+    got_keys, got_values = kivi.read(codes, torch.float32)
+    torch.testing.assert_close(got_keys[:, :, 6], clipped)
+    assert torch.equal(got_keys[:, :, 7], kivi.read(before, torch.float32)[0][:, :, 7])
+    fresh = kivi.alloc(B, H, 12, D, "cpu")
+    write_all(kivi, fresh, new_keys, new_values)
+    assert torch.equal(got_values[:, :, 6], kivi.read(fresh, torch.float32)[1][:, :, 0]), "values are never frozen"
+
+
+def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
+    kivi, codes = made(4)
+    write_all(kivi, codes, *tokens(12))
+    keys, values = tokens(4, seed=3)
+    live = torch.ones(B, H, 12, dtype=torch.bool)
+    live[:, :, 4:8] = False
+    kivi.write(codes, keys, values, at(7, 4, 5, 6), flags(True, True, True, False), live)
+    got, _ = kivi.read(codes, torch.float32)
+    for channel in range(D):
+        assert torch.equal(got[0, 0, [7, 4, 5], channel], formula(keys[0, 0, :3, channel], 4))
+
+
+def test_one_write_over_fresh_and_frozen_groups() -> None:
+    kivi, codes = made(4)
+    write_all(kivi, codes, *tokens(12))
+    before = copy(codes)
+    keys, values = tokens(4, seed=4)
+    live = torch.ones(B, H, 12, dtype=torch.bool)
+    live[:, :, 0] = live[:, :, 8:] = False
+    kivi.write(codes, keys, values, at(8, 0, 9, 10), flags(*[True] * 4), live)
+    assert torch.equal(codes.key_scale[:, :, :2], before.key_scale[:, :, :2])
+    zero = keys[:, :, [0, 2, 3]].amin(2).half()
+    assert torch.equal(codes.key_zero[:, :, 2], zero)
+
+
+@pytest.mark.parametrize(
+    ("tokens_", "layout"), [(0, (0, 0)), (128, (128, 0)), (159, (159, 0)), (160, (160, 32)), (1000, (160, 896))]
+)
+def test_layout(tokens_: int, layout: tuple[int, int]) -> None:
+    kivi = KIVI()
+    assert kivi.layout(tokens_) == layout
+    assert (kivi.block, kivi.residual) == (32, 128)
+    assert isinstance(kivi, Codec)
+
+
+@pytest.mark.parametrize(("bits", "per_number"), [(2, 3.0), (4, 5.0), (8, 9.0)])
+def test_bytes_are_known_without_memory(bits: int, per_number: float) -> None:
+    codes = KIVI(bits=bits).alloc(2, 8, 4096, 128, "meta")  # pyright: ignore[reportArgumentType]
+    assert all(part.device.type == "meta" for part in codes)
+    assert sum(part.nbytes for part in codes) == 2 * 8 * 4096 * 128 * 2 * per_number / 8
+
+
+def test_values_are_grouped_by_the_largest_divisor() -> None:
+    assert KIVI(group_size=32).alloc(1, 1, 32, 80, "cpu").value_scale.shape == (1, 1, 32, 4)  # 20 channels each
+    assert KIVI(group_size=32).alloc(1, 1, 32, 8, "cpu").value_scale.shape == (1, 1, 32, 1)
+    kivi = KIVI(bits=8, group_size=3)
+    codes = kivi.alloc(1, 1, 3, 5, "cpu")  # 5 is prime: one channel a group
+    x = torch.randn(1, 1, 3, 5)
+    yes = torch.ones(1, 1, 3, dtype=torch.bool)
+    kivi.write(codes, x, x, torch.arange(3)[None, None], yes, ~yes)
+    torch.testing.assert_close(kivi.read(codes, torch.float32)[1], x, atol=2e-3, rtol=1e-3)
+
+
+def test_head_dimension_must_fill_bytes() -> None:
+    KIVI(bits=8).check(5)
+    KIVI(bits=2).check(12)
+    with pytest.raises(ValueError, match="packs 4 codes of 2 bits into a byte, and the head dimension 10"):
+        KIVI(bits=2).check(10)
+
+
+@pytest.mark.parametrize("parameters", [{"bits": 3}, {"group_size": 0}, {"residual_length": -1}])
+def test_it_refuses(parameters: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        KIVI(**parameters)  # pyright: ignore[reportArgumentType]
+
+
+def test_nothing_to_write() -> None:
+    kivi, codes = made(2, coded=0)
+    empty = torch.zeros(B, H, 0, D)
+    write_all(kivi, codes, empty, empty)
+    assert kivi.read(codes, torch.float32)[0].shape == (B, H, 0, D)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+def test_it_compiles_whole_and_once() -> None:
+    kivi, eager = made(2)
+    compiled = copy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    flush = torch.compile(kivi.write, fullgraph=True, backend=counter)
+    live = torch.zeros(B, H, 12, dtype=torch.bool)
+    for step in range(4):
+        keys, values = tokens(4, seed=step)
+        active = flags(*[step != 2] * 4).clone()
+        slots = at(*range(4)) + 4 * (step % 3)
+        kivi.write(eager, keys, values, slots, active, live)
+        flush(compiled, keys, values, slots, active, live)
+        assert all(map(torch.equal, eager, compiled))
+    assert counter.frame_count == 1
+    read = torch.compile(kivi.read, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, read(compiled, torch.bfloat16), kivi.read(eager, torch.bfloat16)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_it_compiles_to_kernels() -> None:
+    kivi, eager = made(4)
+    compiled = copy(eager)
+    keys, values = tokens(12)
+    dead, yes = torch.zeros(B, H, 12, dtype=torch.bool), torch.ones(B, H, 12, dtype=torch.bool)
+    kivi.write(eager, keys, values, at(*range(12)), yes, dead)
+    torch.compile(kivi.write, fullgraph=True)(compiled, keys, values, at(*range(12)), yes, dead)
+    assert all(map(torch.equal, eager, compiled))
+    got, want = torch.compile(kivi.read, fullgraph=True)(eager, torch.bfloat16), kivi.read(eager, torch.bfloat16)
+    for part, other in zip(got, want, strict=True):
+        torch.testing.assert_close(part, other, atol=0, rtol=2**-7)

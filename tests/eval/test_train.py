@@ -1,0 +1,119 @@
+"""Training: it resumes exactly, exports what it trained, and its tokens are the prompts' text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from kvpolicy_eval.data.text import training_texts
+from kvpolicy_eval.data.words import WORDS
+from kvpolicy_eval.train.export import export, to_llama
+from kvpolicy_eval.train.loop import Trainer
+from kvpolicy_eval.train.net import WINDOW, Shape, windowed_attention
+from kvpolicy_eval.train.phases import KEEPS, PHASES, learning_rate, scaled
+from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
+from kvpolicy_eval.train.tokens import ANSWER, Sampler, Vocabulary, encode_text
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(training_texts()[:6])
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    return encode_text(tokenizer, training_texts()[:2], token_id(tokenizer, "</s>"))
+
+
+@pytest.fixture
+def trainer(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> Trainer:
+    return Trainer(tokenizer, text, PHASES[:1], seed=1)
+
+
+def test_tokenizer_makes_one_token_of_each_part(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer) == SIZE
+    assert tokenizer.padding_side == "left"
+    assert tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    for part in (*WORDS, "passkey", *"0123456789=?#:\n"):
+        assert len(tokenizer.encode(part, add_special_tokens=False)) == 1
+    source = "def f(x):\n    return x['tiger'] + 12  # ok\n"
+    assert tokenizer.decode(tokenizer.encode(source, add_special_tokens=False)) == source
+
+
+@pytest.mark.parametrize("length", [65, 129, 257, 1025])
+@pytest.mark.parametrize("task", KEEPS)
+def test_sequences_are_the_tokens_of_their_text(
+    tokenizer: PreTrainedTokenizerFast, text: np.ndarray, task: str, length: int
+) -> None:
+    if task == "passkey" and length < 257:
+        pytest.skip("the curriculum has no short pass keys")
+    sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(0))
+    row = sampler.row(task, length, 4)
+    assert len(row.ids) == len(row.kinds)
+    assert length * 0.6 < len(row) < length * 1.5 + 100
+    if task not in ("source", "needles", "passkey", "few_shot"):  # source text is cut inside its tokens
+        assert tokenizer(tokenizer.decode(row.ids[1:]))["input_ids"] == row.ids
+    assert (ANSWER in row.kinds) == (task != "source")
+
+
+def test_same_seed_gives_same_batches(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
+    a, b = (Sampler(Vocabulary(tokenizer), text, np.random.default_rng(5)) for _ in range(2))
+    for task in KEEPS:
+        assert torch.equal(a.batch(task, 2, 257, {4: 1.0})[0], b.batch(task, 2, 257, {4: 1.0})[0])
+
+
+@pytest.mark.parametrize("length", [7, 32, 77])
+def test_windowed_attention_equals_a_mask(length: int) -> None:
+    query, key, value = torch.randn(3, 2, 4, length, 8, generator=torch.Generator().manual_seed(0))
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    mask = (distance >= 0) & (distance < WINDOW)
+    mask[:, 0] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    torch.testing.assert_close(windowed_attention(query, key, value), expected)
+
+
+def test_resumed_training_equals_uninterrupted(trainer: Trainer, tokenizer, text, tmp_path: Path) -> None:
+    trainer.run(max_steps=2)
+    trainer.save(tmp_path)
+    trainer.run(max_steps=1)
+    resumed = Trainer(tokenizer, text, PHASES[:1], seed=9)
+    resumed.load(tmp_path)
+    resumed.run(max_steps=1)
+    assert resumed.progress.tokens == trainer.progress.tokens
+    for name, weight in trainer.net.state_dict().items():
+        assert torch.equal(weight, resumed.net.state_dict()[name]), name
+
+
+def test_resume_without_checkpoint_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        trainer.load(tmp_path)
+
+
+@torch.no_grad()
+def test_export_gives_the_logits_of_the_net(trainer: Trainer, tokenizer, tmp_path: Path) -> None:
+    ids, _ = trainer.sampler.batch("recall", 2, 64, {0: 1.0})
+    expected = trainer.net(ids)
+    torch.testing.assert_close(to_llama(trainer.net, tokenizer)(ids).logits, expected, atol=2e-5, rtol=1e-4)
+    export(trainer.net, tokenizer, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert model.config.max_position_embeddings >= 1024
+    torch.testing.assert_close(model(ids).logits, expected, atol=0.1, rtol=0.1)  # weights are bf16
+    assert AutoTokenizer.from_pretrained(tmp_path)("?tiger=")["input_ids"] == tokenizer("?tiger=")["input_ids"]
+
+
+def test_phases_add_up() -> None:
+    for phase in PHASES:
+        assert sum(phase.tasks.values()) == pytest.approx(1)
+        assert sum(phase.digits.values()) == pytest.approx(1)
+        assert set(phase.tasks) <= set(KEEPS)
+    assert sum(p.tokens for p in scaled(PHASES, 0.5)) == sum(p.tokens for p in PHASES) / 2
+    rates = [learning_rate(step, done, 1.0) for step, done in ((0, 0), (59, 0.1), (999, 0.4), (999, 1.0))]
+    assert rates == pytest.approx([1 / 60, 1, 1, 0.03])
+
+
+def test_small_shape_builds(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert Shape(vocab_size=len(tokenizer)).group == 2

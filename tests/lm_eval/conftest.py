@@ -1,0 +1,40 @@
+"""The embedded model under lm-eval, loaded once; lm-eval and its dependencies warn a lot."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("lm_eval.models.huggingface")
+    import kvpolicy
+    from kvpolicy_lm_eval.model import KVPolicyLM
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny() -> tuple[Any, Any]:
+    """The embedded model and its tokenizer."""
+    return kvpolicy.tiny()
+
+
+@pytest.fixture(scope="session")
+def make(tiny: tuple[Any, Any]) -> Callable[..., KVPolicyLM]:
+    """Make a KVPolicyLM on the embedded model, without loading it again."""
+    model, tokenizer = tiny
+
+    def build(policy: str = "full", **kwargs: Any) -> KVPolicyLM:
+        return KVPolicyLM(pretrained=model, tokenizer=tokenizer, policy=policy, **kwargs)
+
+    return build

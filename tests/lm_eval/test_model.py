@@ -1,0 +1,176 @@
+"""Every type of request goes through the policy, and through nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from kvpolicy_eval.data import prompts
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from lm_eval.models.huggingface import HFLM
+
+HARSH = "streaming@0.1"
+POLICIES = ["h2o@0.3", "snapkv@0.2", "squeeze+kvcrush@0.2", "kivi:bits=4:group_size=16:residual_length=32", "window@24"]
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]], task: str = "task") -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=some, idx=i, metadata=(task, i, 1))
+        for i, some in enumerate(arguments)
+    ]
+
+
+@pytest.fixture(scope="module")
+def choices() -> list[Instance]:
+    """Contexts of unequal lengths with answers of unequal lengths; three answers share a context."""
+    pairs = []
+    for seed, records in enumerate((30, 12, 21)):
+        prompt, answer = prompts.recall(Random(seed), records)
+        pairs += [(prompt, choice) for choice in (answer, "7", "12")]
+    return instances("loglikelihood", [*pairs, ("", "tiger=1234"), ("a", "=1")])
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[Instance]:
+    return instances("loglikelihood_rolling", [(prompts.passkey(Random(i), 150 * i)[0],) for i in (3, 1, 2)])
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Instance]:
+    until = {"until": ["\n"], "max_gen_toks": 6}
+    return instances("generate_until", [(prompts.recall(Random(n), n)[0], until) for n in (30, 12, 21, 25)])
+
+
+def answers(lm: HFLM, requests: list[Instance]) -> list[Any]:
+    return getattr(lm, requests[0].request_type)(requests, disable_tqdm=True)
+
+
+def numbers(found: list[Any]) -> torch.Tensor:
+    return torch.tensor([one[0] if isinstance(one, tuple) else one for one in found])
+
+
+@pytest.fixture(params=["choices", "texts", "questions"])
+def requests(request: pytest.FixtureRequest) -> list[Instance]:
+    """One list of requests of each type."""
+    return request.getfixturevalue(request.param)
+
+
+def test_full_is_lm_evals_own(make, tiny, requests):
+    plain = HFLM(pretrained=tiny[0], tokenizer=tiny[1], batch_size=2)
+    assert answers(make("full", batch_size=2), requests) == answers(plain, requests)
+
+
+def test_a_harsh_policy_changes_answers(make, requests):
+    assert answers(make(HARSH), requests) != answers(make("full"), requests)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batch_size_changes_nothing(make, requests, policy: str):
+    alone, together = (answers(make(policy, batch_size=size), requests) for size in (1, 4))
+    if isinstance(alone[0], str):
+        assert alone == together
+    else:
+        assert torch.allclose(numbers(alone), numbers(together), atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["choices", "texts"])
+def test_whole_budget_equals_lm_evals_own(make, request: pytest.FixtureRequest, kind: str):
+    """A policy that drops nothing takes our path to the same numbers."""
+    requests = request.getfixturevalue(kind)
+    ours, plain = (numbers(answers(make(policy, batch_size=2), requests)) for policy in ("h2o@1.0", "full"))
+    assert torch.allclose(ours, plain, atol=2e-3)
+
+
+def test_one_token_answers_need_the_holdback(make, choices):
+    """Without it the whole context predicts the first token: compression changes nothing."""
+    single = [one for one in choices if one.args[1] == "7"]
+    plain = numbers(answers(make("full"), single))
+    assert torch.allclose(numbers(answers(make(HARSH, holdback=0), single)), plain, atol=2e-3)
+    assert not torch.allclose(numbers(answers(make(HARSH, holdback=1), single)), plain, atol=0.05)
+
+
+@pytest.mark.parametrize("holdback", [0, 1, 4])
+def test_holdback_does_not_matter_where_nothing_is_dropped(make, choices, holdback: int):
+    found = answers(make("window@1.0", holdback=holdback, batch_size=3), choices)
+    assert torch.allclose(numbers(found), numbers(answers(make("full"), choices)), atol=2e-3)
+
+
+def test_answers_share_the_prefill_of_their_context(make, choices):
+    lm = make(HARSH)
+    fed: list[int] = []
+    hook = lm.model.register_forward_pre_hook(lambda _m, _a, kw: fed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    answers(lm, choices[:3])
+    hook.remove()
+    assert sum(length > 10 for length in fed) == 1
+    assert lm.stats.tallies["task/loglikelihood"].sequences == 1
+
+
+def test_long_texts_are_cut_into_windows(make, texts):
+    short = make("h2o@0.5", max_length=64)
+    found, whole = (numbers(answers(lm, texts)) for lm in (short, make("h2o@0.5")))
+    assert torch.isfinite(found).all() and not torch.allclose(found, whole)
+
+
+def test_the_model_is_left_as_it_was(make, tiny, choices):
+    model = tiny[0]
+    before = (model.config._attn_implementation, sum(len(m._forward_hooks) for m in model.modules()))
+    answers(make("squeeze+h2o@0.2"), choices)
+    assert before == (model.config._attn_implementation, sum(len(m._forward_hooks) for m in model.modules()))
+
+
+def test_stats(make, questions, choices):
+    lm, full = make("h2o@0.2", batch_size=2), make("full", batch_size=2)
+    for one in (lm, full):
+        answers(one, questions)
+        answers(one, choices)
+    info, base = lm.get_model_info()["kvpolicy"], full.get_model_info()["kvpolicy"]
+    assert (info["policy"], info["budget"], base["policy"]) == ("h2o@0.2", 0.2, "full")
+    for kind in ("task/generate_until", "task/loglikelihood"):
+        ours, theirs = info["tasks"][kind], base["tasks"][kind]
+        assert theirs["kv_share"] == 1.0 and ours["kv_share"] < 0.6
+        assert ours["full_kv_bytes"] == pytest.approx(theirs["full_kv_bytes"], rel=0.03)
+        assert ours["tokens_per_second"] > 0 and ours["prompt_tokens"] == theirs["prompt_tokens"]
+
+
+def test_tasks_are_counted_apart(make, questions):
+    lm = make("full")
+    other = instances("generate_until", [questions[0].args], task="other")
+    found = lm.generate_until([questions[1], *other, questions[2]], disable_tqdm=True)
+    assert found == answers(make("full"), [questions[1], questions[0], questions[2]])
+    counts = {name: tally.requests for name, tally in lm.stats.tallies.items()}
+    assert counts == {"task/generate_until": 2, "other/generate_until": 1}
+
+
+def test_budget_replaces_the_policys(make):
+    lm = make("h2o@0.5", budget=0.25)
+    assert str(lm.policy) == "h2o@0.25"
+    with pytest.raises(ValueError, match="selector"):
+        make("full", budget=0.2)
+
+
+@pytest.mark.parametrize(("name", "value"), [("holdback", -1), ("rolling_chunk", 1), ("holdback", 0.5)])
+def test_senseless_numbers_are_refused(make, name: str, value: float):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        make("h2o", **{name: value})
+
+
+def test_foreign_request_cache_is_refused(make, tmp_path: Path):
+    path = str(tmp_path / "answers.db")
+    request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
+    first = CachingLM(make("h2o@0.5"), path).loglikelihood(request)
+    assert CachingLM(make("h2o@0.5"), path).loglikelihood(request) == first
+    for other in (make("h2o@0.4"), make("h2o@0.5", holdback=2), make("full")):
+        with pytest.raises(ValueError, match=r"filled by .*policy=h2o@0\.5 .*use_cache"):
+            CachingLM(other, path)
+
+
+def test_request_cache_of_another_model_is_refused(make, tiny, tmp_path: Path):
+    path = str(tmp_path / "answers.db")
+    request = instances("loglikelihood", [("tiger=1\n?tiger=", "1")])
+    CachingLM(HFLM(pretrained=tiny[0], tokenizer=tiny[1]), path).loglikelihood(request)
+    with pytest.raises(ValueError, match="a model other than kvpolicy"):
+        CachingLM(make("full"), path)

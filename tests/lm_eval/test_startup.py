@@ -1,0 +1,123 @@
+"""The start-up hook: light, reversible by an environment variable, and never in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import kvpolicy_lm_eval
+import pytest
+from kvpolicy_lm_eval import startup
+
+ROOT = Path(kvpolicy_lm_eval.__file__).parent
+PTH = (ROOT / "kvpolicy_lm_eval.pth") if (ROOT / "kvpolicy_lm_eval.pth").exists() else ROOT.parent / "kvpolicy_lm_eval.pth"
+
+
+def python(code: str, path: bool = True, **env: str) -> list[str]:
+    """Run `code` as a new Python would run it after reading the start-up file; give the words printed."""
+    paths = [str(ROOT.parent), *sys.path] if path else []
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", startup.OFF)} | env
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {paths}\n{PTH.read_text()}\n{code}"],
+        capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    assert done.stderr == "" or path, done.stderr
+    return done.stdout.split()
+
+
+REGISTERED = "import lm_eval.models; from lm_eval.api.registry import model_registry as r; print('hf' in r, 'kvpolicy' in r)"
+
+
+def test_registers_the_model_beside_lm_evals_own():
+    pytest.importorskip("lm_eval")
+    assert python(REGISTERED) == ["True", "True"]
+
+
+def test_environment_turns_it_off():
+    pytest.importorskip("lm_eval")
+    assert python(REGISTERED, KVPOLICY_NO_STARTUP="1") == ["True", "False"]
+
+
+def test_start_up_imports_almost_nothing():
+    heavy = python("print(*[m for m in ('torch', 'lm_eval', 'transformers', 'typing', 'kvpolicy') if m in sys.modules])")
+    assert heavy == []
+
+
+def test_start_up_file_is_silent_where_the_package_is_gone():
+    assert python("print('alive', 'kvpolicy_lm_eval' in sys.modules)", path=False) == ["alive", "False"]
+
+
+def test_start_file_names_the_same_function():
+    module, name = (PTH.with_suffix(".start")).read_text().strip().split(":")
+    assert getattr(sys.modules[module], name) is startup.install
+
+
+def test_install_twice_adds_one_finder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.delenv(startup.OFF, raising=False)
+    startup.install()
+    startup.install()
+    assert sys.meta_path.count(startup._Finder) == 1
+
+
+def test_install_never_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.delenv(startup.OFF, raising=False)
+    monkeypatch.setattr(startup, "_hook", lambda: 1 / 0)
+    startup.install()
+    assert "kvpolicy could not hook into lm-eval (ZeroDivisionError" in capsys.readouterr().err
+
+
+class Manager:
+    """Stands for lm-eval's TaskManager."""
+
+    def __init__(self, verbosity=None, include_path=None, include_defaults=True, metadata=None):
+        self.seen = (include_path, include_defaults, metadata)
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
+    monkeypatch.setattr(startup, "_WRAPPED", [])
+    cls = type("TaskManager", (Manager,), {"__init__": Manager.__init__})
+    module = ModuleType("tasks")
+    module.TaskManager = cls
+    startup.register_tasks(module)
+    startup.register_tasks(module)  # a second call must not wrap it twice
+    return cls
+
+
+def test_task_folder_comes_before_the_users(manager: type[Manager]):
+    assert manager().seen == ([startup.tasks_path()], True, None)
+    assert manager(include_path="mine").seen == ([startup.tasks_path(), "mine"], True, None)
+    assert manager(None, ("a", "b"), metadata={"x": 1}).seen == ([startup.tasks_path(), "a", "b"], True, {"x": 1})
+
+
+def test_no_defaults_means_none_of_ours(manager: type[Manager]):
+    assert manager(include_path="mine", include_defaults=False).seen == ("mine", False, None)
+
+
+def test_a_failing_hook_does_not_break_lm_eval(capsys: pytest.CaptureFixture[str]):
+    startup._call(startup.register_tasks, ModuleType("no_task_manager"))
+    assert "use kvpolicy-lm-eval instead" in capsys.readouterr().err
+
+
+def test_wrapper_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    with pytest.raises(SystemExit, match="pip install"):
+        startup.main()
+
+
+@pytest.mark.slow
+def test_command_line(tmp_path: Path):
+    """The whole way: two processes, no --include_path, and the results file."""
+    arguments = ["--model", "kvpolicy", "--model_args", "policy=h2o,budget=0.3", "--tasks", "kvpolicy_recall_512"]
+    code = "from kvpolicy_lm_eval.startup import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments, "--limit", "2", "--output_path", str(tmp_path)],
+        check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    (results,) = tmp_path.rglob("results*.json")
+    assert '"policy": "h2o@0.3"' in results.read_text()

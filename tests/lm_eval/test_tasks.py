@@ -1,0 +1,83 @@
+"""The group of offline tasks: complete, seeded, answerable."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from kvpolicy_lm_eval import startup
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+TASKS = ["fewshot", "hot", "multiquery", "passkey", "recall_1024", "recall_512", "text"]
+
+
+def manager(**metadata: Any) -> TaskManager:
+    return TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=metadata)
+
+
+@pytest.fixture(scope="module")
+def group() -> dict[str, Any]:
+    return manager(policy="h2o", pretrained="x").load(["kvpolicy"])["tasks"]
+
+
+def test_group_is_complete(group):
+    assert sorted(group) == [f"kvpolicy_{name}" for name in TASKS]
+    assert {task.OUTPUT_TYPE for task in group.values()} == {"generate_until", "loglikelihood_rolling", "multiple_choice"}
+
+
+def test_documents_are_the_same_every_time(group):
+    again = manager().load(["kvpolicy"])["tasks"]
+    assert {n: list(t.test_docs()) for n, t in group.items()} == {n: list(t.test_docs()) for n, t in again.items()}
+
+
+def test_prompts_end_right_before_the_answer(group):
+    for name, task in group.items():
+        task.build_all_requests(limit=3)
+        for one in task.instances if name != "kvpolicy_text" else []:
+            assert one.args[0][-1] == (":" if name == "kvpolicy_fewshot" else "=")
+            assert task.config.target_delimiter == ""
+            assert isinstance(task.doc_to_target(one.doc), int if name == "kvpolicy_fewshot" else str)
+
+
+def test_the_right_choice_is_the_answer(group):
+    for doc in group["kvpolicy_fewshot"].test_docs():
+        assert doc["choices"][doc["label"]] == doc["answer"]
+        assert len(doc["choices"]) == 4
+
+
+def test_metadata_changes_sizes():
+    docs = manager(records=10, docs=5).load(["kvpolicy_recall_512"])["tasks"]["kvpolicy_recall_512"].test_docs()
+    assert len(docs) == 5 and docs[0]["prompt"].count("\n") == 10
+
+
+def test_prompts_fit_the_embedded_model(group, tiny):
+    sizes = {}
+    for name in ("kvpolicy_recall_512", "kvpolicy_recall_1024"):
+        lengths = [len(tiny[1](doc["prompt"]).input_ids) for doc in group[name].test_docs()]
+        sizes[name] = (min(lengths), max(lengths))
+    assert 480 <= sizes["kvpolicy_recall_512"][0] <= sizes["kvpolicy_recall_512"][1] <= 512
+    assert 960 <= sizes["kvpolicy_recall_1024"][0] <= sizes["kvpolicy_recall_1024"][1] <= 1024
+
+
+def test_evaluation_reports_scores_and_costs(make):
+    small = manager(records=12, queries=2, chars=200, fresh=4, asks=4, shots=2)
+    results = simple_evaluate(
+        model=make("snapkv@0.5"), tasks=["kvpolicy"], task_manager=small, limit=2, bootstrap_iters=0
+    )
+    assert results is not None
+    assert sorted(results["results"]) == ["kvpolicy", *(f"kvpolicy_{name}" for name in TASKS)]
+    costs = results["config"]["kvpolicy"]["tasks"]
+    kinds = {"fewshot": "loglikelihood", "text": "loglikelihood_rolling"}
+    assert sorted(costs) == sorted(f"kvpolicy_{name}/{kinds.get(name, 'generate_until')}" for name in TASKS)
+    for cost in costs.values():
+        assert cost["requests"] >= 2 and 0 < cost["kv_share"] < 1 and cost["tokens_per_second"] > 0
+    assert json.loads(json.dumps(results["config"]["kvpolicy"]))["policy"] == "snapkv@0.5"
+
+
+def test_embedded_model_is_the_default():
+    from kvpolicy_lm_eval.model import KVPolicyLM
+
+    lm = KVPolicyLM(policy="h2o", device="cpu")
+    assert lm.model.config.model_type == "llama" and str(lm.model.dtype) == "torch.float32"

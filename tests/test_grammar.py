@@ -1,0 +1,198 @@
+"""A policy's words are read and written without loss, and whatever is not a policy is a ValueError."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpolicy import grammar, registry
+from kvpolicy.allocators.pyramid import Pyramid
+from kvpolicy.allocators.squeeze import SqueezeAttention
+from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.codecs.kivi import KIVI
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.policy import Policy
+from kvpolicy.selectors.full import KeepAll
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Every:
+    """A strategy with a field of every type."""
+
+    count: int = 3
+    share: float = 0.5
+    on: bool = False
+    word: Literal["first", "best"] = "first"
+    bits: Literal[2, 4] = 2
+    file: str | None = None
+    most: int | None = None
+    title: str = "x"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrap:
+    """A wrapper with a default base."""
+
+    base: Any = field(default_factory=Every)
+    file: str = ""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def named() -> Iterator[None]:
+    """Register the strategies of this module."""
+    table = registry._table()
+    table |= {"every": ("codec", f"{__name__}:Every"), "wrap": ("codec", f"{__name__}:Wrap")}
+    original = registry._load
+    own = {"every": Every, "wrap": Wrap}
+    registry._load = lambda name, target: own.get(name) or original(name, target)
+    yield
+    registry._load = original
+    registry._table.cache_clear()
+
+
+def read(text: str) -> Any:
+    return grammar.parse(text)[0]["codec"]
+
+
+def test_values_are_typed_by_the_fields() -> None:
+    assert read("every:count=-2:share=1:on=true:word=best:bits=4:file=a/b.json:most=7:title=none") == Every(
+        count=-2, share=1.0, on=True, word="best", bits=4, file="a/b.json", most=7, title="none"
+    )
+    assert read("every:file=none:most=none") == Every()
+    assert isinstance(read("every:share=1").share, float)
+
+
+def test_parts_come_in_any_order() -> None:
+    assert Policy.parse("kivi:bits=4+pyramid") == Policy(codec=KIVI(bits=4), allocator=Pyramid())
+    assert str(Policy.parse("kivi+pyramid")) == "pyramid+kivi"
+
+
+def test_left_wraps_right() -> None:
+    assert read("wrap:file=f/every:count=4") == Wrap(file="f", base=Every(count=4))
+    assert read("wrap/wrap/every:bits=4") == Wrap(base=Wrap(base=Every(bits=4)))
+    assert grammar.show({"codec": Wrap()}, None) == "wrap"
+    assert grammar.show({"codec": Wrap(base=Plain(), file="a/b")}, 0.5) == "wrap:file=a%2Fb/plain@0.5"
+
+
+def test_path_holds_what_a_path_may_hold() -> None:
+    for path in ("/data/a b,c.json", "C:\\p+q@2%41.json", "ü/é~$'\"", "none", "\udcff"):
+        policy = Policy(allocator=SqueezeAttention(profile=path))
+        assert set(str(policy)) <= set(string.ascii_letters + string.digits + ":=_.-/%")
+        assert Policy.parse(str(policy)) == policy
+    assert str(Policy(allocator=SqueezeAttention(profile="/a/b_c.json"))) == "squeeze:profile=/a/b_c.json"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no strategy called ''"),
+        ("kivvi", "no strategy called 'kivvi'; did you mean 'kivi'"),
+        ("kivi+plain", "names two codecs"),
+        ("kivi:bit=4", "'kivi' has no option 'bit', it has bits, group_size, residual_length; did you mean 'bits'"),
+        ("plain:bits=4", "'plain' has no option 'bits', it has none"),
+        ("kivi:bits", "'bits' of 'kivi' has no value"),
+        ("kivi:bits=4:bits=2", "'bits' twice"),
+        ("kivi:bits=3", "'3' of kivi:bits is not 2 or 4 or 8"),
+        ("kivi:group_size=1.5", "'1.5' of kivi:group_size is not a whole number"),
+        ("kivi:group_size=0", "group_size is 0: give at least 1"),
+        ("squeeze:share=much", "'much' of squeeze:share is not a number"),
+        ("squeeze:share=nan", "is not a number"),
+        ("squeeze:profile=a,b", "'a,b' of squeeze:profile is not a text"),
+        ("every:on=1", "'1' of every:on is not true or false"),
+        ("every:word=frist", "is not first or best; did you mean 'first'"),
+        ("wrap:base=every", "has no option 'base', it has file; its base is what follows '/'"),
+        ("kivi/plain", "'kivi' wraps nothing"),
+        ("wrap/pyramid", "'wrap' wraps codecs, and 'pyramid' is of the kind allocator: use '\\+'"),
+        ("wrap" + "/wrap" * 5000, "wraps more than 8"),
+        ("kivi=4", "write kivi:key=value"),
+        ("kivi@", "budget ''"),
+        ("kivi@0.2@3", "budget"),
+        ("kivi@2", "no selector says"),
+        (" kivi", "did you mean 'kivi'"),
+        ("kivi:group_size=" + "9" * 9999, "not a whole number"),
+    ],
+)
+def test_what_is_no_policy_is_told(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy.parse(text)
+
+
+words = st.sampled_from(
+    [*registry.names(), "full", "every", "wrap", "none", *"+/:@=%.-_ ", "share", "bits", "base", "profile", "0.2", "4"]
+)
+
+
+@given(st.text() | st.lists(words).map("".join) | st.lists(words | st.text(max_size=2)).map("".join))
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_text_is_a_policy_or_a_value_error(text: str) -> None:
+    try:
+        policy = Policy.parse(text)
+    except ValueError as error:
+        assert str(error)
+        return
+    assert Policy.parse(str(policy)) == policy
+
+
+shares = st.floats(0, 1, exclude_min=True)
+paths = st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+allocators = st.one_of(
+    st.just(Uniform()),
+    st.builds(Pyramid, beta=st.floats(1, 1e30)),
+    st.builds(SqueezeAttention, share=shares, groups=st.integers(2, 9), profile=paths),
+)
+every = st.builds(
+    Every,
+    count=st.integers(-9, 9),
+    share=st.floats(allow_nan=False, allow_infinity=False),
+    on=st.booleans(),
+    word=st.sampled_from(["first", "best"]),
+    bits=st.sampled_from([2, 4]),
+    file=paths,
+    most=st.none() | st.integers(0, 9),
+    title=st.text(st.characters(exclude_categories=["Cs"])),
+)
+codecs = st.one_of(
+    st.just(Plain()),
+    st.builds(KIVI, bits=st.sampled_from([2, 4, 8]), group_size=st.integers(1, 99), residual_length=st.integers(0, 99)),
+)
+
+
+def selectors() -> st.SearchStrategy[Any]:
+    """Every registered selector with its defaults, and the wrappers over them."""
+    plain = [registry.lookup(name)[1] for name in registry.names("selector")]
+    wrappers = [cls for cls in plain if "base" in cls.__dataclass_fields__]
+    bases = [cls for cls in plain if cls not in wrappers and cls is not KeepAll]
+    built = [cls() for cls in plain] + [cls(base=base()) for cls in wrappers for base in bases]
+    return st.sampled_from([each for each in built if not isinstance(each, KeepAll)])
+
+
+@given(
+    allocators, st.data(), codecs, st.none() | shares | st.integers(500, 10**9) | st.sampled_from(["512MiB", "1.5GB"])
+)
+@settings(deadline=None)
+def test_every_policy_survives_its_words(allocator: Any, data: st.DataObject, codec: Any, budget: Any) -> None:
+    policy = Policy(allocator=allocator, codec=codec)
+    assert Policy.parse(str(policy)) == policy
+    policy = Policy(allocator=allocator, selector=data.draw(selectors()), codec=codec, budget=budget)
+    again = Policy.parse(str(policy))
+    assert again == policy
+    assert hash(again) == hash(policy)
+    assert type(again.budget) is type(policy.budget)
+    assert "," not in str(policy)
+
+
+@given(st.recursive(every, lambda inner: st.builds(Wrap, base=inner, file=st.just("a/b")), max_leaves=4))
+@settings(deadline=None)
+def test_every_value_survives_its_words(strategy: Any) -> None:
+    assert read(grammar.show({"codec": strategy}, None)) == strategy
+
+
+def test_value_that_has_no_words_is_told() -> None:
+    with pytest.raises(ValueError, match="of type list cannot be written"):
+        grammar.show({"codec": Every(title=[1])}, None)  # pyright: ignore[reportArgumentType]

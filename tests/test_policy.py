@@ -1,0 +1,138 @@
+"""What a policy accepts, fills in and refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators.pyramid import Pyramid
+from kvpolicy.allocators.squeeze import SqueezeAttention
+from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.codecs.kivi import KIVI
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import DecodeMode, Needs, Selector
+from kvpolicy.selectors.full import KeepAll
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Newest:
+    """A selector that nobody registered."""
+
+    decode: DecodeMode = "evict"
+    floor: int = 1
+    needs: Needs = field(default_factory=Needs)
+
+    def alloc(self, *_: Any) -> Any: ...
+    def observe(self, *_: Any) -> Any: ...
+    def step(self, *_: Any) -> None: ...
+    def priority(self, state: Any, view: Any) -> Tensor:
+        return view.positions.float()
+
+    def statistic(self, *_: Any) -> None: ...
+
+
+def test_parts_not_named_change_nothing() -> None:
+    policy = Policy()
+    assert policy == Policy(allocator=Uniform(), selector=KeepAll(), codec=Plain(), budget=1.0)
+    assert hash(policy) == hash(Policy())
+    assert str(policy) == "full"
+    assert isinstance(policy.selector, Selector)
+
+
+def test_budget_is_a_fifth_where_a_selector_is_named() -> None:
+    assert Policy(selector=Newest()).budget == 0.2
+    assert Policy(codec=KIVI()).budget == 1.0
+    assert Policy(selector=Newest(), budget="512MiB").budget == "512MiB"
+    assert Policy(selector=Newest(), budget="0.5").budget == 0.5
+    assert Policy(selector=Newest(), budget=None).budget == 0.2  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("text", ["full", "none", None, "full@1.0", "keepall", "uniform+full+plain", "plain@1.0"])
+def test_words_for_the_policy_that_changes_nothing(text: str | None) -> None:
+    assert Policy.parse(text) == Policy()
+
+
+@pytest.mark.parametrize("budget", [0.5, 1, 2048, "512MiB"])
+def test_budget_below_the_whole_needs_a_selector(budget: float | int | str) -> None:
+    with pytest.raises(ValueError, match=r"no selector says which tokens to keep"):
+        Policy(codec=KIVI(), budget=budget)
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, -0.1, 0, -3, float("nan"), "12parrots", ""])
+def test_budget_out_of_range(budget: float | int | str) -> None:
+    with pytest.raises(ValueError, match="budget|share"):
+        Policy(selector=Newest(), budget=budget)
+
+
+def test_budget_of_another_type() -> None:
+    with pytest.raises(TypeError, match="budget True is of type bool"):
+        Policy(selector=Newest(), budget=True)
+
+
+def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
+    with pytest.raises(ValueError, match="7 tokens is too small .* the smallest that works is 8"):
+        Policy(selector=Newest(floor=8), budget=7)
+    Policy(selector=Newest(floor=8), budget=8)
+    Policy(selector=Newest(floor=8), budget=0.001)  # a share is only known with a prompt
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"allocator": KIVI()}, r"The allocator is KIVI\(.*\), which does not fit: give it as codec="),
+        ({"selector": Pyramid()}, "give it as allocator="),
+        ({"codec": Newest()}, "give it as selector="),
+        ({"codec": "kivi"}, "it must implement kvpolicy.protocols.Codec"),
+        ({"selector": Newest}, r"The selector is the class Newest: give an instance, Newest\(\)"),
+        ({"selector": None}, "must implement kvpolicy.protocols.Selector"),
+    ],
+)
+def test_wrong_part_in_a_slot(parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Policy(**parts)
+
+
+def test_policy_is_a_value() -> None:
+    policy = Policy(allocator=SqueezeAttention(share=0.3), codec=KIVI(bits=4))
+    assert {policy: 1}[Policy.parse(str(policy))] == 1
+    assert dataclasses.replace(policy, codec=Plain()) == Policy(allocator=SqueezeAttention(share=0.3))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.budget = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_policy_of_a_selector_without_a_name_still_prints() -> None:
+    assert "Newest(" in str(Policy(selector=Newest()))
+
+
+def test_design_example() -> None:
+    from kvpolicy.selectors.kvcrush import KVCrush
+    from kvpolicy.selectors.snapkv import SnapKV
+
+    policy = Policy(
+        allocator=SqueezeAttention(share=0.4),
+        selector=KVCrush(base=SnapKV(window=32), split=0.25),
+        codec=KIVI(bits=4),
+        budget=0.2,
+    )
+    text = "squeeze:share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2"
+    assert Policy.parse(text) == policy
+    assert str(policy) == "squeeze+kvcrush+kivi:bits=4@0.2"
+    assert Policy.parse(str(policy)) == policy
+
+
+def test_keep_all_keeps_all() -> None:
+    from kvpolicy.protocols import Seen, View
+
+    view = View(torch.arange(6).reshape(1, 2, 3).int(), torch.tensor([6]), torch.tensor([6]), 0)
+    keep = KeepAll()
+    assert keep.alloc(1, 2, 3, "cpu") == ()
+    assert keep.observe((), Seen(None, None), view) == ()
+    assert keep.priority((), view).tolist() == [[[0.0] * 3] * 2]
+    assert keep.statistic(Seen(None, None), view) is None
+    assert not any(keep.needs) and keep.floor == 1 and keep.decode == "grow"

@@ -1,0 +1,92 @@
+"""Names lead to classes and back; clashes and typos are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from kvpolicy import registry
+from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.codecs.kivi import KIVI
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    """A list to which a test adds entry points."""
+    points: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    registry._table.cache_clear()
+    yield points
+    registry._table.cache_clear()
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_built_in_name_leads_to_a_class_and_back(name: str) -> None:
+    kind, cls = registry.lookup(name)
+    assert name in registry.names(kind)
+    assert registry.name_of(cls) == name
+    assert cls.__dataclass_params__.frozen
+    assert not hasattr(cls(), "__dict__"), "strategies are slotted"
+    with pytest.raises(TypeError):
+        cls(None)  # keyword-only
+
+
+def test_kinds_are_the_parts_of_a_policy() -> None:
+    assert registry.kinds() == ("allocator", "selector", "codec")
+
+
+def test_keepall_is_another_word_for_full() -> None:
+    assert registry.lookup("keepall") == registry.lookup("full")
+    assert "keepall" not in registry.names()
+
+
+def test_unknown_name_is_told_with_what_exists_and_what_is_near() -> None:
+    with pytest.raises(ValueError, match=r"'h20'; did you mean 'h2o'\? There are allocators .*kivi, plain"):
+        registry.lookup("h20")
+    with pytest.raises(ValueError, match="did you mean 'snapkv'"):
+        registry.lookup("SnapKV")
+
+
+def test_unregistered_class_has_no_name() -> None:
+    class Mine:
+        pass
+
+    with pytest.raises(ValueError, match="Mine has no name: add an entry point"):
+        registry.name_of(Mine)
+
+
+def test_entry_point_adds_a_name(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("even", "kvpolicy.allocators:Uniform", "kvpolicy.allocators"))
+    assert registry.lookup("even") == ("allocator", Uniform)
+    assert "even" in registry.names("allocator")
+    assert registry.name_of(Uniform) == "uniform"
+
+
+def test_name_of_a_class_behind_a_re_export(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("counter", "collections:Counter", "kvpolicy.codecs"))
+    plugins.append(EntryPoint("deep", "importlib.metadata:EntryPoint", "kvpolicy.codecs"))
+    plugins.append(EntryPoint("mapping", "typing:OrderedDict.__origin__", "kvpolicy.codecs"))
+    assert registry.name_of(EntryPoint) == "deep"
+    assert registry.name_of(registry.lookup("mapping")[1]) == "mapping"
+
+
+@pytest.mark.parametrize("name", ["h2o", "kivi", "keepall"])
+def test_taken_name_raises(plugins: list[EntryPoint], name: str) -> None:
+    plugins.append(EntryPoint(name, "elsewhere:Thing", "kvpolicy.selectors"))
+    with pytest.raises(ValueError, match=f"{name!r} is taken twice"):
+        registry.names()
+
+
+def test_package_seen_twice_is_no_clash(plugins: list[EntryPoint]) -> None:
+    plugins.extend([EntryPoint("even", "kvpolicy.allocators:Uniform", "kvpolicy.allocators")] * 2)
+    assert registry.lookup("even")[1] is Uniform
+
+
+@pytest.mark.parametrize("target", ["no_such_package:Thing", "kvpolicy.codecs:Nothing", "kvpolicy.codecs:kivi"])
+def test_broken_entry_point_is_told(plugins: list[EntryPoint], target: str) -> None:
+    plugins.append(EntryPoint("broken", target, "kvpolicy.codecs"))
+    with pytest.raises(ValueError, match="'broken' is"):
+        registry.lookup("broken")
+    assert registry.lookup("kivi") == ("codec", KIVI), "others still work"
