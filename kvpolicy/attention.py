@@ -139,14 +139,13 @@ def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: T
 
 
 def attend_slots(
-    q: Tensor, keys: Tensor, values: Tensor, live: Tensor, kernel: Kernel, row: bool
+    q: Tensor, parts: list[tuple[Tensor, Tensor]], live: Tensor, kernel: Kernel, row: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
     Args:
         q: [B, Hq, 1, D].
-        keys: [B, H, S, D].
-        values: [B, H, S, D].
+        parts: Keys and values of consecutive slots, each [B, H, S_i, D]; the S_i sum to S.
         live: Which slots hold a token, [B, H, S] bool.
         kernel: Scale and soft cap.
         row: Whether the attention itself is asked for.
@@ -154,12 +153,15 @@ def attend_slots(
     Returns:
         The output [B, Hq, 1, D], and the attention [B, H, G, S] fp32, or None.
     """
-    heads = keys.shape[1]
-    grouped = q.squeeze(2).unflatten(1, (heads, -1))  # [B, H, G, D]: the group takes the place of the queries
-    if not row and kernel.softcap is None:
+    grouped = q.squeeze(2).unflatten(1, (live.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
+    if not row and kernel.softcap is None and len(parts) == 1:
         mask = live[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=kernel.scale)
+        out = F.scaled_dot_product_attention(grouped, *parts[0], attn_mask=mask, scale=kernel.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    score = kernel.scores(grouped, keys).masked_fill(~live[:, :, None], -torch.inf)
-    share = torch.softmax(score, -1)
-    return (share.to(values.dtype) @ values).flatten(1, 2).unsqueeze(2), share
+    score = torch.cat([kernel.scores(grouped, keys) for keys, _ in parts], -1)
+    share = torch.softmax(score.masked_fill(~live[:, :, None], -torch.inf), -1)
+    # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
+    # then loses the write of the new token (eager and aot_eager do not).
+    shares = share.split([keys.shape[2] for keys, _ in parts], -1)
+    mixed = [some.to(values.dtype) @ values for some, (_, values) in zip(shares, parts, strict=True)]
+    return sum(mixed[1:], mixed[0]).flatten(1, 2).unsqueeze(2), share

@@ -56,8 +56,8 @@ def check_budget(budget: object) -> Budget:
         if not 0 < budget <= 1:
             raise ValueError(f"The share {budget!r} is not in (0, 1]: {_HOW}.")
         return float(budget)
-    if budget < 1:
-        raise ValueError(f"The budget of {budget} tokens keeps nothing: {_HOW}.")
+    if not 1 <= budget < 10**18:
+        raise ValueError(f"The budget of {budget} tokens is out of range: {_HOW}.")
     return int(budget)
 
 

@@ -26,7 +26,7 @@ from kvpolicy.registry import Kind, kinds, lookup, name_of, suggest
 
 _MAX_TERMS = 8  # in one part; keeps a hostile text from nesting without end
 _NAME = re.compile(r"[^:/=]*")
-_INT = re.compile(r"-?[0-9]{1,18}")
+_INT = re.compile(r"-?[0-9]{1,1000}")
 _FLOAT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
 _TEXT = re.compile(r"[A-Za-z0-9_.\-/%]*")
 _NEEDED: dict[type, str] = {int: "a whole number", float: "a number", str: "a text of letters, digits and _.-/%"}

@@ -292,9 +292,8 @@ class PolicyLayer(CacheLayerMixin):
             _put(target, at, item, valid)
         for part in tensors(self.state):
             _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
-        keys, values = self._dense()
-        out, row = attend_slots(q, keys, values, self.positions >= 0, kernel, selector.needs.row)
-        if row is not None:
+        out, row = attend_slots(q, self._parts(), self.positions >= 0, kernel, selector.needs.row)
+        if row is not None and selector.needs.row:
             before = None if valid is None else map_state(torch.clone, self.state)
             selector.step(self.state, row, view)
             if before is not None and valid is not None:
@@ -383,18 +382,17 @@ class PolicyLayer(CacheLayerMixin):
 
     # reading
 
-    def _dense(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of every slot, [B, H, S, D]."""
+    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the exact slots, then of the coded ones."""
         assert self.keys is not None and self.values is not None
-        if not self.layout.coded:
-            return self.keys, self.values
-        keys, values = self.policy.codec.read(self.codes, self.keys.dtype)
-        return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        exact = (self.keys, self.values)
+        return [exact, self.policy.codec.read(self.codes, self.keys.dtype)] if self.layout.coded else [exact]
 
     def _past(self) -> Past | None:
         if not sum(self.layout):
             return None
-        return Past(*self._dense(), self.positions >= 0)
+        keys, values = zip(*self._parts(), strict=True)
+        return Past(torch.cat(keys, 2), torch.cat(values, 2), self.positions >= 0)
 
     def held(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, counters, and a prompt that waits."""

@@ -27,10 +27,10 @@ def test_how_a_budget_is_written_decides_its_type(text: str, value: float | int 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0.0", "1.5", "-1", "12parrots", "MiB", "0MiB", "nan", "inf", "1_0", "١", "5 MiB"]
+    "text", ["", "0", "0.0", "1.5", "-1", "12parrots", "MiB", "0MiB", "nan", "inf", "1_0", "\u0661", "5 MiB"]
 )
 def test_bad_budget_is_told(text: str) -> None:
-    with pytest.raises(ValueError, match="budget|share"):
+    with pytest.raises(ValueError, match=r"budget|share"):
         parse_budget(text)
 
 
@@ -52,7 +52,7 @@ def test_check_budget_takes_numbers_of_numpy_and_refuses_others() -> None:
             check_budget(wrong)
 
 
-@given(st.integers(1, 10**18) | st.floats(0, 1, exclude_min=True))
+@given(st.integers(1, 10**18 - 1) | st.floats(0, 1, exclude_min=True))
 def test_numbers_round_trip(budget: float | int) -> None:
     again = parse_budget(format_budget(budget))
     assert again == budget and type(again) is type(budget)

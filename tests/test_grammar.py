@@ -105,7 +105,7 @@ def test_path_holds_what_a_path_may_hold() -> None:
         ("squeeze:share=nan", "is not a number"),
         ("squeeze:profile=a,b", "'a,b' of squeeze:profile is not a text"),
         ("every:on=1", "'1' of every:on is not true or false"),
-        ("every:word=frist", "is not first or best; did you mean 'first'"),
+        ("every:word=bset", "is not first or best; did you mean 'best'"),
         ("wrap:base=every", "has no option 'base', it has file; its base is what follows '/'"),
         ("kivi/plain", "'kivi' wraps nothing"),
         ("wrap/pyramid", "'wrap' wraps codecs, and 'pyramid' is of the kind allocator: use '\\+'"),

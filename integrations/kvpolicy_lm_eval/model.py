@@ -203,9 +203,13 @@ class KVPolicyLM(HFLM):
         def held(rows: int, cache: Any) -> None:
             self.stats.now.held(rows, cache.nbytes, cache.full_nbytes)
 
+        def cache(prompt: torch.Tensor) -> Any:
+            # one token to come, so that a growing cache does not set aside room for more
+            return kvpolicy.PolicyCache(self.model, policy, prompt=prompt, new=1)
+
         return Scorer(
             model=self.model,
-            cache=lambda prompt: kvpolicy.PolicyCache(self.model, policy, prompt=prompt),
+            cache=cache,
             held=held,
             pad=self.tokenizer.pad_token_id or 0,
             device=self.device,
@@ -259,13 +263,9 @@ class KVPolicyLM(HFLM):
         self, context: Any, max_length: int, stop: list[str], lengths: torch.Tensor, kwargs: dict[str, Any]
     ) -> torch.Tensor:
         copies = max(kwargs.get("num_beams") or 1, kwargs.get("num_return_sequences") or 1)
-        cache = kvpolicy.PolicyCache(
-            self.model,
-            self.policy,
-            prompt=lengths.repeat_interleave(copies),
-            new=max_length - context.shape[1],
-        )
         with kvpolicy.attach(self.model, self.policy):
+            prompt, new = lengths.repeat_interleave(copies), max_length - context.shape[1]
+            cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=prompt, new=new)
             out = super()._model_generate(context, max_length, stop, **kwargs, past_key_values=cache)
         self.stats.now.held(len(out), cache.nbytes, cache.full_nbytes)
         return out

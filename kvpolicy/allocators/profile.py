@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, SupportsFloat, cast
 
 VERSION = 1
 
 
-def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable[float]) -> None:
+def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable[SupportsFloat]) -> None:
     """Write the layers' mean cosines to a JSON file that `squeeze:profile=FILE` reads.
 
     Args:

@@ -17,7 +17,7 @@ from kvpolicy_eval.data.text import held_out
 
 Splits = dict[str, Dataset]
 
-_SHOT = re.compile(r"[a-z]+:([A-Z])")
+_SHOT = re.compile(r"[a-z]+\W+([A-Z])\W*")  # a word and its label
 
 
 def recall(docs: int, seed: int, records: int, digits: int = 4, **_: Any) -> Splits:
