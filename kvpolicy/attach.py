@@ -185,7 +185,11 @@ class Handle:
         if torch.compiler.is_compiling():
             return None
         cache = kwargs.get("past_key_values")
-        if cache is None and kwargs.get("use_cache", getattr(module.config, "use_cache", False)) and not module.training:
+        if (
+            cache is None
+            and kwargs.get("use_cache", getattr(module.config, "use_cache", False))
+            and not module.training
+        ):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
             _check_stock(cache)

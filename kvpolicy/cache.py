@@ -158,7 +158,8 @@ class PolicyCache(Cache):
     def _on_prompt(self, layer: PolicyLayer) -> None:
         """Compress a layer at once where budgets are known, and hold its prompt until they are."""
         if self.policy.allocator.measure and self.plan is None:
-            layer.hold_prompt()
+            assert layer.prompt is not None
+            layer.prompt = layer.prompt.owned()
             self._waiting.append(layer)
             return
         if layer is self.slots[0]:
@@ -181,7 +182,7 @@ class PolicyCache(Cache):
         """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
         assert first.prompt is not None
         batch, heads, new, dim = first.prompt.keys.shape
-        length = first.seen_after_prompt().cpu()
+        length = first.prompt.lengths(first.length).cpu()
         if self.prompt is not None:
             length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
         shapes = [Shape(heads, dim, first.prompt.keys.dtype)] * len(self.slots)
@@ -190,7 +191,9 @@ class PolicyCache(Cache):
         columns = first.get_seq_length() + (self.new or 0)
         alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
         self._tokens = divide(self.policy, measures, length, self.new, shapes, sum(alone.values()))
-        full = sum(2 * s.heads * s.head_dim * s.dtype.itemsize for s in shapes) * int(length.sum() + batch * (self.new or 0))
+        full = sum(2 * s.heads * s.head_dim * s.dtype.itemsize for s in shapes) * int(
+            length.sum() + batch * (self.new or 0)
+        )
         indices = [layer.layer_idx for layer in self.slots]
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),

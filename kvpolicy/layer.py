@@ -8,38 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.attention import Kernel, Past, Tail, attend, attend_slots, newest_queries, tail_rows
+from kvpolicy.attention import Kernel, Past, attend, newest_queries
+from kvpolicy.choose import Prompt, choose
+from kvpolicy.decode import decode_step
 from kvpolicy.planning import ROOM, bytes_by_kind
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codes, Layout, Seen, State, View
-from kvpolicy.slots import Loose, oldest_exact, pack_loose, place_block
+from kvpolicy.protocols import Codes, Layout, State
+from kvpolicy.slots import oldest_exact, pack_loose, place_block
 from kvpolicy.state import map_state, tensors
-
-
-class Prompt(NamedTuple):
-    """A prefill or chunk that was attended to, but not yet brought under the budget.
-
-    Attributes:
-        keys: [B, H, P, D].
-        values: [B, H, P, D].
-        valid: Which tokens are no padding, [B, P] bool; None where all are.
-        total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
-        tail: The newest queries, where the selector needs them.
-        kernel: Scale and soft cap.
-    """
-
-    keys: Tensor
-    values: Tensor
-    valid: Tensor | None
-    total: Tensor | None
-    tail: Tail | None
-    kernel: Kernel
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -81,7 +64,10 @@ class PolicyLayer(CacheLayerMixin):
         """Make a layer of no slots, on the device of its first keys."""
         batch, heads, _, dim = key_states.shape
         device = key_states.device
-        self.keys, self.values = key_states.new_empty(batch, heads, 0, dim), value_states.new_empty(batch, heads, 0, dim)
+        self.keys, self.values = (
+            key_states.new_empty(batch, heads, 0, dim),
+            value_states.new_empty(batch, heads, 0, dim),
+        )
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
         self.state = self.policy.selector.alloc(batch, heads, 0, device)
         self.codes = self.policy.codec.alloc(batch, heads, 0, dim, device)
@@ -162,28 +148,16 @@ class PolicyLayer(CacheLayerMixin):
             [B, Hq, P, D].
         """
         if self.is_initialized and q.shape[2] == 1:
-            return self._step(q, k, v, valid, kernel)
+            return decode_step(self, q, k, v, valid, kernel)
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        needs, past = self.policy.selector.needs, self._past()
+        needs, past = self.policy.selector.needs, self.past()
         out, total = attend(q, k, v, kernel, past, valid, needs.total)
         tail = newest_queries(q, valid, needs.tail) if needs.tail else None
         self.columns.add_(q.shape[2])
         self.prompt = Prompt(k, v, valid, total, tail, kernel)
         self._on_prompt(self)
         return out
-
-    def seen_after_prompt(self) -> Tensor:
-        """Tokens that each row will have seen once the waiting prompt is in, [B] int64."""
-        assert self.prompt is not None
-        new = self.prompt.keys.shape[2]
-        return self.length + (new if self.prompt.valid is None else self.prompt.valid.sum(-1))
-
-    def hold_prompt(self) -> None:
-        """Let a waiting prompt own its memory, so that nothing larger stays alive behind a view."""
-        assert self.prompt is not None
-        own = [t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self.prompt[:2]]
-        self.prompt = self.prompt._replace(keys=own[0], values=own[1])
 
     def settle(self, keep: Tensor, room: Tensor, tokens: int) -> None:
         """Bring the waiting prompt under the budget and free it.
@@ -196,71 +170,20 @@ class PolicyLayer(CacheLayerMixin):
         assert self.prompt is not None
         prompt, self.prompt = self.prompt, None
         keep, room = keep.to(self.device), room.to(self.device)
-        loose = self._choose(prompt, keep)
+        self.length = prompt.lengths(self.length)
+        loose = choose(self, prompt, keep)
         self.tokens = max(tokens, self.tokens)
         self._lay_out(self.policy.codec.layout(self.tokens))
-        self.keys, self.values = pack_loose(self, loose)
         self.budget = keep + room
-        self._room = self._free()
+        self.keys, self.values = pack_loose(self, loose)
         self.make_room()
-
-    def _choose(self, prompt: Prompt, keep: Tensor) -> Loose:
-        """Choose among slots and new tokens; returns what must find an exact (or a new coded) slot."""
-        new, exact = prompt.keys.shape[2], self.layout.exact
-        positions, state = self._on_offer(prompt)
-        seen = self._seen(prompt)
-        self.length = self._length_after
-        order = None
-        if sum(self.layout) or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
-            order = positions.argsort(dim=-1, stable=True)
-            positions, state, seen = _take(positions, state, seen, order)
-        view = View(positions, self.length, keep, self.layer_idx)
-        state = self.policy.selector.observe(state, seen, view)
-        chosen = _highest(self.policy.selector.priority(state, view), view)
-        if order is not None:
-            back = order.argsort(dim=-1)
-            chosen, positions = chosen.gather(-1, back), positions.gather(-1, back)
-            state = map_state(lambda t: t.gather(-1, back), state)
-        return self._split(prompt, chosen, positions, state, exact, new)
-
-    def _on_offer(self, prompt: Prompt) -> tuple[Tensor, State]:
-        """Positions [B, H, S + P] and state of the slots and the new tokens."""
-        batch, heads, new, _ = prompt.keys.shape
-        if prompt.valid is None:
-            fresh = self.length[:, None] + torch.arange(new, device=self.device)
-            self._length_after = self.length + new
-        else:
-            fresh = self.length[:, None] + prompt.valid.long().cumsum(-1) - 1
-            fresh = fresh.where(prompt.valid, -1)
-            self._length_after = self.length + prompt.valid.sum(-1)
-        fresh = fresh.to(torch.int32)[:, None].expand(-1, heads, -1)
-        zero = self.policy.selector.alloc(batch, heads, new, self.device)
-        state = map_state(lambda old, empty: torch.cat([old, empty], -1), self.state, zero)
-        return torch.cat([self.positions, fresh], -1), state
-
-    def _seen(self, prompt: Prompt) -> Seen:
-        if prompt.tail is None:
-            return Seen(prompt.total, None)
-        return Seen(prompt.total, tail_rows(prompt.tail, prompt.keys, prompt.kernel, self._past(), prompt.valid))
-
-    def _split(
-        self, prompt: Prompt, chosen: Tensor, positions: Tensor, state: State, exact: int, new: int
-    ) -> Loose:
-        """Leave chosen coded slots where they are, and hand back the exact and the new tokens, chosen or not."""
-        assert self.keys is not None and self.values is not None
-        held = positions.shape[-1] - new
-
-        def outer(t: Tensor) -> Tensor:
-            return torch.cat([t[..., :exact], t[..., held:]], -1)
-
-        self.positions = positions[..., :held].masked_fill(~chosen[..., :held], -1)
-        self.state = map_state(lambda t: t[..., :held].contiguous(), state)
-        keys, values = torch.cat([self.keys, prompt.keys], 2), torch.cat([self.values, prompt.values], 2)
-        return Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
 
     def _lay_out(self, layout: Layout) -> None:
         """Make room for a layout, at least as large as the one before; exact slots come out empty."""
-        old, self.layout = self.layout, Layout(max(layout.exact, self.layout.exact), max(layout.coded, self.layout.coded))
+        old, self.layout = (
+            self.layout,
+            Layout(max(layout.exact, self.layout.exact), max(layout.coded, self.layout.coded)),
+        )
         batch, heads, _ = self.positions.shape
         size, shift = sum(self.layout), self.layout.exact
         positions = self.positions.new_full((batch, heads, size), -1)
@@ -276,49 +199,7 @@ class PolicyLayer(CacheLayerMixin):
                 empty[:, :, : held.shape[2]] = held
             self.codes = codes
 
-    # decode
-
-    def _step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
-        """One token per row: evict where the budget is full, overwrite a slot, attend. In place, no host sync."""
-        assert self.keys is not None and self.values is not None
-        selector = self.policy.selector
-        self.length.add_(1 if valid is None else valid[:, 0].long())
-        self.columns.add_(1)
-        view = View(self.positions, self.length, self.budget, self.layer_idx)
-        slot = self._make_slot(view, valid)
-        index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
-        position = (self.length - 1).to(torch.int32)[:, None, None].expand_as(slot)
-        for target, at, item in ((self.keys, index, k), (self.values, index, v), (self.positions, slot, position)):
-            _put(target, at, item, valid)
-        for part in tensors(self.state):
-            _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
-        out, row = attend_slots(q, self._parts(), self.positions >= 0, kernel, selector.needs.row)
-        if row is not None and selector.needs.row:
-            before = None if valid is None else map_state(torch.clone, self.state)
-            selector.step(self.state, row, view)
-            if before is not None and valid is not None:
-                for now, then in zip(tensors(self.state), tensors(before), strict=True):
-                    now.copy_(torch.where(valid[:, :, None], now, then))
-        return out
-
-    def _make_slot(self, view: View, valid: Tensor | None) -> Tensor:
-        """A free exact slot for the new token of each head, [B, H, 1]; evicts where the budget is full."""
-        live = view.valid
-        full = live.sum(-1, keepdim=True) >= self.budget[:, None, None]
-        if valid is not None:
-            full = full & valid[:, :, None]
-        if self.policy.selector.decode == "evict":
-            worth = self.policy.selector.priority(self.state, view).masked_fill(~live, torch.inf)
-            lowest = live & (worth == worth.amin(-1, keepdim=True))
-            # Ties go to the earlier position, so the latest of the lowest is evicted.
-            victim = self.positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
-            self.positions.scatter_(-1, victim, self.positions.gather(-1, victim).masked_fill(full, -1))
-        else:
-            torch._assert_async(~full.any(), "the cache has no room left: call cache.tick() between steps")
-        free = self.positions[..., : self.layout.exact] < 0
-        if self.layout.coded:
-            torch._assert_async(free.any(-1).all(), "a block waits to be coded: call cache.tick() between steps")
-        return free.to(torch.uint8).argmax(-1, keepdim=True)
+    # room for the steps to come
 
     def tick(self) -> None:
         """Count one decode step, and make room for the next where there is none."""
@@ -377,21 +258,22 @@ class PolicyLayer(CacheLayerMixin):
         for now, then in zip(tensors(self.state), tensors(exact_state), strict=True):
             now[..., :old] = then
         pad = (0, 0, 0, self.layout.exact - old)
-        self.keys, self.values = (torch.nn.functional.pad(t, pad) for t in (self.keys, self.values))
+        self.keys, self.values = (F.pad(t, pad) for t in (self.keys, self.values))
         self.budget = self.budget + tokens
 
     # reading
 
-    def _parts(self) -> list[tuple[Tensor, Tensor]]:
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the exact slots, then of the coded ones."""
         assert self.keys is not None and self.values is not None
         exact = (self.keys, self.values)
         return [exact, self.policy.codec.read(self.codes, self.keys.dtype)] if self.layout.coded else [exact]
 
-    def _past(self) -> Past | None:
+    def past(self) -> Past | None:
+        """Every slot as attention takes it, None where there are none."""
         if not sum(self.layout):
             return None
-        keys, values = zip(*self._parts(), strict=True)
+        keys, values = zip(*self.parts(), strict=True)
         return Past(torch.cat(keys, 2), torch.cat(values, 2), self.positions >= 0)
 
     def held(self) -> dict[str, int]:
@@ -401,39 +283,5 @@ class PolicyLayer(CacheLayerMixin):
         kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state)
         kinds["counters"] = self.length.nbytes + self.budget.nbytes + self.columns.nbytes
         if self.prompt is not None:
-            parts = [t for t in (*self.prompt[:4], *(self.prompt.tail or ())) if isinstance(t, Tensor)]
-            kinds["waiting prompt"] = sum(t.nbytes for t in parts)
+            kinds["waiting prompt"] = self.prompt.nbytes
         return kinds
-
-
-def _put(target: Tensor, index: Tensor, item: Tensor, valid: Tensor | None) -> None:
-    """Write `item` at `index` along the slots, in the rows that are valid."""
-    if valid is not None:
-        keep = valid.view(-1, *[1] * (target.dim() - 1))
-        item = torch.where(keep, item, target.gather(2, index))
-    target.scatter_(2, index, item)
-
-
-def _highest(priority: Tensor, view: View) -> Tensor:
-    """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
-    priority = priority.masked_fill(~view.valid, -torch.inf)
-    order = priority.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(order.shape[-1], device=order.device)
-    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
-    return top & (priority > -torch.inf)
-
-
-def _is_left_padded(valid: Tensor) -> bool:
-    return bool((valid[:, 1:] >= valid[:, :-1]).all())
-
-
-def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:
-    """Everything on offer in another order, [B, H, N]."""
-
-    def heads(t: Tensor | None) -> Tensor | None:
-        if t is None:
-            return None
-        wide = order.repeat_interleave(t.shape[1] // order.shape[1], 1)
-        return t.gather(-1, wide if t.dim() == 3 else wide[:, :, None].expand(-1, -1, t.shape[2], -1))
-
-    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), Seen(*map(heads, seen))

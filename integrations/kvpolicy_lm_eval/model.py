@@ -10,12 +10,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-import kvpolicy
 import torch
-from kvpolicy import Policy
-from lm_eval.models.huggingface import HFLM
+from lm_eval.models import huggingface
 from tqdm import tqdm
 
+import kvpolicy
+from kvpolicy import Policy
 from kvpolicy_lm_eval.scoring import Answer, Scorer, split, whole
 from kvpolicy_lm_eval.stats import Stats
 
@@ -23,6 +23,9 @@ log = logging.getLogger("lm_eval.kvpolicy")  # under lm-eval's, which shows what
 
 T = TypeVar("T")
 
+HFLM: Any = huggingface.HFLM  # type checkers cannot see through the decorator that registers it
+
+_EMBEDDED = Path(kvpolicy.__file__).parent / "assets" / "tiny"
 _FINGERPRINT = "__kvpolicy__"
 
 
@@ -58,7 +61,7 @@ class KVPolicyLM(HFLM):
         self.stats = Stats()
         self._auto_batch: int | None = None
         if pretrained is None:
-            pretrained = str(Path(kvpolicy.__file__).parent / "assets" / "tiny")
+            pretrained = str(_EMBEDDED)
             kwargs.setdefault("dtype", "float32")  # what it was measured in; its file is in half precision
         super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
@@ -83,7 +86,7 @@ class KVPolicyLM(HFLM):
         """Describe what a cached answer depends on, besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
         return (
-            f"{Path(name).name} {self.model.dtype} policy={self.policy} holdback={self.holdback}"
+            f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy} holdback={self.holdback}"
             f" rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
         )
 
@@ -104,8 +107,8 @@ class KVPolicyLM(HFLM):
         """Add policy, budget, KV bytes and speed to what the results file says of the model."""
         report = self.stats.report()
         for name, cost in report.items():
-            log.info("%s: %s of %s KV bytes per sequence, %s tokens per second",
-                     name, f"{cost['kv_bytes']:,}", f"{cost['full_kv_bytes']:,}", cost["tokens_per_second"])  # fmt: skip
+            held, rate = f"{cost['kv_bytes']:,} of {cost['full_kv_bytes']:,}", cost["tokens_per_second"]
+            log.info("%s: %s KV bytes per sequence, %s tokens per second", name, held, rate)
         return super().get_model_info() | {
             "kvpolicy": {
                 "version": _version(),
@@ -223,7 +226,7 @@ class KVPolicyLM(HFLM):
             return int(self.batch_size)
         if self._auto_batch is None:
             longest = max(requests, key=lambda request: len(request[1]) + len(request[2]))
-            self._auto_batch = self.batch_sizes[0] = self._detect_batch_size([longest], 0)
+            self._auto_batch = self.batch_sizes[0] = int(self._detect_batch_size([longest], 0))
         return self._auto_batch
 
     def _prefilled(self, requests: Sequence[Any], rolling: bool) -> list[int]:

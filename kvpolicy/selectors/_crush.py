@@ -75,7 +75,9 @@ def position_hash(positions: Tensor, seed: int) -> Tensor:
     return x ^ (x >> 13)
 
 
-def representatives(candidates: Tensor, distance: Tensor, rank_key: Tensor | None, want: Tensor, how: Buckets) -> Tensor:
+def representatives(
+    candidates: Tensor, distance: Tensor, rank_key: Tensor | None, want: Tensor, how: Buckets
+) -> Tensor:
     """Which candidates stand in for their buckets, [B, H, N] bool.
 
     Args:

@@ -86,7 +86,9 @@ class KVCrush:
         if not isinstance(self.base, Selector):
             raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
         if not 0 <= self.split < 1:
-            raise ValueError(f"split={self.split} leaves the base nothing: use a number from 0 up to, not including, 1.")
+            raise ValueError(
+                f"split={self.split} leaves the base nothing: use a number from 0 up to, not including, 1."
+            )
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
         if self.page < 0:

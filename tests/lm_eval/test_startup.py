@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import kvpolicy_lm_eval
 import pytest
+
+import kvpolicy_lm_eval
 from kvpolicy_lm_eval import startup
 
 ROOT = Path(kvpolicy_lm_eval.__file__).parent
-PTH = (ROOT / "kvpolicy_lm_eval.pth") if (ROOT / "kvpolicy_lm_eval.pth").exists() else ROOT.parent / "kvpolicy_lm_eval.pth"
+(PTH,) = [*ROOT.glob("kvpolicy_lm_eval.pth"), *ROOT.parent.glob("kvpolicy_lm_eval.pth")]  # source tree, or installed
 
 
 def python(code: str, path: bool = True, **env: str) -> list[str]:
@@ -28,7 +29,9 @@ def python(code: str, path: bool = True, **env: str) -> list[str]:
     return done.stdout.split()
 
 
-REGISTERED = "import lm_eval.models; from lm_eval.api.registry import model_registry as r; print('hf' in r, 'kvpolicy' in r)"
+REGISTERED = (
+    "import lm_eval.models, lm_eval.api.registry as r; print(*[n in r.model_registry for n in ('hf', 'kvpolicy')])"
+)
 
 
 def test_registers_the_model_beside_lm_evals_own():
@@ -42,8 +45,8 @@ def test_environment_turns_it_off():
 
 
 def test_start_up_imports_almost_nothing():
-    heavy = python("print(*[m for m in ('torch', 'lm_eval', 'transformers', 'typing', 'kvpolicy') if m in sys.modules])")
-    assert heavy == []
+    heavy = {"torch", "lm_eval", "transformers", "typing", "kvpolicy"}
+    assert heavy.isdisjoint(python("print(*sys.modules)"))
 
 
 def test_start_up_file_is_silent_where_the_package_is_gone():
@@ -82,7 +85,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> type[Manager]:
     monkeypatch.setattr(startup, "_WRAPPED", [])
     cls = type("TaskManager", (Manager,), {"__init__": Manager.__init__})
     module = ModuleType("tasks")
-    module.TaskManager = cls
+    module.__dict__["TaskManager"] = cls
     startup.register_tasks(module)
     startup.register_tasks(module)  # a second call must not wrap it twice
     return cls

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from datasets import Dataset
+
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.text import held_out
 

@@ -1,0 +1,139 @@
+"""After a prompt: which of the slots and the new tokens stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import Kernel, Tail, tail_rows
+from kvpolicy.protocols import Seen, State, View
+from kvpolicy.slots import Loose
+from kvpolicy.state import map_state
+
+if TYPE_CHECKING:
+    from kvpolicy.layer import PolicyLayer
+
+
+class Prompt(NamedTuple):
+    """A prefill or chunk that was attended to, but not yet brought under the budget.
+
+    Attributes:
+        keys: [B, H, P, D].
+        values: [B, H, P, D].
+        valid: Which tokens are no padding, [B, P] bool; None where all are.
+        total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
+        tail: The newest queries, where the selector needs them.
+        kernel: Scale and soft cap.
+    """
+
+    keys: Tensor
+    values: Tensor
+    valid: Tensor | None
+    total: Tensor | None
+    tail: Tail | None
+    kernel: Kernel
+
+    def lengths(self, seen: Tensor) -> Tensor:
+        """Tokens that each row has seen with this prompt, [B] int64, from those `seen` before."""
+        return seen + (self.keys.shape[2] if self.valid is None else self.valid.sum(-1))
+
+    def positions(self, seen: Tensor) -> Tensor:
+        """Position of each token in its row, [B, P] int32, -1 for padding."""
+        if self.valid is None:
+            return (seen[:, None] + torch.arange(self.keys.shape[2], device=seen.device)).to(torch.int32)
+        count = seen[:, None] + self.valid.long().cumsum(-1) - 1
+        return count.where(self.valid, -1).to(torch.int32)
+
+    def owned(self) -> Prompt:
+        """The same, owning its memory, so that nothing larger stays alive behind a view."""
+        keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
+        return self._replace(keys=keys, values=values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()))
+        return sum(t.nbytes for t in parts if t is not None)
+
+
+def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor) -> Loose:
+    """Choose among a layer's slots and a prompt's tokens.
+
+    Chosen coded slots stay where they are. The exact slots' and the new tokens, chosen or not, are handed back: they
+    must find new places.
+
+    Args:
+        layer: Whose slots; its `length` has counted the prompt already.
+        prompt: The new tokens.
+        keep: The most tokens to keep of each row, [B] int64.
+    """
+    new = prompt.keys.shape[2]
+    positions, state, seen = _on_offer(layer, prompt)
+    order = None
+    if sum(layer.layout) or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
+        order = positions.argsort(dim=-1, stable=True)
+        positions, state, seen = _take(positions, state, seen, order)
+    view = View(positions, layer.length, keep, layer.layer_idx)
+    state = layer.policy.selector.observe(state, seen, view)
+    chosen = _highest(layer.policy.selector.priority(state, view), view)
+    if order is not None:
+        back = order.argsort(dim=-1)
+        chosen, positions = chosen.gather(-1, back), positions.gather(-1, back)
+        state = map_state(lambda t: t.gather(-1, back), state)
+    return _split(layer, prompt, chosen, positions, state, positions.shape[-1] - new)
+
+
+def _on_offer(layer: PolicyLayer, prompt: Prompt) -> tuple[Tensor, State, Seen]:
+    """Positions [B, H, S + P], state and attention of the slots and the new tokens."""
+    batch, heads, new, _ = prompt.keys.shape
+    before = layer.length - (prompt.lengths(layer.length) - layer.length)
+    fresh = prompt.positions(before)[:, None].expand(-1, heads, -1)
+    zero = layer.policy.selector.alloc(batch, heads, new, fresh.device)
+    state = map_state(lambda old, empty: torch.cat([old, empty], -1), layer.state, zero)
+    rows = None
+    if prompt.tail is not None:
+        rows = tail_rows(prompt.tail, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
+    return torch.cat([layer.positions, fresh], -1), state, Seen(prompt.total, rows)
+
+
+def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:
+    """Everything on offer in another order, [B, H, N]."""
+
+    def heads(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        wide = order.repeat_interleave(t.shape[1] // order.shape[1], 1)
+        return t.gather(-1, wide if t.dim() == 3 else wide[:, :, None].expand(-1, -1, t.shape[2], -1))
+
+    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), Seen(*map(heads, seen))
+
+
+def _highest(priority: Tensor, view: View) -> Tensor:
+    """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
+    priority = priority.masked_fill(~view.valid, -torch.inf)
+    order = priority.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(order.shape[-1], device=order.device)
+    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
+    return top & (priority > -torch.inf)
+
+
+def _split(
+    layer: PolicyLayer, prompt: Prompt, chosen: Tensor, positions: Tensor, state: State, held: int
+) -> Loose:  # fmt: skip
+    """Empty the slots that were not chosen, and hand back what must find a place."""
+    assert layer.keys is not None and layer.values is not None
+    exact = layer.layout.exact
+
+    def outer(t: Tensor) -> Tensor:
+        return torch.cat([t[..., :exact], t[..., held:]], -1)
+
+    layer.positions = positions[..., :held].masked_fill(~chosen[..., :held], -1)
+    layer.state = map_state(lambda t: t[..., :held], state)
+    keys, values = torch.cat([layer.keys, prompt.keys], 2), torch.cat([layer.values, prompt.values], 2)
+    return Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
+
+
+def _is_left_padded(valid: Tensor) -> bool:
+    return bool((valid[:, 1:] >= valid[:, :-1]).all())

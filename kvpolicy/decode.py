@@ -1,0 +1,86 @@
+"""One decode step: evict where the budget is full, overwrite a slot, attend. In place, no growth, no host sync."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvpolicy.attention import Kernel, attend_slots
+from kvpolicy.protocols import View
+from kvpolicy.state import map_state, tensors
+
+if TYPE_CHECKING:
+    from kvpolicy.layer import PolicyLayer
+
+
+def decode_step(
+    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel
+) -> Tensor:  # fmt: skip
+    """Take in one token per row and attend from it.
+
+    Args:
+        layer: Its slots; changed in place.
+        q: [B, Hq, 1, D].
+        k: [B, H, 1, D].
+        v: [B, H, 1, D].
+        valid: Which rows have a token and no padding, [B, 1] bool; None where all have.
+        kernel: Scale and soft cap.
+
+    Returns:
+        [B, Hq, 1, D].
+    """
+    assert layer.keys is not None and layer.values is not None
+    selector = layer.policy.selector
+    layer.length.add_(1 if valid is None else valid[:, 0].long())
+    layer.columns.add_(1)
+    view = View(layer.positions, layer.length, layer.budget, layer.layer_idx)
+    slot = _make_slot(layer, view, valid)
+    index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
+    position = (layer.length - 1).to(torch.int32)[:, None, None].expand_as(slot)
+    for target, at, item in ((layer.keys, index, k), (layer.values, index, v), (layer.positions, slot, position)):
+        _put(target, at, item, valid)
+    for part in tensors(layer.state):
+        _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
+    out, row = attend_slots(q, layer.parts(), layer.positions >= 0, kernel, selector.needs.row)
+    if row is not None and selector.needs.row:
+        _learn(layer, row, view, valid)
+    return out
+
+
+def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
+    """A free exact slot for each head's new token, [B, H, 1]; evicts where the budget is full."""
+    live, positions = view.valid, layer.positions
+    full = live.sum(-1, keepdim=True) >= layer.budget[:, None, None]
+    if valid is not None:
+        full = full & valid[:, :, None]
+    if layer.policy.selector.decode == "evict":
+        worth = layer.policy.selector.priority(layer.state, view).masked_fill(~live, torch.inf)
+        lowest = live & (worth == worth.amin(-1, keepdim=True))
+        # Ties go to the earlier position, so the latest of the lowest is evicted.
+        victim = positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
+        positions.scatter_(-1, victim, positions.gather(-1, victim).masked_fill(full, -1))
+    else:
+        torch._assert_async(~full.any(), "the cache has no room left: call cache.tick() between steps")
+    free = positions[..., : layer.layout.exact] < 0
+    if layer.layout.coded:
+        torch._assert_async(free.any(-1).all(), "a block waits to be coded: call cache.tick() between steps")
+    return free.to(torch.uint8).argmax(-1, keepdim=True)
+
+
+def _put(target: Tensor, index: Tensor, item: Tensor, valid: Tensor | None) -> None:
+    """Write `item` at `index` along the slots, in the rows that are valid."""
+    if valid is not None:
+        keep = valid.view(-1, *[1] * (target.dim() - 1))
+        item = torch.where(keep, item, target.gather(2, index))
+    target.scatter_(2, index, item)
+
+
+def _learn(layer: PolicyLayer, row: Tensor, view: View, valid: Tensor | None) -> None:
+    """Let the selector see the new token's attention, in the rows that have one."""
+    before = None if valid is None else map_state(torch.clone, layer.state)
+    layer.policy.selector.step(layer.state, row, view)
+    if before is not None and valid is not None:
+        for now, then in zip(tensors(layer.state), tensors(before), strict=True):
+            now.copy_(torch.where(valid[:, :, None], now, then))
