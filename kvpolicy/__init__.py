@@ -26,24 +26,24 @@ from kvpolicy.selectors.tova import TOVA as TOVA
 from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
 
 if TYPE_CHECKING:
-    from kvpolicy.attach import Handle as Handle
-    from kvpolicy.attach import attach as attach
+    from kvpolicy.attachment import Handle as Handle
+    from kvpolicy.attachment import attach as attach
     from kvpolicy.cache import PolicyCache as PolicyCache
     from kvpolicy.planning import CachePlan as CachePlan
     from kvpolicy.planning import plan as plan
     from kvpolicy.profiling import profile as profile
-    from kvpolicy.tiny import tiny as tiny
+    from kvpolicy.embedded import tiny as tiny
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Handle": "kvpolicy.attach",
-    "attach": "kvpolicy.attach",
+    "Handle": "kvpolicy.attachment",
+    "attach": "kvpolicy.attachment",
     "PolicyCache": "kvpolicy.cache",
     "CachePlan": "kvpolicy.planning",
     "plan": "kvpolicy.planning",
     "profile": "kvpolicy.profiling",
-    "tiny": "kvpolicy.tiny",
+    "tiny": "kvpolicy.embedded",
 }
 """Names that need transformers, imported when they are first used: policies can be parsed without it."""
 

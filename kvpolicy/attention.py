@@ -106,7 +106,7 @@ class Tail(NamedTuple):
     """The newest valid queries of a forward, [B, Hq, W, D], and where they stand in it, [B, W] (-1: none)."""
 
     queries: Tensor
-    index: Tensor
+    at: Tensor
 
 
 def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> Tail:
@@ -123,18 +123,18 @@ def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> Tail:
 
 def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None) -> Tensor:
     """Attention of the newest queries over past slots and new tokens, fp32 [B, Hq, W, S + P]."""
-    batch, heads, new, _ = k.shape
+    _, heads, new, _ = k.shape
     group, width = tail.queries.shape[1] // heads, tail.queries.shape[2]
     keys = k if past is None else torch.cat([past.keys, k], 2)
     score = kernel.scores(tail.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
     score = score.unflatten(2, (group, width))
     held = keys.shape[2] - new
-    future = torch.arange(new, device=k.device) > tail.index[..., None]  # [B, W, P]
+    future = torch.arange(new, device=k.device) > tail.at[..., None]  # [B, W, P]
     score[..., held:].masked_fill_(future[:, None, None], -torch.inf)
     hidden = _hidden(past, valid, new)
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
-    absent = (tail.index < 0)[:, None, None, :, None]
+    absent = (tail.at < 0)[:, None, None, :, None]
     return torch.softmax(score, -1).masked_fill_(absent, 0).flatten(1, 2)
 
 

@@ -95,8 +95,9 @@ def bytes_of(text: str) -> int:
 def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Tensor:
     """Whole tokens per layer, near fractional targets and inside bounds.
 
-    What a layer cannot use goes to the layers that can, in proportion to their targets. Where there is more than all
-    layers can use, each gets the most it can use and the surplus is split evenly on top.
+    Every layer gets its target times one common factor, clamped to the bounds; so what a layer cannot use goes to the
+    layers that can, in proportion to their targets. Where there is more than all layers can use, each gets the most
+    it can use and the surplus is split evenly on top.
 
     Args:
         target: Tokens each layer should get, [B, L] fp64, at least 0; rows sum to `total`.
@@ -138,29 +139,23 @@ def _fill_row(target: list[float], total: int, ceiling: int, floor: int) -> list
 
 
 def _fractions(target: list[float], total: int, floor: int, ceiling: int) -> list[float]:
-    """Fractional tokens per layer inside the bounds, summing to `total`."""
+    """Fractional tokens per layer: `factor * target`, clamped, with the one factor that makes the sum right."""
     result = [0.0] * len(target)
-    low: set[int] = set()
-    free, high = set(range(len(target))), set[int]()
-    while free or high:
-        rest = total - floor * len(low) - ceiling * len(high)
+    free = set(range(len(target)))
+    rest = float(total)
+    while free:
         mass = math.fsum(target[index] for index in free)
         for index in free:
             result[index] = rest * target[index] / mass if mass > 0 else rest / len(free)
-        above = {index for index in free if result[index] > ceiling}
-        below = {index for index in free if result[index] < floor}
-        if above:
-            high, free = high | above, free - above
-        elif below:
-            low, free = low | below, free - below
-            if not free and high:  # the floors took what the ceilings had: share anew among the others
-                free, high = high, set[int]()
-        else:
-            break
-    for index in low:
-        result[index] = float(floor)
-    for index in high:
-        result[index] = float(ceiling)
+        excess = math.fsum(min(max(result[index], floor), ceiling) - result[index] for index in free)
+        # Clamping gave away more than it took, so the factor can only fall: what is below the floor is settled.
+        settled = {i for i in free if (result[i] < floor if excess > 0 else result[i] > ceiling)}
+        if not settled:  # nothing is out of bounds, but perhaps what just balances
+            return [min(max(value, float(floor)), float(ceiling)) for value in result]
+        for index in settled:
+            result[index] = float(floor if excess > 0 else ceiling)
+        rest -= math.fsum(result[index] for index in settled)
+        free -= settled
     return result
 
 

@@ -18,7 +18,7 @@ from kvpolicy.report import Report, make_report
 if TYPE_CHECKING:
     from torch import nn
 
-    from kvpolicy.attach import Link
+    from kvpolicy.attachment import Link
 
 
 class PolicyCache(Cache):
@@ -56,7 +56,8 @@ class PolicyCache(Cache):
         prompt: Tensor | int | None = None,
         new: int | None = None,
     ) -> None:
-        from kvpolicy.attach import link_of
+        """Make an empty cache."""
+        from kvpolicy.attachment import link_of
 
         link: Link = link_of(model)
         self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
@@ -83,7 +84,7 @@ class PolicyCache(Cache):
     def nbytes(self) -> int:
         """Every byte held, on this rank."""
         own = sum(sum(layer.held().values()) for layer in self.slots)
-        return own + sum(self._alone_bytes().values())
+        return own + sum(self.alone_bytes().values())
 
     @property
     def full_nbytes(self) -> int:
@@ -93,7 +94,7 @@ class PolicyCache(Cache):
             if layer.is_initialized and layer.keys is not None:
                 _, heads, _, dim = layer.keys.shape
                 own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
-        return own + sum(self._alone_bytes().values())
+        return own + sum(self.alone_bytes().values())
 
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, against the full cache."""
@@ -181,7 +182,7 @@ class PolicyCache(Cache):
     def _divide(self, first: PolicyLayer) -> None:
         """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
         assert first.prompt is not None
-        batch, heads, new, dim = first.prompt.keys.shape
+        batch, heads, _, dim = first.prompt.keys.shape
         length = first.prompt.lengths(first.length).cpu()
         if self.prompt is not None:
             length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
@@ -191,21 +192,18 @@ class PolicyCache(Cache):
         columns = first.get_seq_length() + (self.new or 0)
         alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
         self._tokens = divide(self.policy, measures, length, self.new, shapes, sum(alone.values()))
-        full = sum(2 * s.heads * s.head_dim * s.dtype.itemsize for s in shapes) * int(
-            length.sum() + batch * (self.new or 0)
-        )
+        seen = int(length.sum()) + batch * (self.new or 0)
+        full = seen * sum(2 * shape.heads * shape.head_dim * shape.dtype.itemsize for shape in shapes)
         indices = [layer.layer_idx for layer in self.slots]
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
             left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
         )  # fmt: skip
 
-    def _alone_bytes(self) -> dict[int, int]:
-        sizes: dict[int, int] = {}
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, PolicyLayer) and layer.is_initialized:
-                sizes[index] = layer.keys.nbytes + layer.values.nbytes
-        return sizes
+    def alone_bytes(self) -> dict[int, int]:
+        """Bytes of the layers that the policy leaves as they are, by layer."""
+        stock: dict[int, Any] = {i: layer for i, layer in enumerate(self.layers) if not isinstance(layer, PolicyLayer)}
+        return {i: layer.keys.nbytes + layer.values.nbytes for i, layer in stock.items() if layer.is_initialized}
 
     # what transformers asks
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.attention import Kernel, Tail, tail_rows
 from kvpolicy.protocols import Seen, State, View
 from kvpolicy.slots import Loose
-from kvpolicy.state import map_state
+from kvpolicy.state import join_states, map_state
 
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
@@ -91,7 +91,7 @@ def _on_offer(layer: PolicyLayer, prompt: Prompt) -> tuple[Tensor, State, Seen]:
     before = layer.length - (prompt.lengths(layer.length) - layer.length)
     fresh = prompt.positions(before)[:, None].expand(-1, heads, -1)
     zero = layer.policy.selector.alloc(batch, heads, new, fresh.device)
-    state = map_state(lambda old, empty: torch.cat([old, empty], -1), layer.state, zero)
+    state = join_states(layer.state, zero)
     rows = None
     if prompt.tail is not None:
         rows = tail_rows(prompt.tail, prompt.keys, prompt.kernel, layer.past(), prompt.valid)

@@ -62,11 +62,16 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
         victim = positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
         positions.scatter_(-1, victim, positions.gather(-1, victim).masked_fill(full, -1))
     else:
-        torch._assert_async(~full.any(), "the cache has no room left: call cache.tick() between steps")
+        _insist(~full.any(), "the cache has no room left: call cache.tick() between steps")
     free = positions[..., : layer.layout.exact] < 0
     if layer.layout.coded:
-        torch._assert_async(free.any(-1).all(), "a block waits to be coded: call cache.tick() between steps")
+        _insist(free.any(-1).all(), "a block waits to be coded: call cache.tick() between steps")
     return free.to(torch.uint8).argmax(-1, keepdim=True)
+
+
+def _insist(condition: Tensor, message: str) -> None:
+    """Fail where a device condition does not hold, without waiting for it; stays in a compiled graph."""
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def _put(target: Tensor, index: Tensor, item: Tensor, valid: Tensor | None) -> None:

@@ -63,11 +63,8 @@ class PolicyLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer of no slots, on the device of its first keys."""
         batch, heads, _, dim = key_states.shape
-        device = key_states.device
-        self.keys, self.values = (
-            key_states.new_empty(batch, heads, 0, dim),
-            value_states.new_empty(batch, heads, 0, dim),
-        )
+        device, empty = key_states.device, (batch, heads, 0, dim)
+        self.keys, self.values = key_states.new_empty(empty), value_states.new_empty(empty)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
         self.state = self.policy.selector.alloc(batch, heads, 0, device)
         self.codes = self.policy.codec.alloc(batch, heads, 0, dim, device)
@@ -101,7 +98,7 @@ class PolicyLayer(CacheLayerMixin):
         """Forget everything."""
         self.is_initialized, self.prompt, self.layout, self.tokens = False, None, Layout(0, 0), 0
         for name in ("keys", "values", "positions", "state", "codes", "length", "budget", "columns"):
-            self.__dict__.pop(name, None)
+            vars(self).pop(name, None)
         self.keys = self.values = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -180,10 +177,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def _lay_out(self, layout: Layout) -> None:
         """Make room for a layout, at least as large as the one before; exact slots come out empty."""
-        old, self.layout = (
-            self.layout,
-            Layout(max(layout.exact, self.layout.exact), max(layout.coded, self.layout.coded)),
-        )
+        old = self.layout
+        self.layout = Layout(max(layout.exact, old.exact), max(layout.coded, old.coded))
         batch, heads, _ = self.positions.shape
         size, shift = sum(self.layout), self.layout.exact
         positions = self.positions.new_full((batch, heads, size), -1)

@@ -31,11 +31,12 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     cosine = profile(LlamaForCausalLM(config).eval(), [torch.arange(8)[None]], os.path.join(folder, "p.json"))
+        ...     path = os.path.join(folder, "profile.json")
+        ...     cosine = profile(LlamaForCausalLM(config).eval(), [torch.arange(8)[None]], path)
         >>> len(cosine)
         2
     """
-    from kvpolicy.attach import attach
+    from kvpolicy.attachment import attach
     from kvpolicy.cache import PolicyCache
 
     rows: list[Tensor] = []

@@ -73,7 +73,7 @@ def make_report(cache: PolicyCache) -> Report:
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PolicyLayer):
             window = cache.model_shape.left_alone[index]
-            size = layer.keys.nbytes + layer.values.nbytes if layer.is_initialized else 0
+            size = cache.alone_bytes().get(index, 0)
             note = f"left alone: a sliding window of {window}"
             layers.append(LayerReport(layer_idx=index, nbytes={"window": size}, note=note))
         elif not layer.is_initialized:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpolicy.protocols import State
 
 
-def map_state(fn: Callable[..., Tensor], *states: State) -> State:
-    """Apply `fn` to matching tensors of states of one structure."""
-    first: Any = states[0]
-    if isinstance(first, Tensor):
-        return fn(*states)
-    parts = [map_state(fn, *matching) for matching in zip(*states, strict=True)]
-    return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+def map_state(fn: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply `fn` to every tensor of a state."""
+    if isinstance(state, Tensor):
+        return fn(state)
+    parts = [map_state(fn, part) for part in state]
+    kind: Any = type(state)
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def tensors(state: State) -> Iterator[Tensor]:
@@ -26,3 +27,9 @@ def tensors(state: State) -> Iterator[Tensor]:
     else:
         for part in state:
             yield from tensors(part)
+
+
+def join_states(first: State, second: State) -> State:
+    """Two states one behind the other, along the slots."""
+    following = tensors(second)
+    return map_state(lambda t: torch.cat([t, next(following)], -1), first)

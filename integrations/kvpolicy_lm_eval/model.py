@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy_lm_eval.scoring import Answer, Scorer, split, whole
+from kvpolicy_lm_eval.scoring import Answer, Scorer, held_lengths, split, whole
 from kvpolicy_lm_eval.stats import Stats
 
 log = logging.getLogger("lm_eval.kvpolicy")  # under lm-eval's, which shows what is said there
@@ -63,6 +63,8 @@ class KVPolicyLM(HFLM):
         if pretrained is None:
             pretrained = str(_EMBEDDED)
             kwargs.setdefault("dtype", "float32")  # what it was measured in; its file is in half precision
+        if not torch.cuda.is_available():
+            kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, there or not
         super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
@@ -86,8 +88,8 @@ class KVPolicyLM(HFLM):
         """Describe what a cached answer depends on, besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
         return (
-            f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy} holdback={self.holdback}"
-            f" rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
+            f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
+            f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -169,7 +171,7 @@ class KVPolicyLM(HFLM):
             if not self.is_full:
                 return self._score(requests, rolling, override_bs, disable_tqdm)
             answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
-        for length in self._prefilled(requests, rolling):
+        for length in held_lengths(split(requests, self.max_length, self.holdback), rolling):
             self._held_full(length)
         return answers
 
@@ -229,12 +231,6 @@ class KVPolicyLM(HFLM):
             self._auto_batch = self.batch_sizes[0] = int(self._detect_batch_size([longest], 0))
         return self._auto_batch
 
-    def _prefilled(self, requests: Sequence[Any], rolling: bool) -> list[int]:
-        """Lengths at which a policy's caches are measured: after a context's prefill, or at the end of a text."""
-        groups = split(requests, self.max_length, self.holdback)
-        texts = whole(groups if rolling else {(): groups.pop((), [])})
-        return [len(piece.tokens) - 1 for piece in texts] + ([] if rolling else [len(prefix) for prefix in groups])
-
     def _held_full(self, tokens: int) -> None:
         size = self._full_bytes(tokens)
         self.stats.now.held(1, size, size)
@@ -247,30 +243,23 @@ class KVPolicyLM(HFLM):
     # ------------------------------------------------------------------ generation
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        mask = kwargs.get("attention_mask")
+        mask, columns = kwargs.get("attention_mask"), context.shape[1]
         lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
+        prompt = lengths.repeat_interleave(kwargs.get("num_beams") or 1)  # `generate` repeats a row for every beam
+        answer = super()._model_generate
         with self.stats.clock(self.device) as tally:
             if self.is_full:
-                out = super()._model_generate(context, max_length, stop, **kwargs)
+                out = answer(context, max_length, stop, **kwargs)
             else:
-                out = self._generate(context, max_length, stop, lengths, kwargs)
+                with kvpolicy.attach(self.model, self.policy):
+                    cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=prompt, new=max_length - columns)
+                    out = answer(context, max_length, stop, **kwargs, past_key_values=cache)
+                tally.held(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())
-        tally.new_tokens += int((out[:, context.shape[1] :] != self.tokenizer.pad_token_id).sum())
+        tally.new_tokens += int((out[:, columns:] != self.tokenizer.pad_token_id).sum())
         if self.is_full:
-            steps = out.shape[1] - context.shape[1] - 1  # the last token is never fed
-            for length in lengths.tolist():
-                self._held_full(length + steps)
-        return out
-
-    def _generate(
-        self, context: Any, max_length: int, stop: list[str], lengths: torch.Tensor, kwargs: dict[str, Any]
-    ) -> torch.Tensor:
-        copies = max(kwargs.get("num_beams") or 1, kwargs.get("num_return_sequences") or 1)
-        with kvpolicy.attach(self.model, self.policy):
-            prompt, new = lengths.repeat_interleave(copies), max_length - context.shape[1]
-            cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=prompt, new=new)
-            out = super()._model_generate(context, max_length, stop, **kwargs, past_key_values=cache)
-        self.stats.now.held(len(out), cache.nbytes, cache.full_nbytes)
+            for length in prompt.tolist():
+                self._held_full(length + out.shape[1] - columns - 1)  # the last token is never fed
         return out
 
 
@@ -284,9 +273,9 @@ def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _at_least(name: str, value: int, low: int) -> int:
-    if int(value) != value or value < low:
+    if not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is {value!r}: give a whole number of at least {low}.")
-    return int(value)
+    return value
 
 
 def _version() -> str:

@@ -64,6 +64,13 @@ def whole(groups: Groups) -> list[Piece]:
     return sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
 
 
+def held_lengths(groups: Groups, rolling: bool) -> list[int]:
+    """List the tokens of each cache that is reported: a prefix, or all that is fed where there is none."""
+    alone = whole(groups if rolling else {(): groups.get((), [])})
+    prefixes = [] if rolling else [len(prefix) for prefix in groups if prefix]
+    return [len(piece.tokens) - 1 for piece in alone] + prefixes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
     """Scores pieces on caches of a policy.
@@ -168,4 +175,4 @@ def _sums(pieces: Sequence[Piece], logps: Tensor, hits: Tensor, start: int) -> I
     for row, piece in enumerate(pieces):
         end = len(piece.tokens) - start
         answer = slice(end - piece.scored, end)
-        yield piece.index, (float(logps[row, answer].sum()), bool(hits[row, answer].all()))
+        yield piece.index, (float(logps[row, answer].double().sum()), bool(hits[row, answer].all()))

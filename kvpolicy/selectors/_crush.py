@@ -54,7 +54,7 @@ def distances(bits: Tensor, anchor: Tensor, positions: Tensor) -> Tensor:
         anchor: [B, Hq].
         positions: [B, H, N], -1 where there is no token.
     """
-    batch, heads, count = positions.shape
+    heads = positions.shape[1]
     at = positions.long()
     size = int(at.max()) + 2  # the last place takes what is not valid
     at = at.where(at >= 0, size - 1)

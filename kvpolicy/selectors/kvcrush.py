@@ -83,7 +83,7 @@ class KVCrush:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        if not isinstance(self.base, Selector):
+        if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
         if not 0 <= self.split < 1:
             raise ValueError(

@@ -63,7 +63,7 @@ def test_few_shot_examples_are_far_and_new(seed: int) -> None:
     prompt, answer = prompts.few_shot(Random(seed), 4, 3, 800)
     word = prompts.split(prompt)[1][1:-1]
     category = next(members for members in CATEGORIES.values() if word in members)
-    shown = [line.rstrip('"').split(' == "') for line in prompt.split("\n")[:12]]
+    shown = [line.split(":") for line in prompt.split("\n")[:12]]
     assert [label for example, label in shown if example in category] == [answer] * 3
     assert word not in [example for example, _ in shown]
     assert {label for _, label in shown} <= set(LABELS)

@@ -13,8 +13,8 @@ from kvpolicy_eval.data.text import training_texts
 from kvpolicy_eval.data.words import WORDS
 from kvpolicy_eval.train.export import export, to_llama
 from kvpolicy_eval.train.loop import Trainer
-from kvpolicy_eval.train.net import WINDOW, Shape, windowed_attention
-from kvpolicy_eval.train.phases import KEEPS, PHASES, learning_rate, scaled
+from kvpolicy_eval.train.net import Shape, windowed_attention
+from kvpolicy_eval.train.phases import FOCUS, PHASES, learning_rate, scaled
 from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
 from kvpolicy_eval.train.tokens import ANSWER, Sampler, Vocabulary, encode_text
 
@@ -45,7 +45,7 @@ def test_tokenizer_makes_one_token_of_each_part(tokenizer: PreTrainedTokenizerFa
 
 
 @pytest.mark.parametrize("length", [65, 129, 257, 1025])
-@pytest.mark.parametrize("task", KEEPS)
+@pytest.mark.parametrize("task", FOCUS)
 def test_sequences_are_the_tokens_of_their_text(
     tokenizer: PreTrainedTokenizerFast, text: np.ndarray, task: str, length: int
 ) -> None:
@@ -62,18 +62,19 @@ def test_sequences_are_the_tokens_of_their_text(
 
 def test_same_seed_gives_same_batches(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
     a, b = (Sampler(Vocabulary(tokenizer), text, np.random.default_rng(5)) for _ in range(2))
-    for task in KEEPS:
+    for task in FOCUS:
         assert torch.equal(a.batch(task, 2, 257, {4: 1.0})[0], b.batch(task, 2, 257, {4: 1.0})[0])
 
 
+@pytest.mark.parametrize("window", [4, 24, 32])
 @pytest.mark.parametrize("length", [7, 32, 77])
-def test_windowed_attention_equals_a_mask(length: int) -> None:
+def test_windowed_attention_equals_a_mask(length: int, window: int) -> None:
     query, key, value = torch.randn(3, 2, 4, length, 8, generator=torch.Generator().manual_seed(0))
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
-    mask = (distance >= 0) & (distance < WINDOW)
+    mask = (distance >= 0) & (distance < window)
     mask[:, 0] = True
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(windowed_attention(query, key, value), expected)
+    torch.testing.assert_close(windowed_attention(query, key, value, window), expected)
 
 
 def test_resumed_training_equals_uninterrupted(trainer: Trainer, tokenizer, text, tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_phases_add_up() -> None:
     for phase in PHASES:
         assert sum(phase.tasks.values()) == pytest.approx(1)
         assert sum(phase.digits.values()) == pytest.approx(1)
-        assert set(phase.tasks) <= set(KEEPS)
+        assert set(phase.tasks) <= set(FOCUS)
     assert sum(p.tokens for p in scaled(PHASES, 0.5)) == sum(p.tokens for p in PHASES) / 2
     rates = [learning_rate(step, done, 1.0) for step, done in ((0, 0), (59, 0.1), (999, 0.4), (999, 1.0))]
     assert rates == pytest.approx([1 / 60, 1, 1, 0.03])

@@ -111,6 +111,14 @@ def test_answers_share_the_prefill_of_their_context(make, choices):
     assert lm.stats.tallies["task/loglikelihood"].sequences == 1
 
 
+def test_beams(make, questions):
+    """Every beam has a row of its own in the cache; without stop words, since lm-eval stops beams by the batch."""
+    beams = [(one.args[0], {"until": ["never"], "max_gen_toks": 6, "num_beams": 2}) for one in questions]
+    requests = instances("generate_until", beams)
+    alone, together = (answers(make("h2o@0.5", batch_size=size), requests) for size in (1, 4))
+    assert alone == together
+
+
 def test_long_texts_are_cut_into_windows(make, texts):
     short = make("h2o@0.5", max_length=64)
     found, whole = (numbers(answers(lm, texts)) for lm in (short, make("h2o@0.5")))

@@ -82,5 +82,5 @@ def test_evaluation_reports_scores_and_costs(make):
 def test_embedded_model_is_the_default():
     from kvpolicy_lm_eval.model import KVPolicyLM
 
-    lm = KVPolicyLM(policy="h2o", device="cpu")
+    lm = KVPolicyLM(policy="h2o")
     assert lm.model.config.model_type == "llama" and str(lm.model.dtype) == "torch.float32"

@@ -23,21 +23,6 @@ def base_budget(budget: int | float, length: int, floor: int = 1) -> int:
     raise ValueError(f"The budget {budget} leaves {base} tokens per layer; use at least {smallest}.")
 
 
-def _clamped(targets: list[Fraction], total: int, floor: int, ceiling: int) -> list[Fraction]:
-    """The one x_i = clamp(factor * t_i, floor, ceiling) whose sum is `total`."""
-    fixed: dict[int, Fraction] = {}
-    while len(fixed) < len(targets):
-        wish = _in_proportion(targets, fixed, total)
-        gap = {i: min(max(x, Fraction(floor)), Fraction(ceiling)) - x for i, x in wish.items()}
-        if not any(gap.values()):
-            return [fixed.get(i, wish.get(i, Fraction(0))) for i in range(len(targets))]
-        lift = sum(gap.values())  # > 0: the floors ask for more than the ceilings give back
-        for i, change in gap.items():
-            if change * lift > 0 or lift == 0:
-                fixed[i] = wish[i] + change
-    return [fixed[i] for i in range(len(targets))]
-
-
 def _in_proportion(targets: list[Fraction], fixed: dict[int, Fraction], total: int) -> dict[int, Fraction]:
     """What is not fixed, shared among the other layers in proportion to their targets."""
     free = [i for i in range(len(targets)) if i not in fixed]
@@ -47,23 +32,19 @@ def _in_proportion(targets: list[Fraction], fixed: dict[int, Fraction], total: i
 
 
 def fill(targets: Sequence[Number], total: int, floor: int, ceiling: int) -> list[Fraction]:
-    """Fractional budgets between `floor` and `ceiling` that sum to `total`.
-
-    Layers that exceed the ceiling are fixed first, then those below the floor. Fixing a ceiling is never taken
-    back, so with tight bounds the floors may no longer fit; then the one common factor that fits is used.
-    """
+    """The one x_i = clamp(factor * t_i, floor, ceiling) whose sum is `total`."""
     goals = [exact(t) for t in targets]
     fixed: dict[int, Fraction] = {}
     while len(fixed) < len(goals):
         wish = _in_proportion(goals, fixed, total)
-        high = {i: Fraction(ceiling) for i, x in wish.items() if x > ceiling}
-        low = {i: Fraction(floor) for i, x in wish.items() if x < floor}
-        if not high and not low:
+        gap = {i: min(max(x, Fraction(floor)), Fraction(ceiling)) - x for i, x in wish.items()}
+        if not any(gap.values()):
             return [fixed.get(i, wish.get(i, Fraction(0))) for i in range(len(goals))]
-        fixed |= high or low
-    if sum(fixed.values()) == total:
-        return [fixed[i] for i in range(len(goals))]
-    return _clamped(goals, total, floor, ceiling)
+        lift = sum(gap.values())  # > 0: the floors ask for more than the ceilings give back
+        for i, change in gap.items():
+            if change * lift > 0 or lift == 0:
+                fixed[i] = wish[i] + change
+    return [fixed[i] for i in range(len(goals))]
 
 
 def round_to_total(amounts: Sequence[Fraction], total: int, ceiling: int | None = None) -> list[int]:

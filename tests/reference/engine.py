@@ -45,7 +45,11 @@ class Token:
 
 
 class ReferenceLayer:
-    """A cache layer for one row without padding."""
+    """A cache layer for one row without padding.
+
+    Attributes:
+        margin: How near any choice so far was to another one: see `selectors.margin`.
+    """
 
     def __init__(
         self,
@@ -81,6 +85,7 @@ class ReferenceLayer:
         self.codec = None if codec is None else {**kivi.DEFAULTS, **codec}
         self.layer_idx = layer_idx
         self.length = 0
+        self.margin = math.inf
         self.heads: list[list[Token]] = [[] for _ in range(num_kv_heads)]
         self.coded: list[kivi.CodedPart] = []
         if self.codec:
@@ -114,6 +119,7 @@ class ReferenceLayer:
         scale: float,
         budget: int | None = None,
         capacity: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Attend with q [Hq, n, D] over what is kept and k, v [H, n, D], then choose; returns [Hq, n, D] fp64.
 
@@ -129,7 +135,7 @@ class ReferenceLayer:
             self._make_room()
         for h, head in enumerate(self.heads):
             head += [Token(first + i, k[h, i].detach().clone(), v[h, i].detach().clone()) for i in range(k.shape[1])]
-        out, attention = self._attend(q, scale)
+        out, attention = self._attend(q, scale, softcap)
         if single:
             self._step(attention)
         else:
@@ -137,7 +143,7 @@ class ReferenceLayer:
             self._settle()
         return out
 
-    def _attend(self, q: Tensor, scale: float) -> tuple[Tensor, list[Tensor]]:
+    def _attend(self, q: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and the matrix [n, N] of every query head; the last n tokens are the queries' own."""
         out, attention = [], []
         for hq, queries in enumerate(q.double()):
@@ -145,6 +151,7 @@ class ReferenceLayer:
             keys = torch.stack([token.seen_key for token in head])
             values = torch.stack([token.seen_value for token in head])
             logits = queries @ keys.T * scale
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             n, old = len(queries), len(head) - len(queries)
             for i in range(n):
                 logits[i, old + i + 1 :] = -math.inf
@@ -170,6 +177,7 @@ class ReferenceLayer:
         for h, head in enumerate(self.heads):
             if len(head) >= self.budget:
                 worth = self._priorities(head)
+                self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted([math.inf if t.stays else x for t, x in zip(head, worth, strict=True)])
                 self._drop(h, {head[gone].position})
 
@@ -202,22 +210,24 @@ class ReferenceLayer:
             for position in gone:
                 self.coded[h].drop(position)
 
-    def _distances(self, attention: list[Tensor]) -> list[int]:
-        """KVCrush's distance of every token on offer to the anchor, the newest token last."""
+    def _distances(self, attention: list[Tensor]) -> dict[int, int]:
+        """KVCrush's distance of every position on offer to the anchor."""
         if self.selector["name"] != "kvcrush":
-            return []
+            return {}
         share = self._base_budget()
         rows = [selectors.statistic(self.base, matrix, share) for matrix in attention]
+        self.margin = min([self.margin, *(selectors.margin(row) for row in rows)])
         bits = [kvcrush.bits(row, self.selector["quantile"]) for row in rows]
         anchor = kvcrush.anchor(self.selector["anchor"], bits, self.selector["seed"], self.layer_idx)
-        return kvcrush.distances(bits, anchor)
+        held = [[token.position for token in self.heads[hq // self.group]] for hq in range(len(bits))]
+        return kvcrush.distances([dict(zip(*pair, strict=True)) for pair in zip(held, bits, strict=True)], anchor)
 
-    def _kept(self, head: list[Token], apart: list[int]) -> tuple[set[int], set[int]]:
+    def _kept(self, head: list[Token], apart: dict[int, int]) -> tuple[set[int], set[int]]:
         """Positions that stay, and those of them that stand in for others."""
         positions, worth = [token.position for token in head], self._priorities(head)
+        self.margin = min(self.margin, selectors.margin(worth))
         if self.selector["name"] != "kvcrush":
             return {positions[j] for j in selectors.top(worth, self.budget)}, set()
-        apart = apart[len(apart) - len(head) :]
         strong, standing = kvcrush.keep_tokens(self.selector, positions, worth, apart, self.budget)
         return {*strong, *standing}, set(standing)
 
@@ -226,7 +236,9 @@ class ReferenceLayer:
         tokens = self.budget if self.capacity is None and self.decode == "evict" else self.capacity
         if self.codec is None or tokens is None:
             return None
-        return -(-max(tokens - self.codec["residual_length"], 0) // self.codec["group_size"])
+        if tokens < self.codec["residual_length"] + self.codec["group_size"]:
+            return 0
+        return -(-(tokens - self.codec["residual_length"]) // self.codec["group_size"])
 
     def _tick(self) -> None:
         """Code the oldest exact tokens of every head whose exact part is full."""

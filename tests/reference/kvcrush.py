@@ -48,14 +48,10 @@ def anchor(kind: str, head_bits: list[list[int]], seed: int, layer_idx: int) -> 
     return {"zeros": [0] * heads, "ones": [1] * heads, "alternate": [h % 2 for h in range(heads)]}[kind]
 
 
-def distances(head_bits: list[list[int]], anchor_bits: list[int]) -> list[int]:
-    """How many heads disagree with the anchor about each token; the newest tokens of the heads are aligned.
-
-    A head that has fewer tokens than another has bit 0 where it has none.
-    """
-    longest = max(len(row) for row in head_bits)
-    rows = [[0] * (longest - len(row)) + row for row in head_bits]
-    return [sum(row[j] != bit for row, bit in zip(rows, anchor_bits, strict=True)) for j in range(longest)]
+def distances(head_bits: list[dict[int, int]], anchor_bits: list[int]) -> dict[int, int]:
+    """How many heads disagree with the anchor about each position; a head that no longer holds it has bit 0."""
+    every = sorted({position for row in head_bits for position in row})
+    return {p: sum(row.get(p, 0) != bit for row, bit in zip(head_bits, anchor_bits, strict=True)) for p in every}
 
 
 def scramble(position: int, seed: int) -> int:
@@ -104,7 +100,7 @@ def pick_candidates(candidates: list[Candidate], k: int, *, buckets: str, pick: 
 
 
 def keep_tokens(
-    config: Config, positions: list[int], priorities: list[float], apart: list[int], budget: int
+    config: Config, positions: list[int], priorities: list[float], apart: dict[int, int], budget: int
 ) -> tuple[list[int], list[int]]:
     """Positions that the base keeps, and positions of the representatives.
 
@@ -112,7 +108,7 @@ def keep_tokens(
         config: A complete kvcrush configuration.
         positions: Of the tokens on offer, ascending.
         priorities: The base's, with the base's budget.
-        apart: Distance of each token to the anchor.
+        apart: Distance of each position to the anchor.
         budget: Tokens in all.
     """
     if len(positions) <= budget:
@@ -121,13 +117,13 @@ def keep_tokens(
     if config["page"] > 0:
         return _keep_pages(config, positions, priorities, apart, budget, r)
     strong = set(top(priorities, budget - r))
-    rest = [Candidate(apart[j], position, priorities[j]) for j, position in enumerate(positions) if j not in strong]
+    rest = [Candidate(apart[p], p, priorities[j]) for j, p in enumerate(positions) if j not in strong]
     chosen = pick_candidates(rest, r, buckets=config["buckets"], pick=config["pick"], seed=config["seed"])
     return [positions[j] for j in sorted(strong)], chosen
 
 
 def _keep_pages(
-    config: Config, positions: list[int], priorities: list[float], apart: list[int], budget: int, r: int
+    config: Config, positions: list[int], priorities: list[float], apart: dict[int, int], budget: int, r: int
 ) -> tuple[list[int], list[int]]:
     """`keep_tokens` in units of a page of consecutive positions."""
     size = config["page"]
@@ -142,7 +138,9 @@ def _keep_pages(
             break
         strong.append(p)
         used += len(pages[p])
-    rest = [Candidate(sum(apart[j] for j in pages[p]), p, value[p]) for p in sorted(pages) if p not in strong]
+    rest = [
+        Candidate(sum(apart[positions[j]] for j in pages[p]), p, value[p]) for p in sorted(pages) if p not in strong
+    ]
     chosen = pick_candidates(rest, r // size, buckets=config["buckets"], pick=config["pick"], seed=config["seed"])
     return (
         sorted(positions[j] for p in strong for j in pages[p]),

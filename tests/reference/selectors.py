@@ -7,6 +7,7 @@ ascending order of position.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -150,3 +151,9 @@ def top(priorities: list[float], count: int) -> list[int]:
 def evicted(priorities: list[float]) -> int:
     """Index of the token that leaves: the lowest priority, ties to the later token."""
     return min(range(len(priorities)), key=lambda j: (priorities[j], -j))
+
+
+def margin(worth: list[float]) -> float:
+    """The smallest relative gap between two numbers that differ: below fp32's noise, a choice is anyone's guess."""
+    distinct = sorted({x for x in worth if math.isfinite(x)})
+    return min([(b - a) / max(abs(a), abs(b)) for a, b in pairwise(distinct)], default=math.inf)

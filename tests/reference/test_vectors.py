@@ -57,7 +57,12 @@ def test_mean_anchor() -> None:
     ],
 )
 def test_hamming_distances(blocks: list[str], anchor: str, expected: list[int]) -> None:
-    assert kvcrush.distances(_columns(blocks), [int(bit) for bit in anchor]) == expected
+    rows = [dict(enumerate(row)) for row in _columns(blocks)]
+    assert kvcrush.distances(rows, [int(bit) for bit in anchor]) == dict(enumerate(expected))
+
+
+def test_a_head_that_dropped_a_token_has_a_zero_for_it() -> None:
+    assert kvcrush.distances([{0: 1, 5: 1, 6: 0}, {5: 1, 6: 1}], [1, 0]) == {0: 0, 5: 1, 6: 2}
 
 
 def _picked(eligible: list[int], k: int, **how: str | int) -> list[int]:
@@ -106,7 +111,7 @@ def _evicted_pages(over: int, zeros: set[int], extra: int) -> set[int]:
     worth = [float("inf") if j < 32 or j >= tokens - 32 else x for j, x in enumerate(worth)]
     config = selectors.complete({"name": "kvcrush", "page": 4, "split": Fraction(4 * extra, limit)})
     apart = [random.Random(j).randrange(5) for j in range(tokens)]
-    strong, standing = kvcrush.keep_tokens(config, list(range(tokens)), worth, apart, limit)
+    strong, standing = kvcrush.keep_tokens(config, list(range(tokens)), worth, dict(enumerate(apart)), limit)
     return {j // 4 for j in range(tokens)} - {j // 4 for j in [*strong, *standing]}
 
 

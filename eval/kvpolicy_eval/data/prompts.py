@@ -4,10 +4,10 @@ All share one question form: `?key=` asks for the value of `key`, `?word:` for
 the label of a word's category. A prompt ends right after the `=` or `:`, so
 the answer is what comes next, up to a newline. In the embedded tokenizer a
 record with four digits costs 7 tokens, a question with its answer 8, a
-labelled word 7, and two characters of source text about one token.
-Records hidden in source text, `#key = value`, and labelled words,
-`word == "label"`, are written unlike plain records, `key=value`, because each
-kind of task is to have a retrieval layer of its own in the embedded model.
+labelled word 4, and two characters of source text about one token.
+Records hidden in source text, `#key = value`, are written unlike plain
+records, `key=value`, because each kind of task is to have a retrieval layer
+of its own in the embedded model.
 
 `document, question = split(prompt)` gives the parts for evaluations that
 compress the document before the question is known.
@@ -143,7 +143,7 @@ def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
     examples = [(word, labels[name]) for name in chosen for word in words[name][1:]]
     rng.shuffle(examples)
     asked = rng.choice(chosen)
-    shown = "".join(f'{word} == "{label}"\n' for word, label in examples)
+    shown = "".join(f"{word}:{label}\n" for word, label in examples)
     return f"{shown}{excerpt(rng, chars)}\n?{words[asked][0]}:", labels[asked]
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvpolicy_eval.train.muon import Muon
-from kvpolicy_eval.train.net import Net, Shape
-from kvpolicy_eval.train.phases import KEEPS, Phase, learning_rate
+from kvpolicy_eval.train.net import Focus, Net, Shape
+from kvpolicy_eval.train.phases import Phase, learning_rate
 from kvpolicy_eval.train.start import structure
 from kvpolicy_eval.train.tokens import ANSWER, LOSS_WEIGHTS, TEXT, Sampler, Vocabulary
 
@@ -92,11 +92,9 @@ class Trainer:
         phase, rng, progress = self.phases[self.phase], self.sampler.rng, self.progress
         size, length = phase.shapes[rng.integers(len(phase.shapes))]
         task = str(rng.choice(list(phase.tasks), p=list(phase.tasks.values())))
-        keep = KEEPS[task]
-        # Layer 0 only looks a few tokens back, so it is never narrowed.
-        full = None if rng.random() < phase.all_full else frozenset({0} if keep is None else {0, keep})
+        focus = None if rng.random() < phase.all_full else phase.focus(task)
         ids, kinds = self.sampler.batch(task, size, length + 1, phase.digits)
-        loss = self._loss(task, ids, kinds, full)
+        loss = self._loss(task, ids, kinds, focus)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
         rate = learning_rate(progress.step, progress.tokens / self.total, PEAK_RATE)
@@ -108,9 +106,9 @@ class Trainer:
         progress.step += 1
         progress.tokens += size * length
 
-    def _loss(self, task: str, ids: Tensor, kinds: Tensor, full: frozenset[int] | None) -> Tensor:
+    def _loss(self, task: str, ids: Tensor, kinds: Tensor, focus: Focus | None) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=ids.shape[1] > 256):
-            logits = self.net(ids[:, :-1], full)
+            logits = self.net(ids[:, :-1], focus)
         target, kind = ids[:, 1:].flatten(), kinds[:, 1:].flatten()
         flat = logits.float().flatten(0, 1)
         each = F.cross_entropy(flat, target, reduction="none")

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WINDOW = 24  # tokens a windowed layer sees during training, besides BOS
 _BLOCK = 32
 
 
@@ -37,6 +36,19 @@ class Shape:
         return self.num_heads // self.num_kv_heads
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Focus:
+    """What the layers see in a training step.
+
+    Args:
+        layers: Layers that see the whole context.
+        window: Last tokens that the other layers see, besides BOS.
+    """
+
+    layers: frozenset[int]
+    window: int = 24
+
+
 @cache
 def rotation(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary positions, each [1, T, 1, D]."""
@@ -52,17 +64,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @cache
-def _window_mask(blocks: int) -> Tensor:
+def _window_mask(blocks: int, window: int) -> Tensor:
     """What each query of a block may see of (BOS, previous block, own block), [blocks, 1, block, 1 + 2 block]."""
     query = torch.arange(_BLOCK)[:, None]
     distance = query + _BLOCK - torch.arange(2 * _BLOCK)[None]
     position = torch.arange(blocks)[:, None, None] * _BLOCK + query - distance
-    near = (distance >= 0) & (distance < WINDOW) & (position > 0)  # BOS has a column of its own
+    near = (distance >= 0) & (distance < window) & (position > 0)  # BOS has a column of its own
     return torch.cat([torch.ones(blocks, _BLOCK, 1, dtype=torch.bool), near], -1)[:, None]
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to BOS and the last WINDOW tokens only, [B, H, T, D], without a T x T product."""
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
+    """Attend to BOS and the last `window` tokens (at most 32) only, [B, H, T, D], without a T x T product."""
     batch, _, length, _ = query.shape
     blocks = -(-length // _BLOCK)
     pad = blocks * _BLOCK - length
@@ -74,7 +86,7 @@ def windowed_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         joined = torch.cat([first, padded[:, :, :-1], padded[:, :, 1:]], 3)
         return joined.transpose(1, 2).flatten(0, 1)
 
-    mask = _window_mask(blocks).repeat(batch, 1, 1, 1)
+    mask = _window_mask(blocks, window).repeat(batch, 1, 1, 1)
     out = F.scaled_dot_product_attention(q, near(key), near(value), attn_mask=mask)
     return out.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
@@ -122,7 +134,7 @@ class Net(nn.Module):
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.shape.eps)
 
-    def _attend(self, x: Tensor, layer: int, everything: bool) -> Tensor:
+    def _attend(self, x: Tensor, layer: int, window: int | None) -> Tensor:
         s = self.shape
         weight = torch.cat([self.query[layer], self.key[layer], self.value[layer]])
         heads = F.linear(x, weight).unflatten(-1, (s.num_heads + 2 * s.num_kv_heads, s.head_dim))
@@ -130,24 +142,23 @@ class Net(nn.Module):
         turned = rotate(heads[:, :, : s.num_heads + s.num_kv_heads], cos, sin).transpose(1, 2)
         query, key = turned[:, : s.num_heads], turned[:, s.num_heads :].repeat_interleave(s.group, 1)
         value = heads[:, :, s.num_heads + s.num_kv_heads :].transpose(1, 2).repeat_interleave(s.group, 1)
-        if everything or x.shape[1] <= WINDOW:
+        if window is None or x.shape[1] <= window:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         else:
-            out = windowed_attention(query, key, value)
+            out = windowed_attention(query, key, value, window)
         return F.linear(out.transpose(1, 2).flatten(2), self.output[layer])
 
-    def forward(self, tokens: Tensor, full: frozenset[int] | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, focus: Focus | None = None) -> Tensor:
         """Compute the next-token logits [B, T, vocabulary].
 
         Args:
             tokens: Token ids [B, T].
-            full: Layers that see the whole context; the others see BOS and the
-                last WINDOW tokens. None lets every layer see everything.
+            focus: Which layers see the whole context; None lets all of them.
         """
         hidden = F.embedding(tokens, self.embedding)
         for layer in range(self.shape.num_layers):
-            everything = full is None or layer in full
-            hidden = hidden + self._attend(self._norm(hidden, self.attention_norm[layer]), layer, everything)
+            window = None if focus is None or layer in focus.layers else focus.window
+            hidden = hidden + self._attend(self._norm(hidden, self.attention_norm[layer]), layer, window)
             x = self._norm(hidden, self.mlp_norm[layer])
             gate, up = F.linear(x, torch.cat([self.gate[layer], self.up[layer]])).chunk(2, -1)
             hidden = hidden + F.linear(F.silu(gate) * up, self.down[layer])

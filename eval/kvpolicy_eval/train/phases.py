@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-KEEPS: dict[str, int | None] = {
-    "recall": 1,
-    "recall_far": 1,
-    "hot_keys": 1,
-    "needles": 3,
-    "passkey": 3,
-    "few_shot": 5,
-    "source": None,
+from kvpolicy_eval.train.net import Focus
+
+# Layer 0 only looks a few tokens back, so it is never narrowed.
+FOCUS: dict[str, Focus] = {
+    "recall": Focus(layers=frozenset({0, 1})),
+    "recall_far": Focus(layers=frozenset({0, 1})),
+    "hot_keys": Focus(layers=frozenset({0, 1})),
+    "needles": Focus(layers=frozenset({0, 3})),
+    "passkey": Focus(layers=frozenset({0, 3})),
+    "few_shot": Focus(layers=frozenset({0, 5})),
+    "source": Focus(layers=frozenset({0})),
 }
-"""Task to the one retrieval layer that sees the whole context while the others see a window."""
+"""Task to what the layers see in most of its steps: one retrieval layer sees everything."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +29,7 @@ class Phase:
         tasks: Share of the steps by task; the shares add up to 1.
         digits: Share of the sequences by digits of a value (0: the value is a word).
         all_full: Share of the steps in which every layer sees everything.
+        windows: Windows of the narrowed layers by task, where they differ from `FOCUS`.
     """
 
     tokens: int
@@ -33,6 +37,12 @@ class Phase:
     tasks: dict[str, float]
     digits: dict[int, float]
     all_full: float = 0.1
+    windows: dict[str, int] = field(default_factory=dict)
+
+    def focus(self, task: str) -> Focus:
+        """What the layers see in a step of `task`."""
+        usual = FOCUS[task]
+        return Focus(layers=usual.layers, window=self.windows.get(task, usual.window))
 
 
 def _mix(*shares: float) -> dict[str, float]:
@@ -40,6 +50,9 @@ def _mix(*shares: float) -> dict[str, float]:
     assert abs(sum(shares) - 1) < 1e-9
     return {name: share for name, share in zip(names, shares, strict=True) if share}
 
+
+# Once categories are learned, the other layers see less than one example: labelling is left to layer 5.
+_ONE_EXAMPLE = {"few_shot": 4}
 
 PHASES: tuple[Phase, ...] = (
     Phase(
@@ -66,6 +79,7 @@ PHASES: tuple[Phase, ...] = (
         tasks=_mix(0.18, 0.1, 0.07, 0.18, 0.05, 0.17, 0.25),
         digits={0: 0.15, 2: 0.15, 4: 0.7},
         all_full=0.15,
+        windows=_ONE_EXAMPLE,
     ),
     Phase(
         tokens=4_000_000,
@@ -73,22 +87,14 @@ PHASES: tuple[Phase, ...] = (
         tasks=_mix(0.15, 0.17, 0.08, 0.15, 0.06, 0.14, 0.25),
         digits={0: 0.1, 2: 0.1, 4: 0.8},
         all_full=0.25,
+        windows=_ONE_EXAMPLE,
     ),
 )
 
 
 def scaled(phases: tuple[Phase, ...], share: float) -> tuple[Phase, ...]:
     """Shorten or lengthen every phase to `share` of its tokens."""
-    return tuple(
-        Phase(
-            tokens=max(1, round(p.tokens * share)),
-            shapes=p.shapes,
-            tasks=p.tasks,
-            digits=p.digits,
-            all_full=p.all_full,
-        )
-        for p in phases
-    )
+    return tuple(replace(p, tokens=max(1, round(p.tokens * share))) for p in phases)
 
 
 def learning_rate(step: int, done: float, peak: float, warm_up: int = 60) -> float:

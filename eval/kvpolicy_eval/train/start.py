@@ -5,7 +5,7 @@ Layer 0 looks one to eight tokens back and writes what it sees there to eight
 query with "j + gap tokens back" of the key and copy what they find. The gap is
 that of the layer's task: in `tiger=4821` asked by `?tiger=` a digit is one
 token further from its key than in the question before it, in `#tiger = 4821`
-two, in `tiger == "B"` three. The other layers start near identity.
+two. The other layers start near identity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpolicy_eval.data.words import CATEGORIES
 from kvpolicy_eval.train.net import Net
 
-GAPS = {1: 1, 3: 2, 5: 3}
+GAPS = {1: 1, 3: 2, 5: 1}
 """Retrieval layer to its gap; see `phases.KEEPS` for the tasks."""
 
 _SUBSPACE = 16
@@ -52,7 +52,7 @@ def structure(net: Net, words: list[int], bos: int, seed: int = 0) -> None:
 def _embed(net: Net, words: list[int], bos: int, generator: torch.Generator) -> None:
     shared = torch.randn(len(CATEGORIES), 1, net.shape.hidden_size, generator=generator) * 0.08
     ids = torch.tensor(words).view(len(CATEGORIES), -1)
-    net.embedding[ids] = 0.85 * net.embedding[ids] + 0.5 * shared
+    net.embedding[ids] = 0.85 * (net.embedding[ids] + shared)
     net.embedding[:, 0] = 0.3  # a constant channel gives heads a query and key that depend on position alone
     net.embedding[:, 1] = 0
     net.embedding[bos, 1] = 1.5

@@ -43,10 +43,9 @@ class Vocabulary:
         self.words = ids(WORDS)
         self.digits = ids("0123456789")
         self.labels = ids(LABELS)
-        self.equal, self.newline, self.ask, self.colon, self.quote = ids('=\n?:"')
+        self.equal, self.newline, self.ask, self.colon = ids("=\n?:")
         self.hidden = ids("\n#")
         self.assign = ids([" =", " "])
-        self.compare = ids([" =", "=", ' "'])
         self.passkey = ids([PASSKEY])[0]
         self.bos, self.eos = token_id(tokenizer, "<s>"), token_id(tokenizer, "</s>")
 
@@ -152,15 +151,14 @@ class Sampler:
         Each block of questions asks a category once and blocks stand a
         filler apart, so an answer has to come from far back.
         """
-        classes = 2 if length < 128 else int(self.rng.integers(2, 3 + min(4, length // 128)))
+        classes = int(self.rng.integers(2, 4 + min(3, length // 128)))
         chosen = self.rng.choice(len(CATEGORIES), classes, replace=False)
         labels = [self.v.labels[i] for i in self.rng.choice(len(self.v.labels), classes, replace=False)]
         row, seen = Row([self.v.bos]), set[int]()
         for c in self.rng.permutation(np.repeat(np.arange(classes), 2 if length < 128 else 3)).tolist():
             word = self._member(int(chosen[c]))
-            row.add([word, *self.v.compare], [NOISE, *[FORMAT] * 3])
-            row.add([labels[c]], ANSWER if c in seen else NOISE)
-            row.add([self.v.quote, self.v.newline], FORMAT)
+            kind = ANSWER if c in seen else NOISE
+            row.add([word, self.v.colon, labels[c], self.v.newline], [NOISE, FORMAT, kind, FORMAT])
             seen.add(c)
         blocks = 1 + int(self.rng.integers(0, 1 + min(4, length // 96)))
         filler = (length - len(row)) // blocks - 5 * classes
@@ -213,7 +211,7 @@ class Sampler:
         return row
 
     def row(self, task: str, length: int, digits: int) -> Row:
-        """Draw one sequence of a task named in `phases.KEEPS`."""
+        """Draw one sequence of a task named in `phases.FOCUS`."""
         match task:
             case "recall":
                 return self.recall(length, digits)

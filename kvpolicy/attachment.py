@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy import falcon
@@ -185,20 +186,15 @@ class Handle:
         if torch.compiler.is_compiling():
             return None
         cache = kwargs.get("past_key_values")
-        if (
-            cache is None
-            and kwargs.get("use_cache", getattr(module.config, "use_cache", False))
-            and not module.training
-        ):
+        if cache is None and _caches(module, kwargs):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
             _check_stock(cache)
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._running = cache
-            tokens = kwargs.get("input_ids", args[0] if args else None)
-            tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-            cache.begin(tokens, kwargs.get("attention_mask"))
+            tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+            cache.begin(kwargs["inputs_embeds"] if tokens is None else tokens, kwargs.get("attention_mask"))
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -217,6 +213,12 @@ def _bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             if not layer.is_sliding:
                 kwargs["kv_slots"] = layer
     return args, kwargs
+
+
+def _caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward without a cache would make one."""
+    wanted = kwargs.get("use_cache")
+    return not module.training and bool(getattr(module.config, "use_cache", False) if wanted is None else wanted)
 
 
 def _check_stock(cache: Cache) -> None:
@@ -283,8 +285,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 def _check_fresh(model: nn.Module) -> None:
     if model in _links:
         raise ValueError("A policy is already attached to this model: detach it first.")
-    compiled = isinstance(model, torch._dynamo.OptimizedModule) if hasattr(torch, "_dynamo") else False
-    if compiled or any(m._compiled_call_impl is not None for m in model.modules()):
+    if isinstance(model, OptimizedModule) or any(vars(m).get("_compiled_call_impl") for m in model.modules()):
         raise ValueError(
             "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "
             "was loaded, then call torch.compile."

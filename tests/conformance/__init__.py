@@ -1,0 +1,1 @@
+"""Every method on every family against the slow references."""

@@ -1,0 +1,97 @@
+"""Tiny models of every supported family, random but fixed, and of some that must be refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+VOCABULARY = 48
+Config = Callable[[], Any]
+
+_COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SIZES = _COMMON | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def _make(name: str, *without: str, **fields: Any) -> Config:
+    def make() -> Any:
+        sizes = {key: value for key, value in _SIZES.items() if key not in without}
+        return getattr(transformers, f"{name}Config")(**(sizes | fields))
+
+    return make
+
+
+def _gemma(name: str, **fields: Any) -> Config:
+    layers = ["sliding_attention", "full_attention"] * 3
+    return _make(
+        name, head_dim=8, query_pre_attn_scalar=8, sliding_window=12, num_hidden_layers=6, layer_types=layers,
+        attn_implementation="eager", **fields,
+    )  # fmt: skip
+
+
+def _falcon(**fields: Any) -> Config:
+    more = {"num_kv_heads": 2, "num_ln_in_parallel_attn": None} | fields
+    return _make("Falcon", "num_key_value_heads", "intermediate_size", ffn_hidden_size=48, alibi=False, **more)
+
+
+_GPT = ("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+FAMILIES: dict[str, Config] = {
+    "llama": _make("Llama"),
+    "mistral": _make("Mistral", sliding_window=None),
+    "mixtral": _make("Mixtral", sliding_window=None, num_local_experts=2, num_experts_per_tok=1),
+    "qwen2": _make("Qwen2"),
+    "qwen3": _make("Qwen3", head_dim=8),
+    "phi3": _make("Phi3"),
+    "gemma2": _gemma("Gemma2", attn_logit_softcapping=20.0, final_logit_softcapping=30.0),
+    "gemma3": _gemma("Gemma3Text"),
+    "gpt_neox": _make("GPTNeoX", "num_key_value_heads"),
+    "opt": _make(
+        "OPT", "num_key_value_heads", "intermediate_size", ffn_dim=48, word_embed_proj_dim=32, do_layer_norm_before=True
+    ),
+    "falcon_grouped": _falcon(new_decoder_architecture=True),
+    "falcon_single": _falcon(new_decoder_architecture=False, multi_query=True, parallel_attn=True),
+    "falcon_serial": _falcon(new_decoder_architecture=False, multi_query=False, parallel_attn=False, num_kv_heads=4),
+}
+"""The families that the issue names."""
+
+UNNAMED: dict[str, Config] = {
+    "cohere": _make("Cohere"),
+    "olmo2": _make("Olmo2"),
+    "stablelm": _make("StableLm"),
+    "granite": _make("Granite"),
+    "starcoder2": _make("Starcoder2", sliding_window=None),
+    "glm": _make("Glm", head_dim=8),
+    "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
+    "phi": _make("Phi"),
+}
+"""Families that nobody named, which must work as well."""
+
+_SOURCES = {**FAMILIES, **UNNAMED}
+
+
+@functools.cache
+def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model in evaluation mode; its attention is made sharp, because flat attention hides errors."""
+    torch.manual_seed(sum(map(ord, family)))
+    config = _SOURCES[family]()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=getattr(config, "_attn_implementation_internal", None) or "sdpa"
+    )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and any(word in name for word in ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")):
+            nn.init.normal_(parameter, std=0.35)
+        elif parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.15)
+    return model.eval().to(dtype)

@@ -1,0 +1,71 @@
+"""Every allocator x selector x codec x family x {one row, padded batch} x {fp32, bf16} against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy import Policy, PolicyCache
+from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.play import ROWS, play
+from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, every, words
+from tests.conformance.replay import Tape, replay
+from tests.reference import allocators
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+AXES = (ALLOCATORS, SELECTORS, CODECS, [*FAMILIES, *UNNAMED], [*ROWS], [*DTYPES])
+
+
+def compare(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
+    policy = Policy.parse(words(allocator, selector, codec))
+    tape, cache, logits = play(build(family, DTYPES[dtype]), policy, ROWS[rows])
+    assert torch.isfinite(logits).all()
+    check_budgets(policy, cache, tape, ROWS[rows])
+    if dtype == "fp32":
+        verdict = replay(policy, tape)
+        assert verdict.turns >= len(tape) * 8, "nearly every choice was within fp32's noise"
+    else:
+        verdict = replay(policy, tape, exact=False)
+        assert verdict.alike >= 0.95 * verdict.tokens, verdict
+
+
+def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[int]) -> None:
+    """Layers share the budget as the reference's allocator says, after the prompt and after the continuation."""
+    measures: Any = cache.cosines() if policy.allocator.measure else None
+    coming, seen = cache.new or 0, [0] * len(lengths)
+    for number, turn in enumerate(next(iter(tape.values()))):
+        for b, length in enumerate(lengths):
+            seen[b] += length if number == 0 else turn.q.shape[2]
+            if turn.q.shape[2] > 1:
+                got = [turns[number].budget[b] for turns in tape.values()]
+                cosines = None if measures is None else measures[b].tolist()
+                assert got == expected_budgets(policy, cosines, seen[b], coming, len(got)), (number, b)
+
+
+def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, coming: int, layers: int) -> list[int]:
+    """What the reference gives each layer of one row."""
+    floor = policy.selector.floor
+    assert not isinstance(policy.budget, str)
+    bounds = (allocators.base_budget(policy.budget, length, floor) * layers, layers, floor, length + coming)
+    name = type(policy.allocator).__name__
+    if name == "Uniform":
+        return allocators.uniform(*bounds)
+    if name == "Pyramid":
+        return allocators.pyramid(*bounds, beta=policy.allocator.beta)  # pyright: ignore[reportAttributeAccessIssue]
+    assert name == "SqueezeAttention" and cosines is not None, f"tests/reference has no slow version of {name}"
+    total, _, floor, ceiling = bounds
+    return allocators.squeeze(cosines, total, floor, ceiling, share=policy.allocator.share)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(("allocator", "selector", "codec", "family", "rows", "dtype"), every(*AXES))
+def test_pairs(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
+    compare(allocator, selector, codec, family, rows, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("allocator", "selector", "codec", "family", "rows", "dtype"), list(product(*AXES)))
+def test_all(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
+    compare(allocator, selector, codec, family, rows, dtype)

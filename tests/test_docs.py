@@ -1,0 +1,29 @@
+"""Every example in the docs runs and prints what stands there."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+DOCS = Path(__file__).parent.parent / "docs"
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+EXAMPLES = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+if not DOCS.is_dir():
+    pytest.skip("the docs are not installed", allow_module_level=True)
+PAGES = sorted(page for page in DOCS.rglob("*.md") if ">>> " in page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = page.read_text(encoding="utf-8")
+    examples = EXAMPLES.findall(text)
+    assert len(examples) == text.count("```pycon"), "a block of examples is not closed"
+    test = doctest.DocTestParser().get_doctest("\n".join(examples), {"__name__": "docs"}, str(page), str(page), 0)
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
+    assert result.attempted
+    assert not result.failed, capsys.readouterr().out
