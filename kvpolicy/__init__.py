@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from kvpolicy.attachment import Handle as Handle
     from kvpolicy.attachment import attach as attach
     from kvpolicy.cache import PolicyCache as PolicyCache
+    from kvpolicy.embedded import tiny as tiny
     from kvpolicy.planning import CachePlan as CachePlan
     from kvpolicy.planning import plan as plan
     from kvpolicy.profiling import profile as profile
-    from kvpolicy.embedded import tiny as tiny
 
 __version__ = "0.1.0"
 

@@ -182,7 +182,7 @@ class Handle:
     _running: PolicyCache | None = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make sure that a forward has a cache under the policy, and room in it."""
+        """Make sure that a forward has a cache under the policy."""
         if torch.compiler.is_compiling():
             return None
         cache = kwargs.get("past_key_values")
@@ -198,9 +198,9 @@ class Handle:
         return args, kwargs
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Settle what had to wait for every layer."""
+        """Do what had to wait for every layer."""
         if not torch.compiler.is_compiling() and self._running is not None:
-            self._running.settle()
+            self._running.finish()
             self._running = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,10 +66,12 @@ class PolicyCache(Cache):
         self.link, self.model_shape = link, link.model_shape
         super().__init__(layers=[self._make_layer(index, link.model_shape) for index in range(link.layers)])
         self.prompt, self.new = prompt, new
+        self._end: Tensor | None = None  # tokens of each row once the last is generated, [B]
         self.plan: CachePlan | None = None
         self._measures: dict[int, Tensor] = {}
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
+        self._one_token = False
 
     def _make_layer(self, index: int, shape: ModelShape) -> Any:
         if index in shape.left_alone:
@@ -109,15 +112,9 @@ class PolicyCache(Cache):
         for layer in self.slots:
             layer.tick()
 
-    def ensure_room(self) -> None:
-        """Make room in every layer for the decode step that is about to run."""
-        for layer in self.slots:
-            if layer.is_initialized:
-                layer.ensure_room()
-
     def reserve(self, new: int) -> None:
         """Expect `new` more tokens: a growing cache makes room for them at once."""
-        self.new = new
+        self.new, self._end = new, None
         for layer in self.slots:
             if layer.is_initialized and self.policy.selector.decode == "grow":
                 layer.reserve(new)
@@ -126,8 +123,10 @@ class PolicyCache(Cache):
 
     def begin(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
-        if tokens.shape[1] == 1:
-            self.ensure_room()
+        self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
+        if self._one_token:
+            for layer in self.slots:
+                layer.make_room()
         valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
         self._valid = valid if self.wants_measures else None
 
@@ -167,6 +166,13 @@ class PolicyCache(Cache):
             self._divide(layer)
         self._settle(layer)
 
+    def finish(self) -> None:
+        """Do what is due after a forward in eager mode: settle a prompt, or count a step."""
+        self.settle()
+        if self._one_token:
+            for layer in self.slots:
+                layer.count_step()
+
     def settle(self) -> None:
         """Divide the budget and compress every layer that waits."""
         waiting, self._waiting = self._waiting, []
@@ -189,10 +195,12 @@ class PolicyCache(Cache):
         shapes = [Shape(heads, dim, first.prompt.keys.dtype)] * len(self.slots)
         self.policy.codec.check(dim)
         measures = self.cosines() if self.policy.allocator.measure else None
+        if self.new is not None and self._end is None:
+            self._end = length + self.new
         columns = first.get_seq_length() + (self.new or 0)
         alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
-        self._tokens = divide(self.policy, measures, length, self.new, shapes, sum(alone.values()))
-        seen = int(length.sum()) + batch * (self.new or 0)
+        self._tokens = divide(self.policy, measures, length, self._end, shapes, sum(alone.values()))
+        seen = int((length if self._end is None else torch.maximum(self._end, length)).sum())
         full = seen * sum(2 * shape.heads * shape.head_dim * shape.dtype.itemsize for shape in shapes)
         indices = [layer.layer_idx for layer in self.slots]
         self.plan = CachePlan(
@@ -215,10 +223,31 @@ class PolicyCache(Cache):
             raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take rows `indices` [B']."""
+        super().batch_select_indices(indices)
+        self._map_rows(lambda t: t[indices.to(t.device)])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take rows `beam_idx` [B']."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
+
+    def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        if isinstance(self.prompt, Tensor) and self.prompt.dim():
+            self.prompt = fn(self.prompt)
+        if self._end is not None:
+            self._end = fn(self._end)
+        self._measures = {index: fn(cosine) for index, cosine in self._measures.items()}
+
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
-        self.plan, self._measures, self._waiting = None, {}, []
+        self.plan, self._measures, self._waiting, self._end = None, {}, [], None
 
     @property
     def batch_size(self) -> int:

@@ -173,7 +173,7 @@ class PolicyLayer(CacheLayerMixin):
         self._lay_out(self.policy.codec.layout(self.tokens))
         self.budget = keep + room
         self.keys, self.values = pack_loose(self, loose)
-        self.make_room()
+        self._code_full()
 
     def _lay_out(self, layout: Layout) -> None:
         """Make room for a layout, at least as large as the one before; exact slots come out empty."""
@@ -198,25 +198,26 @@ class PolicyLayer(CacheLayerMixin):
 
     def tick(self) -> None:
         """Count one decode step, and make room for the next where there is none."""
-        self._room -= 1
-        if self._room < 1:
-            self.make_room()
+        self.count_step()
+        self.make_room()
 
-    def ensure_room(self) -> None:
-        """Make room for the step that is about to run, and count it."""
-        if self._room < 1:
-            self.make_room()
+    def count_step(self) -> None:
+        """Count one decode step, and code a block where one is full."""
         self._room -= 1
+        if self._room < 1:
+            self._code_full()
 
     def make_room(self) -> None:
-        """Code a block of the oldest exact tokens, or extend a growing cache, until a step fits."""
+        """Extend a growing cache that has no room for another step."""
+        if self._room < 1:
+            self.extend(ROOM)
+            self._code_full()
+
+    def _code_full(self) -> None:
+        """Code blocks of the oldest exact tokens until no head's exact part is full."""
+        while self.layout.coded and int(self._exact_count().amax()) >= self.layout.exact:
+            self.flush()
         self._room = self._free()
-        while self._room < 1:
-            if self.layout.coded and self._exact_count().amax() >= self.layout.exact:
-                self.flush()
-            else:
-                self.extend(ROOM)
-            self._room = self._free()
 
     def _exact_count(self) -> Tensor:
         return (self.positions[..., : self.layout.exact] >= 0).sum(-1)

@@ -60,7 +60,7 @@ def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dic
 
 
 def divide(
-    policy: Policy, measures: Tensor | None, prompt: Tensor, new: int | None, shapes: list[Shape], other: int = 0
+    policy: Policy, measures: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[Shape], other: int = 0
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
@@ -68,7 +68,7 @@ def divide(
         policy: The policy.
         measures: What its allocator asked for, [B, L], or None.
         prompt: Tokens of each row's prompt, [B] int64.
-        new: Tokens still to come, None where unknown.
+        end: Tokens of each row once the last is generated, [B] int64; None where unknown.
         shapes: The layers.
         other: Bytes of layers that the policy leaves alone; they count in a budget of bytes.
 
@@ -76,7 +76,7 @@ def divide(
         ValueError: Where the budget is too small; it names the smallest that works.
     """
     if isinstance(policy.budget, str):
-        return _divide_bytes(policy, measures, prompt, new, shapes, other)
+        return _divide_bytes(policy, measures, prompt, end, shapes, other)
     floor = policy.selector.floor
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, policy.budget)
@@ -84,7 +84,7 @@ def divide(
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
     _check_floor(policy, base, prompt)
-    return _divide_tokens(policy, measures, base, prompt, new, len(shapes))
+    return _divide_tokens(policy, measures, base, prompt, end, len(shapes))
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
@@ -99,28 +99,29 @@ def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
 
 
 def _divide_tokens(
-    policy: Policy, measures: Tensor | None, base: Tensor, prompt: Tensor, new: int | None, layers: int
+    policy: Policy, measures: Tensor | None, base: Tensor, prompt: Tensor, end: Tensor | None, layers: int
 ) -> Tokens:
     grows = policy.selector.decode == "grow"
-    coming = 0 if new is None else new
-    ceiling = prompt if grows else prompt + coming
+    ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     floor = policy.selector.floor
     keep = policy.allocator.budgets(measures, base * layers, floor, ceiling, layers)
-    room = torch.full_like(prompt, (ROOM if new is None else new) if grows else 0)
+    room = torch.zeros_like(prompt)
+    if grows:
+        room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
     most = keep + room[:, None]
-    if new is not None:
-        most = torch.minimum(most, (prompt + new)[:, None])
+    if end is not None:
+        most = torch.minimum(most, torch.maximum(end, prompt)[:, None])
     return Tokens(keep, room, tuple(most.amax(0).tolist()))
 
 
 def _divide_bytes(
-    policy: Policy, measures: Tensor | None, prompt: Tensor, new: int | None, shapes: list[Shape], other: int
+    policy: Policy, measures: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[Shape], other: int
 ) -> Tokens:
     """The most tokens per layer whose bytes fit, by bisection."""
     limit = bytes_of(str(policy.budget))
 
     def attempt(base: int) -> tuple[Tokens, int]:
-        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, new, len(shapes))
+        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, end, len(shapes))
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
         return tokens, other + sum(sizes)
@@ -132,7 +133,7 @@ def _divide_bytes(
             f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
             f"the smallest that works is {size}B, {low} token(s) per layer."
         )
-    high = int(prompt.max()) + (ROOM if new is None else new)
+    high = int(prompt.max()) + ROOM if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2
         tokens, size = attempt(middle)
@@ -270,7 +271,7 @@ def plan(
     alone = {index: model.alone_bytes(index, batch, columns) for index in model.left_alone}
     online = bool(policy.allocator.measure)
     measures = torch.ones(batch, len(shapes)) if online else None
-    tokens = divide(policy, measures, size, new, shapes, sum(alone.values()))
+    tokens = divide(policy, measures, size, size + new, shapes, sum(alone.values()))
     full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
     return CachePlan(
         policy=policy, batch=batch, layers=plan_layers(policy, tokens, shapes, model.evictable, batch),

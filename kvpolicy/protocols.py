@@ -57,7 +57,7 @@ class Seen(NamedTuple):
         width = self.tail.shape[2]
         age = torch.arange(width - 1, -1, -1, device=self.tail.device)
         weight = (age < window[:, None]).to(self.tail.dtype)  # [B, W]
-        return torch.einsum("bhwn,bw->bhn", self.tail, weight)
+        return (weight[:, None, None] @ self.tail).squeeze(2)
 
 
 class View(NamedTuple):

@@ -27,3 +27,14 @@ def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
     assert result.attempted
     assert not result.failed, capsys.readouterr().out
+
+
+def test_troubleshooting_quotes_messages_that_exist() -> None:
+    package = DOCS.parent / "kvpolicy"
+    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+    source = re.sub(r'"\n\s*f?"', "", source)  # a message may be written in several pieces
+    table = (DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    assert len(messages) > 20
+    pieces = [piece.strip() for message in messages for piece in message.split("...")]
+    assert not [piece for piece in pieces if piece not in source]

@@ -18,6 +18,7 @@ from kvpolicy.selectors._crush import (
     position_hash,
     representatives,
     signatures,
+    top_mask,
 )
 from kvpolicy.selectors._pages import best_pages, mark_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
@@ -25,10 +26,17 @@ from kvpolicy.selectors.snapkv import SnapKV
 KEEP, FREE, DROP = 1, 0, -1
 TAIL = 32
 """Queries that sign for a base that looks at no attention itself."""
+MILLION = 10**6
+"""`split` counts to a millionth, so that its share of a budget is whole-number arithmetic."""
 
 
 class CrushState(NamedTuple):
-    """Which slots hold representatives (1) or, while choosing, what goes (-1), int8 [B, H, S]; the base's state."""
+    """Which slots hold representatives, and the base's state.
+
+    Attributes:
+        mark: [B, H, S] bool; by pages int8: KEEP, FREE or, while choosing, DROP.
+        base: The base's.
+    """
 
     mark: Tensor
     base: State
@@ -112,13 +120,13 @@ class KVCrush:
     def floor(self) -> int:
         """Enough that the base's share is its own floor."""
         tokens = self.base.floor
-        while tokens - int(tokens * self.split + 1e-9) < self.base.floor:
+        while tokens - tokens * round(self.split * MILLION) // MILLION < self.base.floor:
             tokens += 1
         return tokens
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""
-        mark = torch.zeros(batch, heads, slots, dtype=torch.int8, device=device)
+        mark = torch.zeros(batch, heads, slots, dtype=self._kind, device=device)
         return CrushState(mark, self.base.alloc(batch, heads, slots, device))
 
     def observe(self, state: CrushState, seen: Seen, view: View) -> State:
@@ -134,34 +142,37 @@ class KVCrush:
     def priority(self, state: CrushState, view: View) -> Tensor:
         """Representatives always, the rest as the base says: [B, H, N]."""
         worth = self.base.priority(state.base, self._inner(view))
-        worth = worth.masked_fill(state.mark == KEEP, torch.inf)
-        return worth.masked_fill(state.mark == DROP, -torch.inf)
+        if not self.page:  # one operation, since this runs in every decode step
+            return worth.masked_fill(state.mark, torch.inf)
+        return worth.masked_fill(state.mark == KEEP, torch.inf).masked_fill(state.mark == DROP, -torch.inf)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """The base's, or the newest queries' where it has none."""
         own = self.base.statistic(seen, self._inner(view))
         return seen.recent(torch.full_like(view.length, TAIL)) if own is None else own
 
+    @property
+    def _kind(self) -> torch.dtype:
+        return torch.int8 if self.page else torch.bool
+
     def _inner(self, view: View) -> View:
         return view._replace(budget=view.budget - self._share(view.budget))
 
     def _share(self, budget: Tensor) -> Tensor:
-        return (budget.double() * self.split + 1e-9).floor().long()
+        return (budget * round(self.split * MILLION)).div(MILLION, rounding_mode="floor")
 
     def _marks(self, base: State, seen: Seen, view: View, inner: View) -> Tensor:
         count, share = view.valid.sum(-1), self._share(view.budget)
         want = torch.where(count > view.budget[:, None], share[:, None], 0)  # [B, H]: none where nothing is dropped
         if not bool((want > 0).any()) and not (self.page and bool((count > view.budget[:, None]).any())):
-            return torch.zeros_like(view.positions, dtype=torch.int8)
+            return torch.zeros_like(view.positions, dtype=self._kind)
         worth = self.base.priority(base, inner).masked_fill(~view.valid, -torch.inf)
         distance = self._distance(seen, view)
         if self.page:
             return self._page_marks(view, inner, worth, distance, want)
-        order = worth.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.arange(order.shape[-1], device=order.device)
-        strong = torch.zeros_like(view.valid).scatter_(-1, order, (rank < inner.budget[:, None, None]).expand_as(order))
+        strong = top_mask(worth, torch.minimum(inner.budget[:, None], count)) & view.valid
         key = self._key(worth, view.positions)
-        return representatives(view.valid & ~strong, distance, key, want, self.buckets).to(torch.int8)
+        return representatives(view.valid & ~strong, distance, key, want, self.buckets)
 
     def _distance(self, seen: Seen, view: View) -> Tensor:
         statistic = self.statistic(seen, view)
@@ -172,7 +183,7 @@ class KVCrush:
         return distances(bits, anchor, view.positions)
 
     def _page_marks(self, view: View, inner: View, worth: Tensor, distance: Tensor, want: Tensor) -> Tensor:
-        pages = paginate(view.positions, self.page, worth, distance)
+        pages = paginate(view.positions, self.page, worth, distance.expand(*view.positions.shape))
         strong = best_pages(pages, inner.budget)
         left = (pages.size > 0) & ~strong
         number = torch.arange(left.shape[-1], device=left.device).expand_as(left)

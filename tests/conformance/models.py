@@ -78,6 +78,7 @@ UNNAMED: dict[str, Config] = {
 }
 """Families that nobody named, which must work as well."""
 
+_PROJECTIONS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")
 _SOURCES = {**FAMILIES, **UNNAMED}
 
 
@@ -90,8 +91,6 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
         config, attn_implementation=getattr(config, "_attn_implementation_internal", None) or "sdpa"
     )
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and any(word in name for word in ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")):
-            nn.init.normal_(parameter, std=0.35)
-        elif parameter.dim() == 2:
-            nn.init.normal_(parameter, std=0.15)
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.35 if any(word in name for word in _PROJECTIONS) else 0.15)
     return model.eval().to(dtype)

@@ -38,7 +38,9 @@ def forward(model: Any, ids: Tensor, mask: Tensor, start: int, stop: int, cache:
         ).logits  # fmt: skip
 
 
-def talk(model: Any, ids: Tensor, mask: Tensor, turns: list[int], cache: Any, recorder: Recorder | None = None) -> Tensor:
+def talk(
+    model: Any, ids: Tensor, mask: Tensor, turns: list[int], cache: Any, recorder: Recorder | None = None
+) -> Tensor:
     """Logits of the whole conversation, turn by turn over one cache, [B, N, V]."""
     start, logits = 0, []
     for size in turns:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import Tensor
 
 from kvpolicy import Policy
@@ -25,7 +24,13 @@ NOISE = 3e-6
 
 @dataclass(kw_only=True)
 class Turn:
-    """One forward of one layer; `kept` and `budget` are as they were when the whole model was done."""
+    """One forward of one layer, and what it held when the whole model was done.
+
+    Attributes:
+        kept: The positions that each row and head holds.
+        keep: Tokens that each row may keep of its prompt.
+        budget: The same with room for generated tokens.
+    """
 
     q: Tensor
     k: Tensor
@@ -34,6 +39,7 @@ class Turn:
     kernel: Kernel
     out: Tensor
     kept: list[list[list[int]]] = field(default_factory=list)
+    keep: list[int] = field(default_factory=list)
     budget: list[int] = field(default_factory=list)
 
     def row(self, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -56,12 +62,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.tape: Tape = {}
+        self.keep: dict[int, list[int]] = {}
         self._open: list[tuple[PolicyLayer, Turn]] = []
 
     def close(self) -> None:
         """Note what layers hold now that the model's forward is over."""
         for layer, turn in self._open:
             turn.kept, turn.budget = kept_positions(layer), layer.budget.tolist()
+            turn.keep = self.keep[layer.layer_idx]
         self._open = []
 
     def note(self, layer: PolicyLayer, turn: Turn) -> None:
@@ -70,9 +78,13 @@ class Recorder:
 
 
 @contextmanager
-def recording() -> Iterator[Recorder]:
+def recording() -> Generator[Recorder]:
     """Record inside; call `close` after each forward of the model."""
-    recorder, real = Recorder(), PolicyLayer.forward
+    recorder, real, real_settle = Recorder(), PolicyLayer.forward, PolicyLayer.settle
+
+    def settle(self: PolicyLayer, keep: Tensor, room: Tensor, tokens: int) -> None:
+        recorder.keep[self.layer_idx] = keep.tolist()
+        real_settle(self, keep, room, tokens)
 
     def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
         given = [x.detach().clone() for x in (q, k, v)]
@@ -83,6 +95,7 @@ def recording() -> Iterator[Recorder]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolicyLayer, "forward", forward)
+        patch.setattr(PolicyLayer, "settle", settle)
         yield recorder
 
 
@@ -112,8 +125,8 @@ class Verdict(NamedTuple):
     error: float
 
     def __add__(self, other: Verdict) -> Verdict:  # pyright: ignore[reportIncompatibleMethodOverride]
-        first, second = tuple(self), tuple(other)
-        return Verdict(*(a + b for a, b in zip(first[:3], second[:3], strict=True)), max(self.error, other.error))
+        turns, alike, tokens, error = other
+        return Verdict(self.turns + turns, self.alike + alike, self.tokens + tokens, max(self.error, error))
 
 
 def replay(policy: Policy, tape: Tape, tolerance: float = 2e-5, exact: bool = True) -> Verdict:
@@ -139,9 +152,9 @@ def _replay_row(policy: Policy, turns: list[Turn], layer_idx: int, b: int, toler
         q, k, v, out = turn.row(b)
         if not q.shape[1]:
             continue
-        keep = turn.budget[b]
         want = slow.forward(
-            q.float(), k.float(), v.float(), turn.kernel.scale, keep, keep, softcap=turn.kernel.softcap
+            q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
+            softcap=turn.kernel.softcap,
         )  # fmt: skip
         where = f"layer {layer_idx}, row {b}, turn {number}"
         miss = float((out.double() - want).abs().max())

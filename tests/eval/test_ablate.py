@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+
 from kvpolicy_eval.data.text import training_texts
-from kvpolicy_eval.train.ablate import OBSERVATION, SINKS, Bench, Prefill, decode, layer_table, tasks
+from kvpolicy_eval.train.ablate import OBSERVATION, SINKS, Bench, Prefill, decode, tasks
 from kvpolicy_eval.train.export import export
 from kvpolicy_eval.train.loop import Trainer
 from kvpolicy_eval.train.phases import PHASES
@@ -35,7 +38,8 @@ def prefill(bench: Bench) -> Prefill:
 @torch.no_grad()
 def test_keeping_everything_equals_generate(bench: Bench, prefill: Prefill) -> None:
     ids = bench.tokenizer("tiger=4821\n" * 12, return_tensors="pt").input_ids
-    expected = bench.model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    model: Any = bench.model
+    expected = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
     layers = bench.model.config.num_hidden_layers
     assert decode(prefill, [None] * layers, [], 4) == expected.tolist()
     whole = [prefill.streaming(layer, prefill.length) for layer in range(layers)]
@@ -52,7 +56,14 @@ def test_methods_keep_their_budget(prefill: Prefill, method: str) -> None:
     assert (kept[:, -recent:] == torch.arange(prefill.length - recent, prefill.length)).all()
 
 
-def test_table_has_a_row_per_task(bench: Bench) -> None:
-    rows = list(layer_table(bench, 256))
-    assert len(rows) == len(tasks(256)) + 2
-    assert {row.count("|") for row in rows} == {rows[0].count("|")}
+def test_scores_count_exact_answers(bench: Bench) -> None:
+    layers = bench.model.config.num_hidden_layers
+    scores, tokens = bench.scores("recall", 128, True, {"full": lambda p: [None] * layers})
+    assert scores["full"] in (0.0, 1.0)
+    assert 100 < tokens < 140
+
+
+def test_every_task_fills_the_length(bench: Bench) -> None:
+    for make in tasks(512).values():
+        prompt, _ = make(Random(0))
+        assert 350 < len(bench.tokenizer(prompt)["input_ids"]) < 700

@@ -1,4 +1,4 @@
-"""Prefill time under a policy against plain SDPA."""
+"""Prefill time under a policy against the same model with plain SDPA."""
 
 from __future__ import annotations
 
@@ -7,33 +7,26 @@ from collections.abc import Iterator
 import torch
 
 import kvpolicy
-from kvpolicy_eval.bench.common import Ratio, compare, llama
+from kvpolicy_eval.bench.common import Row, compare, llama, tokens
 
-POLICIES = {
-    "window@0.2": 1.02, "streaming@0.2": 1.02, "snapkv@0.2": 1.06, "kvcrush@0.2": 1.06, "tova@0.2": 1.06,
-    "h2o@0.2": 1.6, "squeeze+snapkv@0.2": None, "snapkv+kivi@0.2": None,
-}  # fmt: skip
-"""Policies, and the most that a prefill may take against the stock one (None: no bar)."""
+BARS: dict[str, float | None] = {
+    "window@0.2": 1.02,
+    "streaming@0.2": None,
+    "snapkv@0.2": 1.06,
+    "kvcrush@0.2": 1.06,
+    "tova@0.2": None,
+    "h2o@0.2": 1.6,
+    "squeeze+snapkv@0.2": None,
+    "snapkv+kivi@0.2": None,
+}
+"""Policies, and the most that a prefill may take of the stock one's time (None: no bar)."""
 
 
-def measure(tokens: int = 4096, rounds: int = 9, policies: list[str] | None = None) -> Iterator[tuple[str, Ratio]]:
-    """Time prefills of one prompt, policy by policy."""
-    model = llama(layers=4)
-    ids = torch.randint(0, 1024, (1, tokens), generator=torch.Generator().manual_seed(0))
-
-    def plain() -> None:
-        model(ids, logits_to_keep=1, use_cache=True)
-
-    for policy in policies or list(POLICIES):
-        handle = kvpolicy.attach(model, policy)
-
-        def under_policy() -> None:
-            model(ids, logits_to_keep=1, use_cache=True)
-
-        def stock(handle: kvpolicy.Handle = handle) -> None:
-            with handle.paused():
-                plain()
-
-        with torch.inference_mode():
-            yield policy, compare(stock, under_policy, rounds)
-        handle.detach()
+def measure(length: int = 4096, rounds: int = 9) -> Iterator[Row]:
+    """Time one prompt, policy by policy."""
+    stock, ours = llama(layers=4), llama(layers=4)
+    ids = tokens(length)
+    for policy, bar in BARS.items():
+        with torch.inference_mode(), kvpolicy.attach(ours, policy):
+            ratio = compare(lambda: stock(ids, logits_to_keep=1), lambda: ours(ids, logits_to_keep=1), rounds)
+        yield Row(f"prefill {length}", policy, ratio, "" if bar is None else f"<= {bar}x")

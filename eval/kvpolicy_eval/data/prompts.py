@@ -101,7 +101,7 @@ def passkey(rng: Random, chars: int, digits: int = 5) -> Prompt:
 
     Args:
         rng: Source of everything random.
-        chars: Characters of source text; about 950 fill 512 tokens, 1,950 fill 1,024.
+        chars: Characters of source text; about 900 fill 512 tokens, 1,800 fill 1,024.
         digits: Digits of the key.
     """
     value = _digits(rng, digits)

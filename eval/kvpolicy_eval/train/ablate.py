@@ -1,9 +1,10 @@
 """What eviction costs the embedded model: by layer and by method.
 
-`python -m kvpolicy_eval.train.ablate MODEL --n 40` prints three tables: which
-layer each task needs, what three methods keep at several budgets, and the
-full-cache quality. Eviction happens once, after the prefill, by dropping
-cache entries per KV head; the answer is decoded greedily.
+`python -m kvpolicy_eval.train.ablate MODEL --n 40` prints, per length: which
+layer each task needs; what three methods keep at several budgets, with the
+question after the eviction and with the question inside the prefill; and the
+perplexity of held-out text. Eviction happens once, after the prefill, by
+dropping cache entries per KV head; the answer is decoded greedily.
 
 Shape letters: B = 1, H KV heads, G query heads per KV head, P prompt tokens, S slots, D head dim.
 """
@@ -11,7 +12,7 @@ Shape letters: B = 1, H KV heads, G query heads per KV head, P prompt tokens, S 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -26,7 +27,7 @@ from kvpolicy_eval.data.text import held_out
 SINKS = 4
 OBSERVATION = 16
 POOL = 7
-Kept = list[Tensor | None]
+Kept = Sequence[Tensor | None]
 """Per layer the kept positions [H, S], or None for everything."""
 
 

@@ -225,7 +225,8 @@ class Sampler:
                 return self.few_shot(length)
             case "hot_keys":
                 return self.hot_keys(length, digits)
-        return self.source(length)
+            case _:
+                return self.source(length)
 
     def batch(self, task: str, size: int, length: int, digits: dict[int, float]) -> tuple[Tensor, Tensor]:
         """Draw `size` sequences of one task, cut or padded to `length`: ids and kinds, each [B, T] int64."""

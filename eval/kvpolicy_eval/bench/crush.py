@@ -1,0 +1,57 @@
+"""What KVCrush adds to its base: a whole generation, and the time spent in its own code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+import kvpolicy
+from kvpolicy.selectors.kvcrush import KVCrush
+from kvpolicy_eval.bench.common import Ratio, Row, compare, llama, tokens
+
+
+def measure(length: int = 2048, new: int = 128, rounds: int = 15) -> Iterator[Row]:
+    """Time `generate` with SnapKV alone and with KVCrush over it, in turn."""
+    base, crushed = llama(layers=4), llama(layers=4)
+    ids = tokens(length)
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with kvpolicy.attach(base, "snapkv@0.2"), kvpolicy.attach(crushed, "kvcrush/snapkv@0.2"):
+        ratio = compare(lambda: base.generate(ids, **options), lambda: crushed.generate(ids, **options), rounds)
+        yield Row(f"generate {length} + {new}", "kvcrush over snapkv", ratio, "<= 1.005x")
+        own = _inside(lambda: crushed.generate(ids, **options))
+        added = Ratio(1 + own / ratio.theirs, 1 + own / ratio.theirs, 1 + own / ratio.theirs, ratio.theirs, own)
+        yield Row(f"generate {length} + {new}", "time in KVCrush's own code", added, "<= 1.005x")
+
+
+def _inside(run: Any) -> float:
+    """Seconds in what KVCrush does beyond its base: choosing, and masking priorities."""
+    spent = 0.0
+    marks, priority = KVCrush._marks, KVCrush.priority  # pyright: ignore[reportPrivateUsage]
+
+    def timed(fn: Any, base: Any = None) -> Any:
+        def call(self: KVCrush, *args: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter()
+            result = fn(self, *args)
+            spent += time.perf_counter() - start
+            if base is not None:  # what the base alone would have taken is not ours
+                start = time.perf_counter()
+                base(self, *args)
+                spent -= time.perf_counter() - start
+            return result
+
+        return call
+
+    def inner(self: KVCrush, state: Any, view: Any) -> None:
+        self.base.priority(state.base, view)
+
+    with (
+        mock.patch.object(KVCrush, "_marks", timed(marks)),
+        mock.patch.object(KVCrush, "priority", timed(priority, inner)),
+    ):
+        run()
+    return spent

@@ -1,0 +1,131 @@
+"""Inputs that break caches, for every selector and codec, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import Layout
+from tests.conformance.bench import DIM, Bench, draw, padding
+from tests.conformance.policies import CODECS, SELECTORS, words
+
+GROWING = [f"{name}:decode=grow" for name in ("window", "streaming:sinks=2", "h2o", "snapkv:window=6", "tova")]
+METHODS = [
+    *(words(selector, codec) for selector in SELECTORS for codec in CODECS),
+    *(f"{selector}+kivi:group_size=4:residual_length=4@0.5" for selector in GROWING),
+    "full",
+    "kivi:group_size=4:residual_length=4:bits=4",
+]
+
+
+def whole_run(method: str, sizes: list[int], budgets: list[int], valid: Tensor | None = None, **shape: int) -> Bench:
+    """A prompt, then steps and continuations, against the reference after each."""
+    keeps = "full" in method or method.startswith("kivi")
+    bench = Bench(method, [10**4] * len(budgets) if keeps else budgets, new=sum(sizes[1:]))
+    for number, size in enumerate(sizes):
+        bench.forward(*draw(size, 17 + number, batch=len(budgets), **shape), valid if number == 0 else None)
+    bench.check()
+    return bench
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_long_run(method: str) -> None:
+    """Far more steps than slots, so that every slot is overwritten many times."""
+    whole_run(method, [30] + [1] * 40 + [7] + [1] * 9, [12])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (1, 4), (3, 1)])
+def test_heads(method: str, heads: int, group: int) -> None:
+    whole_run(method, [24, 1, 1, 1, 6, 1], [11, 7], padding(24, 24, 15), heads=heads, group=group)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_length_one(method: str) -> None:
+    """A prompt of one token, which then grows beyond the budget."""
+    whole_run(method, [1] + [1] * 12 + [5, 1, 1], [6])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [1, 2, 3])
+def test_smallest_budgets(method: str, budget: int) -> None:
+    whole_run(method, [9, 1, 1, 4, 1, 1], [max(budget, 3) if "streaming" in method else budget])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_budget_above_the_prompt(method: str) -> None:
+    """Slots stay empty after the prompt; nothing is dropped until they are full."""
+    bench = whole_run(method, [6] + [1] * 10, [12])
+    assert bench.turns[5].kept[0][0] == list(range(11))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("right", [False, True])
+def test_padding(method: str, right: bool) -> None:
+    """Rows of very different lengths, one of a single token, padded on either side."""
+    whole_run(method, [20, 1, 1, 1, 1, 1, 8, 1, 1], [10, 7, 5, 4], padding(20, 20, 12, 6, 1, right=right))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_in_a_continuation(method: str) -> None:
+    """New turns of different lengths, padded in the middle of the whole mask."""
+    keeps = "full" in method or method.startswith("kivi")
+    bench = Bench(method, [99, 99, 99] if keeps else [10, 8, 6], new=40)
+    some = [(16, (16, 9, 4)), (1, (1, 1, 1)), (7, (2, 7, 0)), (1, (1, 1, 1)), (1, (0, 1, 1)), (1, (1, 0, 1))]
+    for number, (size, lengths) in enumerate([*some, (1, (1, 1, 1))]):
+        bench.forward(*draw(size, number, batch=3), padding(size, *lengths))
+    bench.check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_budget_that_rises(method: str) -> None:
+    """A continuation may come with a larger share: slots are added, and what is held stays."""
+    keeps = "full" in method or method.startswith("kivi")
+    bench = Bench(method, [99] if keeps else [9], new=30)
+    for number, (size, budget) in enumerate([(20, 9), (1, 9), (1, 9), (9, 14), (1, 14), (1, 14), (12, 23), (1, 23)]):
+        bench.budgets = [99] if keeps else [budget]
+        bench.forward(*draw(size, number))
+    bench.check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ties(method: str) -> None:
+    """Queries of zeros: every token is looked at alike, and position decides."""
+    bench = Bench(method, [99] * 2 if "full" in method or method.startswith("kivi") else [8, 8], new=20)
+    for number, size in enumerate([16, 1, 1, 1, 8, 1]):
+        q, k, v = draw(size, number, batch=2)
+        bench.forward(torch.zeros_like(q), k, v, padding(16, 16, 11) if number == 0 else None)
+    bench.check()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_duplicate_and_constant_tokens(method: str) -> None:
+    """All keys and values equal: groups of no spread, and nothing to tell tokens apart."""
+    bench = Bench(method, [99] if "full" in method or method.startswith("kivi") else [9], new=20)
+    for number, size in enumerate([14, 1, 1, 1, 1, 1, 6, 1]):
+        q, k, v = draw(size, number)
+        out = bench.forward(q, torch.ones_like(k), torch.full_like(v, 0.5))
+        assert torch.allclose(out, torch.full_like(out, 0.5), atol=1e-6)
+    # scores that fp64 and fp32 round apart cannot be compared; what counts is that nothing is lost or not finite
+    assert all(len(head) == len(bench.turns[-1].kept[0][0]) for head in bench.turns[-1].kept[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_budget_holds(method: str) -> None:
+    """No query ever attends to more than the budget, and heads hold as many as they may."""
+    if "full" in method or "grow" in method or method.startswith("kivi"):
+        pytest.skip("generated tokens get room of their own")
+    bench = Bench(method, [7, 5])
+    for number, size in enumerate([15, *[1] * 12, 4, 1]):
+        bench.forward(*draw(size, number, batch=2), padding(15, 15, 8) if number == 0 else None)
+        for row, budget in zip(bench.turns[-1].kept, bench.budgets, strict=True):
+            assert all(len(head) == budget and len(set(head)) == budget for head in row)
+
+
+def test_layout_of_kivi() -> None:
+    codec = Bench("window+kivi:group_size=4:residual_length=8@0.5", [9]).policy.codec
+    assert [codec.layout(n) for n in (5, 11, 12, 13, 17)] == [
+        Layout(5, 0), Layout(11, 0), Layout(12, 4), Layout(12, 8), Layout(12, 12),
+    ]  # fmt: skip
+    assert DIM % 4 == 0  # what two bits need

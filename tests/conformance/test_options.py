@@ -1,0 +1,91 @@
+"""Every option of KVCrush and KIVI against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from kvpolicy import Policy
+from tests.conformance.bench import Bench, draw, padding
+from tests.conformance.policies import SELECTORS, every
+
+BASES = [name for name in SELECTORS if name != "kvcrush"]
+ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
+BUCKETS, PICKS, PAGES = ["rank", "distance"], ["first", "random", "best"], ["0", "1", "3", "8"]
+SPLITS, QUANTILES = ["0.0", "0.25", "0.5", "0.9"], ["0.0", "0.5", "0.7", "1.0"]
+CRUSH = every(BASES, ANCHORS, BUCKETS, PICKS, PAGES, SPLITS, QUANTILES, ["0", "7"])
+
+
+def crush_words(*options: str, codec: str = "plain") -> str:
+    """The words of a KVCrush."""
+    base, anchor, buckets, pick, page, split, quantile, seed = options
+    small = {"streaming": "streaming:sinks=2", "snapkv": "snapkv:window=5:kernel=3"}.get(base, base)
+    crush = f"kvcrush:anchor={anchor}:buckets={buckets}:pick={pick}:page={page}:split={split}"
+    return f"{crush}:quantile={quantile}:seed={seed}/{small}+{codec}@0.5"
+
+
+def converse(words: str, *, seed: int = 0, group: int = 2) -> Bench:
+    """A padded prompt, steps, a longer continuation and steps, against the reference."""
+    floor = Policy.parse(words).selector.floor
+    bench = Bench(words, [max(budget, floor) for budget in (14, 9, 5)], new=30, layer_idx=2)
+    for number, size in enumerate([33, 1, 1, 1, 1, 12, 1, 1]):
+        valid = padding(33, 33, 21, 12) if number == 0 else None
+        bench.forward(*draw(size, 100 * seed + number, batch=3, group=group), valid)
+    bench.check()
+    return bench
+
+
+@pytest.mark.parametrize("options", CRUSH, ids="-".join)
+def test_kvcrush(options: tuple[str, ...]) -> None:
+    converse(crush_words(*options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", list(product(BASES, ANCHORS, BUCKETS, PICKS, PAGES)), ids="-".join)
+def test_kvcrush_in_full(options: tuple[str, ...], seed: int) -> None:
+    split, quantile = SPLITS[seed], QUANTILES[-seed]
+    converse(crush_words(*options, split, quantile, str(seed)), seed=seed, group=1 + seed)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_no_split_is_the_base(base: str) -> None:
+    small = {"streaming": "streaming:sinks=2"}.get(base, base)
+    crushed, plain = converse(f"kvcrush:split=0.0/{small}@0.5"), converse(f"{small}@0.5")
+    for mine, its in zip(crushed.turns, plain.turns, strict=True):
+        assert mine.kept == its.kept
+        assert torch.equal(mine.out, its.out)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_kvcrush_with_ties(base: str) -> None:
+    """Zero queries: all scores alike, so that bits, buckets and representatives rest on positions alone."""
+    bench = Bench(crush_words(base, "alternate", "distance", "first", "0", "0.5", "0.5", "0"), [10])
+    for number, size in enumerate([30, 1, 1, 7, 1]):
+        q, k, v = draw(size, number)
+        bench.forward(torch.zeros_like(q), k, v)
+    bench.check()
+
+
+@pytest.mark.parametrize("options", every(["2", "4", "8"], ["1", "3", "4", "32"], ["0", "1", "6", "40"]), ids="-".join)
+@pytest.mark.parametrize("selector", ["window", "h2o", "tova:decode=grow", "kvcrush/h2o", "full"])
+def test_kivi(options: tuple[str, ...], selector: str) -> None:
+    bits, group, residual = options
+    words = f"kivi:bits={bits}:group_size={group}:residual_length={residual}"
+    bench = Bench(f"{selector}+{words}@{1.0 if selector == 'full' else 0.5}", [12, 10], new=30)
+    bench.budgets = [999, 999] if selector == "full" else bench.budgets
+    for number, size in enumerate([21, 1, 1, 1, 1, 1, 1, 9, 1, 1, 1]):
+        bench.forward(*draw(size, number, batch=2), padding(21, 21, 14) if number == 0 else None)
+    bench.check()
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS, "kvcrush:page=4/h2o"])
+def test_selection_does_not_depend_on_the_codec(selector: str) -> None:
+    """What a prompt keeps is chosen before anything is coded."""
+    plain, coded = (Bench(f"{selector}{codec}@0.5", [12, 9]) for codec in ("", "+kivi:group_size=4:residual_length=0"))
+    for bench in (plain, coded):
+        bench.forward(*draw(30, 5, batch=2), padding(30, 30, 22))
+    assert plain.turns[0].kept == coded.turns[0].kept
+    assert torch.equal(plain.turns[0].out, coded.turns[0].out)

@@ -1,0 +1,102 @@
+"""Budgets that are too small say which is the smallest that works, and that one works."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import Policy
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, talk
+from tests.conformance.policies import SELECTORS, words
+
+FLOORED = ["streaming:sinks=4", "streaming:sinks=9", "kvcrush:split=0.5/streaming:sinks=4"]
+
+
+def fill(policy: Policy | str, lengths: list[int]) -> kvpolicy.PolicyCache:
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        talk(model, *make_batch(lengths, [max(lengths)]), [max(lengths)], cache)
+    return cache
+
+
+def refused(policy: str, lengths: list[int]) -> str:
+    """The one sentence that refuses a budget, the same from a plan and from the model."""
+    with pytest.raises(ValueError) as planned:
+        kvpolicy.plan(build("llama").config, policy, batch=len(lengths), prompt=lengths, dtype=torch.float32)
+    with pytest.raises(ValueError) as met:
+        fill(policy, lengths)
+    assert str(planned.value) == str(met.value)
+    assert str(met.value).count(". ") == 0 and str(met.value).endswith(".")
+    return str(met.value)
+
+
+@pytest.mark.parametrize("selector", FLOORED)
+@pytest.mark.parametrize("lengths", [[40], [40, 27]])
+def test_share(selector: str, lengths: list[int]) -> None:
+    said = refused(f"{selector}@0.05", lengths)
+    share = re.search(r"a share of ([0-9.]+)", said)
+    assert share, said
+    works = fill(f"{selector}@{share[1].rstrip('.')}", lengths)
+    assert all(int(layer.budget.min()) >= works.policy.selector.floor for layer in works.slots)
+
+
+@pytest.mark.parametrize("selector", FLOORED)
+def test_tokens(selector: str) -> None:
+    with pytest.raises(ValueError, match="the smallest that works is") as error:
+        Policy.parse(f"{selector}@3")
+    smallest = re.search(r"smallest that works is ([0-9]+)", str(error.value))
+    assert smallest
+    assert max(fill(f"{selector}@{smallest[1]}", [40]).slots[0].budget.tolist()) == int(smallest[1])
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "squeeze"])
+@pytest.mark.parametrize("codec", ["plain", "kivi"])
+@pytest.mark.parametrize("selector", [*SELECTORS, "streaming:sinks=9"])
+def test_bytes(allocator: str, selector: str, codec: str) -> None:
+    policy = words(allocator, selector, codec, budget="64B")
+    said = refused(policy, [40, 27])
+    smallest = re.search(r"smallest that works is ([0-9]+)B", said)
+    assert smallest, said
+    cache = fill(words(allocator, selector, codec, budget=f"{smallest[1]}B"), [40, 27])
+    assert cache.nbytes <= int(smallest[1])
+    with pytest.raises(ValueError):
+        fill(words(allocator, selector, codec, budget=f"{int(smallest[1]) - 1}B"), [40, 27])
+
+
+def test_a_prompt_that_fits_below_the_floor() -> None:
+    """So short that nothing is dropped: then a share that would be too small is no error."""
+    cache = fill("streaming:sinks=9@0.1", [8])
+    assert cache.slots[0].positions.tolist() == [[list(range(8))] * 2]
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, -1, 0, "5 apples", "0B", True])
+def test_what_is_no_budget(budget: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        kvpolicy.attach(build("llama"), "window", budget=budget)  # pyright: ignore[reportArgumentType]
+
+
+def test_budget_of_attach_replaces_the_policys() -> None:
+    with kvpolicy.attach(build("llama"), "window@0.5", budget=6) as handle:
+        talk(build("llama"), *make_batch([20], [20]), [20], None)
+        assert handle.policy == Policy.parse("window@6")
+        assert handle.cache is not None and handle.cache.slots[0].budget.tolist() == [6]
+
+
+@pytest.mark.parametrize("policy", ["full", "kivi"])
+def test_less_than_everything_needs_a_selector(policy: str) -> None:
+    with pytest.raises(ValueError, match="name one"):
+        kvpolicy.attach(build("llama"), policy, budget=0.5)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.29, 0.5, 0.7, 1.0])
+def test_a_share_is_of_each_rows_own_length(share: float) -> None:
+    lengths = [100, 70, 31, 10]
+    cache = fill(f"window@{share}", lengths)
+    want = [max(1, round(share * 100) * n // 100) for n in lengths]
+    assert cache.slots[0].budget.tolist() == want
+    assert (cache.slots[0].positions >= 0).sum(-1)[:, 0].tolist() == want

@@ -1,0 +1,154 @@
+"""Rule 1: `nbytes` is what `plan` said and what is stored, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import FAMILIES, build
+from tests.conformance.play import forward, make_batch, talk
+from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, every, with_profile, words
+from tests.engine.live import stored_bytes
+
+PROMPT, NEW = 40, 9
+BUDGETS = ["0.25", "0.5", "1.0", "12", "14KiB", "30KB"]
+GROWING = ["window:decode=grow", "h2o:decode=grow", "kvcrush/snapkv:window=6:decode=grow", "full"]
+
+
+def run(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, hint: int | None = NEW) -> PolicyCache:
+    """A prompt and `NEW` steps; the cache's bytes never change and are always what is stored."""
+    model = build(family)
+    ids, mask = make_batch(rows, [PROMPT] + [1] * NEW)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=hint)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        first = cache.nbytes
+        _check_stored(cache)
+        for column in range(PROMPT, PROMPT + NEW):
+            forward(model, ids, mask, column, column + 1, cache)
+            assert cache.slots[0].policy.selector.decode == "grow" or cache.nbytes == first
+        _check_stored(cache)
+    return cache
+
+
+def _check_stored(cache: PolicyCache) -> None:
+    """A sliding window of transformers is a view of one token more; all else is exact."""
+    alone = sum(layer.keys[:, :, :1].nbytes * 2 for layer in cache.layers if layer.is_sliding)
+    assert cache.nbytes <= stored_bytes(cache) <= cache.nbytes + alone
+
+
+def check(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, measured: bool = True) -> None:
+    cache = run(family, policy, rows)
+    plan = kvpolicy.plan(build(family).config, policy, batch=len(rows), prompt=rows, new=NEW, dtype=torch.float32)
+    assert cache.plan is not None
+    assert cache.nbytes == cache.plan.nbytes
+    if measured:
+        assert cache.nbytes == plan.nbytes
+        assert cache.plan.full_nbytes == plan.full_nbytes
+        assert [layer.nbytes for layer in plan.layers] == [layer.nbytes for layer in cache.plan.layers]
+    assert cache.report().nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("rows", [[PROMPT], [PROMPT, 33, 20]])
+@pytest.mark.parametrize(("allocator", "selector", "codec", "budget"), every(["uniform", "pyramid"], SELECTORS, CODECS, BUDGETS))
+def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: list[int]) -> None:
+    check("llama", words(allocator, selector, codec, budget=budget), rows)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", GROWING)
+def test_growing(selector: str, codec: str) -> None:
+    """A cache that grows holds room for exactly the new tokens that it was told of."""
+    budget = "1.0" if selector == "full" else "0.5"
+    check("llama", words(selector, codec, budget=budget), [PROMPT, 22])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_families(family: str) -> None:
+    check(family, words("pyramid", "h2o", "kivi"), [PROMPT, 30])
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_squeeze(budget: str, tmp_path: Path) -> None:
+    """With a profile the plan is exact; without one a plan from a config alone only knows the sum of tokens."""
+    check("llama", with_profile(f"squeeze+h2o@{budget}", tmp_path, [0.2, 0.9, 0.4]), [PROMPT, 30])
+    check("llama", f"squeeze+h2o@{budget}", [PROMPT, 30], measured=False)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_without_a_hint(selector: str) -> None:
+    cache = run("llama", words(selector), [PROMPT, 30], hint=None)
+    assert cache.plan is not None
+    assert cache.nbytes == cache.plan.nbytes
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("budget", ["11KiB", "16KiB", "20000B"])
+def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
+    """All parts counted, for the whole batch; and one more token per layer would not fit."""
+    policy = kvpolicy.Policy.parse(words(allocator, selector, budget=budget))
+    cache = run("llama", policy, [PROMPT, 30])
+    limit = kvpolicy.budget.bytes_of(budget)
+    assert cache.nbytes <= limit
+    if allocator == "uniform":
+        tokens = cache.plan.layers[0].tokens if cache.plan else 0
+        more = kvpolicy.Policy(selector=policy.selector, budget=tokens + 1)
+        assert tokens == PROMPT + NEW or run("llama", more, [PROMPT, 30]).nbytes > limit
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_generate(codec: str) -> None:
+    """`handle.plan` of a generate call, in which the number of new tokens is known."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 25], [PROMPT])
+    for selector in ("h2o", "snapkv:decode=grow"):
+        policy = words(selector, codec)
+        with kvpolicy.attach(model, policy) as handle:
+            model.generate(ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+            assert handle.cache is not None and handle.plan is not None
+            assert stored_bytes(handle.cache) == handle.cache.nbytes == handle.plan.nbytes
+            plan = kvpolicy.plan(model.config, policy, batch=2, prompt=[PROMPT, 25], new=NEW, dtype=torch.float32)
+            assert plan.nbytes == handle.plan.nbytes
+
+
+def test_bytes_are_really_freed() -> None:
+    """Not a mask over a full cache: half the budget is half the bytes, beside positions."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, [PROMPT], cache)
+    tokens = PROMPT // 2
+    counters = 2 * 8 + 8
+    assert stored_bytes(cache) == 3 * (tokens * 2 * (2 * 8 * 4 + 4) + counters)
+
+
+def test_left_alone_layers_count() -> None:
+    model = build("gemma3")
+    cache = run("gemma3", "window@0.5", [PROMPT])
+    notes = [layer.note for layer in cache.report().layers]
+    assert [bool(note) for note in notes] == [True, False] * 3
+    assert "left alone" in notes[0] and str(model.config.sliding_window) in notes[0]
+
+
+def test_largest_batch() -> None:
+    plan = kvpolicy.plan(build("llama").config, "window@0.5", prompt=100, dtype=torch.float32)
+    assert plan.largest_batch(10 * plan.nbytes) == 10
+    assert plan.largest_batch(10 * plan.nbytes - 1) == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    model = build("llama", dtype)
+    ids, mask = make_batch([PROMPT], [PROMPT])
+    policy = words("h2o", "kivi")
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, [PROMPT], cache)
+    assert stored_bytes(cache) == cache.nbytes
+    assert cache.nbytes == kvpolicy.plan(model.config, policy, prompt=PROMPT, dtype=dtype).nbytes

@@ -1,0 +1,61 @@
+"""Rule 3: a budget for everything and the plain codec give the stock cache's logits, for every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.play import ROWS, TURNS, make_batch, talk
+from tests.conformance.policies import SELECTORS, words
+
+SHORT = [TURNS[0], 1, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [*ROWS])
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
+@pytest.mark.parametrize("policy", ["full", "snapkv@40"])
+def test_equals_the_stock_cache(policy: str, family: str, rows: str) -> None:
+    model = build(family)
+    ids, mask = make_batch(ROWS[rows])
+    stock = talk(model, ids, mask, TURNS, DynamicCache(config=model.config))
+    with kvpolicy.attach(model, policy):
+        ours = talk(model, ids, mask, TURNS, PolicyCache(model))
+    assert (ours - stock)[mask.bool()].abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "squeeze"])
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_method(allocator: str, selector: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 11])
+    stock = talk(model, ids, mask, TURNS, DynamicCache())
+    with kvpolicy.attach(model, words(allocator, selector, budget="40")):
+        ours = talk(model, ids, mask, TURNS, PolicyCache(model, new=14))
+    assert (ours - stock)[mask.bool()].abs().max() < 3e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = build("llama", dtype)
+    ids, mask = make_batch([26, 11])
+    stock = talk(model, ids, mask, TURNS, DynamicCache())
+    with kvpolicy.attach(model, "h2o@40"):
+        ours = talk(model, ids, mask, TURNS, PolicyCache(model))
+    error = (ours - stock)[mask.bool()].abs().max()
+    assert error < (0.08 if dtype == torch.bfloat16 else 0.01) * stock.abs().max()
+
+
+def test_share_of_one_keeps_the_prompt_and_then_evicts() -> None:
+    """A share is of the prompt: with 1.0 the prompt is whole, and generated tokens compete from there on."""
+    model = build("llama")
+    ids, mask = make_batch([26])
+    stock = talk(model, ids, mask, SHORT, DynamicCache())
+    with kvpolicy.attach(model, "window@1.0"):
+        cache = PolicyCache(model)
+        ours = talk(model, ids, mask, SHORT, cache)
+    assert torch.allclose(ours[:, :26], stock[:, :26], atol=3e-5)
+    assert cache.slots[0].positions.sort().values.tolist() == [[list(range(3, 29))] * 2]

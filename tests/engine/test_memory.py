@@ -1,0 +1,120 @@
+"""Rule 6: a layer's prompt is compressed and freed before the next layer runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy import Policy, PolicyCache
+from kvpolicy.layer import PolicyLayer
+from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
+from tests.engine.live import Alive, stored_bytes
+
+LAYERS, TOKENS = 6, 512
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=8, max_position_embeddings=1024,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+class Watch:
+    """Counts, whenever a layer begins or ends, the cache's bytes and the storages of prompts that are alive."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.peak, self._prompts = 0, list[tuple[StorageWeakRef, int]]()
+        self._cache: PolicyCache | None = None
+        real = PolicyLayer.forward
+
+        def forward(layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Any) -> Tensor:
+            self._prompts += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in (k, v)]
+            self.count()
+            out = real(layer, q, k, v, valid, kernel)
+            self.count()
+            return out
+
+        patch.setattr(PolicyLayer, "forward", forward)
+
+    def follow(self, cache: PolicyCache) -> PolicyCache:
+        self._cache = cache
+        return cache
+
+    def count(self) -> None:
+        assert self._cache is not None
+        slots = sum(size for layer in self._cache.slots for kind, size in layer.held().items() if "prompt" not in kind)
+        alive = sum(size for reference, size in self._prompts if not reference.expired())
+        self.peak = max(self.peak, slots + alive)
+
+
+def prefill(policy: Policy | str, patch: pytest.MonkeyPatch, *, padded: bool = False) -> tuple[int, PolicyCache]:
+    """The peak of a prefill, and its cache."""
+    model, watch = llama(), Watch(patch)
+    ids = torch.randint(0, 8, (2, TOKENS))
+    mask = torch.ones_like(ids)
+    mask[1, : TOKENS // 3] = not padded
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = watch.follow(PolicyCache(model))
+        model(ids, attention_mask=mask, past_key_values=cache)
+    return watch.peak, cache
+
+
+ONE_LAYER = 2 * 2 * TOKENS * 64 * 4
+"""Keys and values of one layer's prompt, two rows, fp32."""
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", [*SELECTORS, "kvcrush:page=16/h2o"])
+def test_peak(selector: str, codec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    peak, cache = prefill(words(selector, codec, budget="0.25"), monkeypatch, padded=padded)
+    assert stored_bytes(cache) == cache.nbytes
+    assert peak <= 1.1 * (cache.nbytes + ONE_LAYER)
+
+
+def test_peak_of_squeeze_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = with_profile("squeeze+snapkv@0.25", tmp_path, [0.1, 0.2, 0.9, 0.5, 0.91, 0.92])
+    peak, cache = prefill(policy, monkeypatch)
+    assert peak <= 1.1 * (cache.nbytes + ONE_LAYER)
+
+
+def test_peak_of_squeeze_online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring has to see every layer first: the whole prompt is held, and not more; then it is freed."""
+    peak, cache = prefill("squeeze+snapkv@0.25", monkeypatch)
+    assert LAYERS * ONE_LAYER <= peak <= 1.1 * LAYERS * ONE_LAYER
+    assert stored_bytes(cache) == cache.nbytes < 0.3 * LAYERS * ONE_LAYER
+
+
+@pytest.mark.parametrize("selector", [*SELECTORS])
+def test_whole_peak(selector: str) -> None:
+    """Everything that a prefill allocates, beside what the same prefill takes without any cache."""
+    model = llama()
+    ids = torch.randint(0, 8, (2, TOKENS))
+    with torch.no_grad(), Alive(model) as bare:
+        model(ids, use_cache=False)
+    with torch.no_grad(), kvpolicy.attach(model, words(selector, budget="0.25")), Alive(model) as ours:
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+    statistics = 10 * 1024**2  # a tile of scores, its softmax and its queries, for what sums over all of them
+    assert ours.peak <= bare.peak + 1.1 * (cache.nbytes + ONE_LAYER) + statistics * (selector == "h2o")
+
+
+def test_a_prompt_in_chunks_never_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks join under the budget, so that the peak is that of a chunk."""
+    model, watch = llama(), Watch(monkeypatch)
+    ids = torch.randint(0, 8, (2, TOKENS))
+    with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"):
+        cache = watch.follow(PolicyCache(model, prompt=TOKENS))
+        for chunk in ids.split(64, 1):
+            model(chunk, past_key_values=cache)
+    assert watch.peak <= 1.1 * (cache.nbytes + ONE_LAYER * 64 / TOKENS)

@@ -1,0 +1,81 @@
+"""Rule 5: nothing in a prefill is as large as a full attention matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.policies import SELECTORS, words
+
+HEADS = 4
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of any tensor that an operator returned, and the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self.where = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().nbytes() > self.most:
+                self.most, self.where = tensor.untyped_storage().nbytes(), str(func)
+        return out
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=HEADS, num_key_value_heads=2,
+        vocab_size=8, max_position_embeddings=8192,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def largest(policy: str, tokens: int, rows: list[int]) -> tuple[int, str]:
+    """Of a prefill and of a continuation of half its size."""
+    llama = model()
+    ids = torch.randint(0, 8, (len(rows), tokens))
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(rows):
+        mask[row, : tokens - length] = 0
+    with torch.no_grad(), kvpolicy.attach(llama, policy), Largest() as seen:
+        cache = PolicyCache(llama)
+        llama(ids, attention_mask=mask, past_key_values=cache)
+        more = torch.ones(len(rows), tokens // 2, dtype=torch.int64)
+        llama(more, attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+    return seen.most, seen.where
+
+
+METHODS = [
+    *(words(selector) for selector in SELECTORS),
+    "squeeze+window@0.5",
+    "kvcrush:page=32/h2o@0.5",
+    "kvcrush:buckets=distance:pick=best/window@0.5",
+    "h2o+kivi@0.5",
+    "full",
+]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", METHODS)
+def test_no_square(policy: str, padded: bool) -> None:
+    """Less than one byte per pair of tokens, for all heads and rows together: not even a mask of bool fits in that."""
+    most, where = largest(policy, 4096, [4096, 2700] if padded else [4096])
+    assert most < 4096**2, where
+
+
+def test_tiles_stay_small() -> None:
+    """Doubling the prompt doubles what is held, and does not quadruple it."""
+    small, large = (largest("h2o@0.25", tokens, [tokens])[0] for tokens in (2048, 4096))
+    assert large <= 2.1 * small

@@ -1,0 +1,44 @@
+"""The README's Python runs as written, and its commands ask for extras that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+COMMANDS = (
+    'pip install -c constraints.txt -e ".[all]" && '
+    "lm_eval --model kvpolicy --model_args policy=squeeze+kvcrush --tasks kvpolicy",
+    'pip install -c constraints.txt -e ".[all,test]" && pytest',
+)
+
+if not README.exists():
+    pytest.skip("the README is not installed", allow_module_level=True)
+TEXT = README.read_text(encoding="utf-8")
+
+
+def test_python_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+    exec(compile(code, str(README), "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert "is the answer; the right one is" in printed
+    assert "bytes held; the full cache" in printed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_stand_on_a_line_of_their_own(command: str) -> None:
+    assert TEXT.splitlines().count(command) == 1
+
+
+def test_links_lead_to_files() -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", TEXT):
+        assert "://" in target or (ROOT / target).exists(), f"README.md links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("name", ["embedded", "bench"])
+def test_tables_have_a_place(name: str) -> None:
+    assert len(re.findall(rf"<!-- table:{name} -->\n.*?<!-- /table -->", TEXT, re.DOTALL)) == 1
