@@ -157,8 +157,8 @@ class Handle:
             result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
             if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
                 _check_stock(model_kwargs["past_key_values"])
-                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, new=new)
-                self.cache.prompt = _row_lengths(model_kwargs, columns, generation_config)
+                prompt = _row_lengths(model_kwargs, columns)
+                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
             return result
 
         model._prepare_cache_for_generation = prepare_cache
@@ -240,12 +240,10 @@ def _prompt_columns(model_kwargs: dict[str, Any], cache: Any, length: int, gener
     return int(getattr(generation_config, "_mask_length", 0) or 0)
 
 
-def _row_lengths(model_kwargs: dict[str, Any], columns: int, generation_config: Any) -> Tensor | None:
-    """Tokens of each row's prompt, after `generate` has repeated rows for beams and samples."""
+def _row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
+    """Tokens of each row's prompt; `generate` drops a mask without padding."""
     mask = model_kwargs.get("attention_mask")
-    if mask is None or not columns:
-        return None
-    return mask.sum(-1).cpu()
+    return (columns or None) if mask is None else mask.sum(-1).cpu()
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:

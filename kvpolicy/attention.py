@@ -87,7 +87,7 @@ def _tiled(
         if valid is not None:  # a padding query sees nothing: neither an output nor a vote
             share = share.masked_fill_(~valid[:, None, None, start:stop, None], 0)
         if mass is not None:
-            mass[..., :seen] += share.sum(3)
+            mass[..., :seen] += share.detach().sum(3)
         mixed = share.flatten(2, 3).to(v.dtype) @ values[:, :, :seen]
         grouped_out[:, :, :, start:stop] = mixed.unflatten(2, (group, count))
     return out, None if mass is None else mass.flatten(1, 2)

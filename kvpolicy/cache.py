@@ -211,7 +211,8 @@ class PolicyCache(Cache):
     def alone_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy leaves as they are, by layer."""
         stock: dict[int, Any] = {i: layer for i, layer in enumerate(self.layers) if not isinstance(layer, PolicyLayer)}
-        return {i: layer.keys.nbytes + layer.values.nbytes for i, layer in stock.items() if layer.is_initialized}
+        held = {i: (layer.keys, layer.values) for i, layer in stock.items() if layer.is_initialized}
+        return {i: sum(t.untyped_storage().nbytes() for t in pair) for i, pair in held.items()}
 
     # what transformers asks
 
@@ -221,7 +222,11 @@ class PolicyCache(Cache):
         """Hand keys and values to the layer."""
         if not self.link.active:
             raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: let that go
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        return states
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""

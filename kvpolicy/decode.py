@@ -40,12 +40,12 @@ def decode_step(
     index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
     position = (layer.length - 1).to(torch.int32)[:, None, None].expand_as(slot)
     for target, at, item in ((layer.keys, index, k), (layer.values, index, v), (layer.positions, slot, position)):
-        _put(target, at, item, valid)
+        _put(target, at, item.detach(), valid)
     for part in tensors(layer.state):
         _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
     out, row = attend_slots(q, layer.parts(), layer.positions >= 0, kernel, selector.needs.row)
     if row is not None and selector.needs.row:
-        _learn(layer, row, view, valid)
+        _learn(layer, row.detach(), view, valid)
     return out
 
 
@@ -55,7 +55,7 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
     full = live.sum(-1, keepdim=True) >= layer.budget[:, None, None]
     if valid is not None:
         full = full & valid[:, :, None]
-    if layer.policy.selector.decode == "evict":
+    if not layer.grows:
         worth = layer.policy.selector.priority(layer.state, view).masked_fill(~live, torch.inf)
         lowest = live & (worth == worth.amin(-1, keepdim=True))
         # Ties go to the earlier position, so the latest of the lowest is evicted.
@@ -64,8 +64,8 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
     else:
         _insist(~full.any(), "the cache has no room left: call cache.tick() between steps")
     free = positions[..., : layer.layout.exact] < 0
-    if layer.layout.coded:
-        _insist(free.any(-1).all(), "a block waits to be coded: call cache.tick() between steps")
+    if layer.can_run_out:
+        _insist(free.any(-1).all(), "the cache has no free slot: call cache.tick() between steps")
     return free.to(torch.uint8).argmax(-1, keepdim=True)
 
 

@@ -32,7 +32,7 @@ class ModelShape:
         return 2 * self.shape.heads * self.shape.head_dim * self.shape.dtype.itemsize
 
     def alone_bytes(self, layer_idx: int, batch: int, columns: int) -> int:
-        """Bytes of a layer that is left alone, after `columns` tokens."""
+        """Bytes of a layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
         return batch * min(columns, self.left_alone[layer_idx] - 1) * self.token_bytes()
 
 

@@ -24,6 +24,8 @@ from kvpolicy.protocols import Codes, Layout, State
 from kvpolicy.slots import oldest_exact, pack_loose, place_block
 from kvpolicy.state import map_state, tensors
 
+FAR = torch.iinfo(torch.int32).max
+
 
 class PolicyLayer(CacheLayerMixin):
     """The slots of one layer.
@@ -57,6 +59,7 @@ class PolicyLayer(CacheLayerMixin):
         self.layout = Layout(0, 0)
         self.tokens = 0
         self._room: float = 0
+        self.short = False  # fewer slots than budget: more tokens were not expected
 
     # what transformers asks
 
@@ -150,9 +153,9 @@ class PolicyLayer(CacheLayerMixin):
             self.lazy_initialization(k, v)
         needs, past = self.policy.selector.needs, self.past()
         out, total = attend(q, k, v, kernel, past, valid, needs.total)
-        tail = newest_queries(q, valid, needs.tail) if needs.tail else None
+        tail = newest_queries(q.detach(), valid, needs.tail) if needs.tail else None
         self.columns.add_(q.shape[2])
-        self.prompt = Prompt(k, v, valid, total, tail, kernel)
+        self.prompt = Prompt(k.detach(), v.detach(), valid, total, tail, kernel)  # slots hold no autograd graph
         self._on_prompt(self)
         return out
 
@@ -172,6 +175,7 @@ class PolicyLayer(CacheLayerMixin):
         self.tokens = max(tokens, self.tokens)
         self._lay_out(self.policy.codec.layout(self.tokens))
         self.budget = keep + room
+        self.short = self.tokens < int(self.budget.amax())
         self.keys, self.values = pack_loose(self, loose)
         self._code_full()
 
@@ -208,9 +212,9 @@ class PolicyLayer(CacheLayerMixin):
             self._code_full()
 
     def make_room(self) -> None:
-        """Extend a growing cache that has no room for another step."""
+        """Extend a cache that has no slot for another step: a growing one, or one told too few tokens to come."""
         if self._room < 1:
-            self.extend(ROOM)
+            self.extend(ROOM if self.grows else min(ROOM, int(self.budget.amax()) - self.tokens))
             self._code_full()
 
     def _code_full(self) -> None:
@@ -224,13 +228,21 @@ class PolicyLayer(CacheLayerMixin):
 
     def _free(self) -> float:
         """Steps that are sure to fit: none is ever refused where each evicts a token in place."""
-        grows = self.policy.selector.decode == "grow"
-        if not grows and not self.layout.coded:
+        if not self.can_run_out:
             return math.inf
-        free = self.layout.exact - self._exact_count()
-        if grows:
-            free = torch.minimum(free, self.budget[:, None] - (self.positions >= 0).sum(-1))
-        return int(free.amin())
+        count = (self.positions >= 0).sum(-1)
+        limit = self.budget[:, None] if self.grows else self.tokens if self.short else FAR
+        return int(torch.minimum(self.layout.exact - self._exact_count(), limit - count).amin())
+
+    @property
+    def grows(self) -> bool:
+        """Whether generated tokens get room beside the budget."""
+        return self.policy.selector.decode == "grow"
+
+    @property
+    def can_run_out(self) -> bool:
+        """Whether a step may find no free slot, since it waits for a block to be coded or for more slots."""
+        return self.grows or self.short or self.layout.coded > 0
 
     def flush(self) -> None:
         """Code the oldest block of the exact part, in every head whose exact part is full. Traceable, no sync."""
@@ -244,7 +256,7 @@ class PolicyLayer(CacheLayerMixin):
             self.extend(held + new - self.tokens)
 
     def extend(self, tokens: int) -> None:
-        """Give a growing cache room for `tokens` more."""
+        """Make slots for `tokens` more; in a growing cache they are budget too."""
         assert self.keys is not None and self.values is not None
         old = self.layout.exact
         exact_positions, exact_state = self.positions[..., :old], map_state(lambda t: t[..., :old], self.state)
@@ -255,7 +267,9 @@ class PolicyLayer(CacheLayerMixin):
             now[..., :old] = then
         pad = (0, 0, 0, self.layout.exact - old)
         self.keys, self.values = (F.pad(t, pad) for t in (self.keys, self.values))
-        self.budget = self.budget + tokens
+        if self.grows:
+            self.budget = self.budget + tokens
+        self.short = not self.grows and self.tokens < int(self.budget.amax())
 
     # reading
 

@@ -91,10 +91,11 @@ def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
     floor = policy.selector.floor
     short = base < floor
     if bool(short.any()):
-        tokens, length = int(base[short][0]), int(prompt[short][0])
+        row = int(prompt.masked_fill(~short, torch.iinfo(torch.int64).max).argmin())  # what works for it works for all
+        tokens, length = int(base[row]), int(prompt[row])
         raise ValueError(
             f"A budget of {policy.budget} leaves {tokens} of {length} prompt tokens, too few for {policy.selector}: "
-            f"the smallest that works is {floor} tokens, a share of {-(-1000 * floor // length) / 1000}."
+            f"the smallest that works is {floor} tokens, a share of {-(-(10**6) * floor // length) / 10**6}."
         )
 
 

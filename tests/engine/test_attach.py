@@ -1,0 +1,233 @@
+"""Attaching leaves no trace, and says in one sentence what it cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.layer import PolicyLayer
+from tests.conformance.models import FAMILIES, build
+from tests.conformance.play import make_batch
+
+POLICY = "squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5"
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs")
+
+
+def trace(model: nn.Module) -> list[Any]:
+    """All that attaching could change: attributes, hooks and configs of every module."""
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        found.append((name, sorted(key for key in vars(module) if not key.startswith("_forward"))))
+        found.append((name, type(module), vars(module).get("forward")))
+        found += [(name, hook, list(vars(module).get(hook, ()))) for hook in HOOKS]
+        config = getattr(module, "config", None)
+        if config is not None:
+            found.append((name, config._attn_implementation, repr(config)))
+    return found
+
+
+def logits(model: Any, **how: Any) -> torch.Tensor:
+    ids, mask = make_batch([20, 13], [20])
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, **how).logits
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_no_trace(family: str) -> None:
+    model = build(family)
+    before, stock = trace(model), logits(model)
+    with kvpolicy.attach(model, POLICY) as handle:
+        assert trace(model) != before
+        logits(model, use_cache=True)
+        assert handle.cache is not None
+    assert trace(model) == before
+    assert torch.equal(logits(model), stock)
+
+
+class Boom(Exception):
+    pass
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_grouped", "gemma2"])
+def test_no_trace_after_an_exception_inside_a_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(family)
+    before, stock = trace(model), logits(model)
+    real, calls = PolicyLayer.forward, list[int]()
+
+    def forward(self: PolicyLayer, *args: Any) -> Any:
+        calls.append(self.layer_idx)
+        if len(calls) == 2:
+            raise Boom
+        return real(self, *args)
+
+    monkeypatch.setattr(PolicyLayer, "forward", forward)
+    with pytest.raises(Boom), kvpolicy.attach(model, POLICY):
+        logits(model, use_cache=True)
+    assert trace(model) == before
+    assert torch.equal(logits(model), stock)
+
+
+def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that broke off in the middle of measuring leaves nothing to the next one."""
+    model = build("llama")
+    with kvpolicy.attach(model, POLICY) as handle:
+        want = logits(model, use_cache=True)
+        kept = handle.cache.slots[2].positions.clone() if handle.cache else None
+        with monkeypatch.context() as patch:
+            real = PolicyLayer.forward
+
+            def forward(self: PolicyLayer, *args: Any) -> Any:
+                if self.layer_idx == 1:
+                    raise Boom
+                return real(self, *args)
+
+            patch.setattr(PolicyLayer, "forward", forward)
+            with pytest.raises(Boom):
+                logits(model, use_cache=True)
+        assert torch.equal(logits(model, use_cache=True), want)
+        assert kept is not None and handle.cache is not None
+        assert torch.equal(handle.cache.slots[2].positions, kept)
+
+
+def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    before = trace(model)
+    monkeypatch.setattr("kvpolicy.attachment.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
+    with pytest.raises(Boom):
+        kvpolicy.attach(model, POLICY)
+    assert trace(model) == before
+    monkeypatch.undo()
+    kvpolicy.attach(model, POLICY).detach()
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("policy", ["nonsense", "window@2MiBi", "streaming@2"])
+def test_a_bad_policy_leaves_the_model_alone(policy: str) -> None:
+    model = build("llama")
+    before = trace(model)
+    with pytest.raises(ValueError):
+        kvpolicy.attach(model, policy)
+    assert trace(model) == before
+
+
+def test_twice_is_refused() -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="already attached"):
+        kvpolicy.attach(model, "h2o")
+    with kvpolicy.attach(model, "h2o"):
+        pass
+
+
+def test_inner_model_is_refused_while_attached() -> None:
+    """The decoder inside has the same modules: two policies would fight over them."""
+    model = build("llama")
+    with kvpolicy.attach(model, "window"):
+        try:
+            inner = kvpolicy.attach(model.model, "h2o")
+        except ValueError as error:
+            assert "already" in str(error)
+        else:
+            inner.detach()
+            pytest.fail("two policies were attached to the same layers")
+
+
+def test_another_model_of_the_same_config() -> None:
+    """Two models may share their config object, and a policy is attached to one of them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48)
+    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    ids, mask = make_batch([20, 13], [20])
+    how: Any = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
+    stock = other.generate(ids, **how)
+    with kvpolicy.attach(one, "window@0.5"):
+        assert torch.equal(other.generate(ids, **how), stock)
+
+
+def test_detach_is_idempotent() -> None:
+    model = build("llama")
+    before = trace(model)
+    handle = kvpolicy.attach(model, POLICY)
+    handle.detach()
+    handle.detach()
+    assert trace(model) == before
+    with kvpolicy.attach(model, "window"):
+        handle.detach()
+        assert trace(model) != before
+
+
+def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, "window") as handle:
+        logits(model, use_cache=True)
+        cache = handle.cache
+    with pytest.raises(ValueError, match="detached"):
+        model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+    with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match="detached"):
+        model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+
+
+def test_a_cache_needs_an_attached_model() -> None:
+    with pytest.raises(ValueError, match="No policy is attached"):
+        PolicyCache(build("llama"))
+
+
+def test_a_cache_of_another_model_is_refused() -> None:
+    other = build("qwen2")
+    with kvpolicy.attach(build("llama"), "window"), kvpolicy.attach(other, "h2o"):
+        cache = PolicyCache(other)
+        with pytest.raises(ValueError):
+            build("llama")(torch.ones(1, 3, dtype=torch.int64), past_key_values=cache)
+
+
+def test_training_and_no_cache_are_untouched() -> None:
+    model = build("llama")
+    stock = logits(model, use_cache=False)
+    ids, _ = make_batch([20], [20])
+    with kvpolicy.attach(model, POLICY) as handle:
+        assert torch.allclose(logits(model, use_cache=False), stock, atol=1e-5)
+        model.train()
+        try:
+            model(ids, labels=ids).loss.backward()
+        finally:
+            model.eval()
+        assert handle.cache is None
+        gradient = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert torch.allclose(model.model.layers[0].self_attn.k_proj.weight.grad, gradient, atol=1e-5)
+    model.zero_grad()
+
+
+def test_slots_hold_no_graph() -> None:
+    """Without `no_grad`, too, a compressed prompt is freed."""
+    model = build("llama")
+    ids, _ = make_batch([20], [20])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    layer = cache.slots[0]
+    assert not any(t.requires_grad for t in (layer.keys, layer.values, *layer.state) if isinstance(t, torch.Tensor))
+
+
+def test_report_before_anything_ran() -> None:
+    with kvpolicy.attach(build("llama"), "window") as handle:
+        assert handle.plan is None
+        with pytest.raises(ValueError, match="nothing to report"):
+            handle.report()
+
+
+def test_report_tells_budgets_and_bytes() -> None:
+    with kvpolicy.attach(build("gemma2"), "window@0.5") as handle:
+        logits(build("gemma2"), use_cache=True)
+        report = handle.report()
+    assert report.nbytes < report.full_nbytes
+    assert [layer.budget for layer in report.layers] == [(), (10, 6)] * 3
+    assert all(word in str(report) for word in ("left alone", "kept [10, 6] of [20, 13]", "window@0.5"))
+    assert report.as_dict()["layers"][1]["kept"] == (10, 6)

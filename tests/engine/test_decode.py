@@ -1,0 +1,128 @@
+"""Rule 2: fixed slots, overwritten in place, through hundreds of steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.state import tensors
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.replay import kept_positions
+
+PROMPT, STEPS = 30, 200
+
+
+def buffers(cache: PolicyCache) -> list[Tensor]:
+    """Every tensor of every layer."""
+    found: list[Any] = []
+    for layer in cache.slots:
+        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
+        found += [*tensors(layer.state), *tensors(layer.codes)]
+    return found
+
+
+def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, list[list[int]]]:
+    """A long conversation; returns the cache and where its buffers were after each step."""
+    model = build("llama")
+    ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
+    places: list[list[int]] = []
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=steps)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        for column in range(PROMPT, PROMPT + steps):
+            places.append([t.data_ptr() for t in buffers(cache)])
+            forward(model, ids, mask, column, column + 1, cache)
+    return cache, [*places, [t.data_ptr() for t in buffers(cache)]]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_nothing_is_allocated_again(selector: str, codec: str) -> None:
+    cache, places = run(words(selector, codec), [PROMPT, 21])
+    assert all(place == places[0] for place in places)
+    for layer in cache.slots:
+        assert layer.length.tolist() == [PROMPT + STEPS, 21 + STEPS]
+        ends = zip(kept_positions(layer), layer.budget.tolist(), layer.length.tolist(), strict=True)
+        for row, budget, length in ends:
+            assert all(len(head) == budget and head[-1] == length - 1 for head in row)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", ["window:decode=grow", "h2o:decode=grow", "full"])
+def test_room_for_what_was_announced(selector: str, codec: str) -> None:
+    """A growing cache, too, is allocated once where it knows how many tokens will come."""
+    budget = "1.0" if selector == "full" else "0.5"
+    cache, places = run(words(selector, codec, budget=budget), [PROMPT, 21], steps=60)
+    assert all(place == places[0] for place in places)
+    held = (cache.slots[0].positions >= 0).sum(-1)[:, 0].tolist()
+    assert held == ([90, 81] if selector == "full" else [75, 70])
+
+
+def test_room_for_what_was_not_announced() -> None:
+    """Without a hint, room is added in large pieces, and nothing is lost."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * 300)
+    with kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        for column in range(PROMPT - 1, PROMPT + 300):
+            forward(model, ids, mask, 0 if column < PROMPT else column, column + 1, cache)
+    assert kept_positions(cache.slots[0])[0][0] == list(range(PROMPT + 300))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("base", ["streaming:sinks=4", "kvcrush/streaming:sinks=4"])
+def test_sinks_survive(base: str, codec: str) -> None:
+    cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21])
+    for layer in cache.slots:
+        for row in kept_positions(layer):
+            assert all(head[:4] == [0, 1, 2, 3] for head in row)
+
+
+def test_h2o_goes_on_accumulating() -> None:
+    """Each step hands out one unit of attention per head, to what is kept; what is evicted takes its sum along."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * 20)
+    with kvpolicy.attach(model, "h2o@200"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        before = cache.slots[1].state.score.sum(-1)
+        for column in range(PROMPT, PROMPT + 20):
+            forward(model, ids, mask, column, column + 1, cache)
+    assert torch.allclose(before, torch.full_like(before, PROMPT))
+    assert torch.allclose(cache.slots[1].state.score.sum(-1), before + 20)
+
+
+def test_a_heavy_hitter_among_generated_tokens_stays() -> None:
+    """Tokens that gather attention while generating outlive the window, which SnapKV's do not."""
+    kept: dict[str, int] = {}
+    for selector in ("h2o", "snapkv:window=6"):
+        cache, _ = run(f"{selector}@0.5", [PROMPT], steps=60)
+        window = int(cache.slots[0].budget) // 2 + 1
+        newest = int(cache.slots[0].length) - window
+        kept[selector] = sum(PROMPT <= p < newest for layer in cache.slots for h in kept_positions(layer)[0] for p in h)
+    assert kept["h2o"] > 0
+    assert kept["snapkv:window=6"] == 0
+
+
+def test_positions_are_original() -> None:
+    """Rule 8: whatever is evicted, keys keep the rotary position of their token."""
+    cache, _ = run("window@0.5", [PROMPT], steps=50)
+    assert kept_positions(cache.slots[0]) == [[list(range(65, 80))] * 2]
+
+
+def test_slots_are_ascending_after_a_prompt() -> None:
+    """Rule 7."""
+    for selector in SELECTORS:
+        cache, _ = run(words(selector), [PROMPT, 21], steps=0)
+        for layer in cache.slots:
+            for row, budget in zip(layer.positions.tolist(), layer.budget.tolist(), strict=True):
+                for head in row:
+                    assert head[:budget] == sorted(head[:budget]) and min(head[:budget]) >= 0
+                    assert set(head[budget:]) <= {-1}

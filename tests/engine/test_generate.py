@@ -1,0 +1,208 @@
+"""`model.generate` inside `attach`, in all its modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import FAMILIES, build
+from tests.conformance.play import make_batch
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.replay import kept_positions
+
+NEW = 12
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampling": GREEDY | {"do_sample": True, "temperature": 0.8, "top_k": 20},
+    "beams": GREEDY | {"num_beams": 3},
+    "sampled beams": GREEDY | {"num_beams": 3, "do_sample": True},
+    "several": GREEDY | {"do_sample": True, "num_return_sequences": 3},
+    "several beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2},
+    "chunks": GREEDY | {"prefill_chunk_size": 7},
+    "no cache": GREEDY | {"use_cache": False},
+}
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:
+    torch.manual_seed(0)
+    return model.generate(ids, attention_mask=mask, **how)
+
+
+@pytest.mark.parametrize("rows", [[24], [24, 15, 9]])
+@pytest.mark.parametrize("mode", [*MODES])
+def test_full_budget_gives_the_stock_tokens(mode: str, rows: list[int]) -> None:
+    model = build("llama")
+    ids, mask = make_batch(rows, [24])
+    stock = generate(model, ids, mask, **MODES[mode])
+    for policy in ("full", "h2o@64", "squeeze+snapkv@64"):
+        with kvpolicy.attach(model, policy) as handle:
+            ours = generate(model, ids, mask, **MODES[mode])
+            assert (handle.cache is None) == (mode == "no cache")
+        assert torch.equal(ours, stock), policy
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_families(family: str) -> None:
+    model = build(family)
+    ids, mask = make_batch([24, 15], [24])
+    stock = generate(model, ids, mask, **GREEDY)
+    with kvpolicy.attach(model, "snapkv@64"):
+        assert torch.equal(generate(model, ids, mask, **GREEDY), stock)
+    with kvpolicy.attach(model, words("squeeze", "kvcrush", "kivi")) as handle:
+        generate(model, ids, mask, **GREEDY)
+        assert handle.cache is not None
+        assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.slots)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beams", "several", "several beams"])
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", [*SELECTORS, "h2o:decode=grow"])
+def test_small_budgets(selector: str, codec: str, mode: str) -> None:
+    """Rows are repeated and reordered with all that belongs to them; budgets hold; nothing is lost."""
+    model = build("llama")
+    ids, mask = make_batch([24, 15], [24])
+    with kvpolicy.attach(model, words(selector, codec)) as handle:
+        out = generate(model, ids, mask, **MODES[mode])
+        again = generate(model, ids, mask, **MODES[mode])
+    assert torch.equal(out, again)
+    assert handle.cache is not None
+    for layer in handle.cache.slots:
+        assert ((layer.positions >= 0).sum(-1) <= layer.budget[:, None]).all()
+        for row, length in zip(kept_positions(layer), layer.length.tolist(), strict=True):
+            assert all(head[-1] == length - 1 and len(set(head)) == len(head) for head in row)
+
+
+def test_beams_carry_their_own_slots() -> None:
+    """A beam's continuation is what the same tokens give alone."""
+    model = build("llama")
+    ids, mask = make_batch([24], [24])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        out = model.generate(
+            ids, attention_mask=mask, **MODES["several beams"], return_dict_in_generate=True, output_scores=True
+        )
+        for beam, score in zip(out.sequences, out.sequences_scores, strict=True):
+            cache, logits = PolicyCache(model, new=NEW), []
+            with torch.no_grad():
+                logits.append(model(ids, past_key_values=cache).logits[:, -1])
+                for token in beam[24:-1]:
+                    logits.append(model(token.view(1, 1), past_key_values=cache).logits[:, -1])
+            chances = torch.cat(logits).log_softmax(-1)
+            alone = chances.gather(-1, beam[24:, None]).sum() / NEW
+            assert torch.allclose(alone, score, atol=1e-4)
+
+
+@pytest.mark.parametrize("selector", ["snapkv:window=6", "streaming:sinks=2", "h2o", "squeeze+window"])
+def test_all_chunks_are_compressed(selector: str) -> None:
+    """Not only the first, as elsewhere."""
+    model = build("llama")
+    ids, mask = make_batch([60, 41], [60])
+    with kvpolicy.attach(model, f"{selector}@0.5") as handle:
+        generate(model, ids, mask, do_sample=False, max_new_tokens=1, prefill_chunk_size=16)
+    assert handle.cache is not None
+    slots = handle.cache.slots
+    total = torch.stack([(layer.positions >= 0).sum(-1)[:, 0] for layer in slots]).sum(0)
+    assert total.tolist() == [30 * 3, 20 * 3]
+    assert all(layer.length.tolist() == [60, 41] for layer in slots)
+
+
+@pytest.mark.parametrize("policy", ["window@20", "h2o+kivi:group_size=4:residual_length=4@0.5", "full"])
+def test_second_turn(policy: str) -> None:
+    """The conversation goes on over the same cache; with room for all of it, as if it had never stopped."""
+    model = build("llama")
+    ids, mask = make_batch([24], [24])
+    more = torch.full((1, 5), 7)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        first = generate(model, ids, mask, past_key_values=cache, **GREEDY)
+        whole = torch.cat([first, more], 1)
+        second = generate(model, whole, torch.ones_like(whole), past_key_values=cache, **GREEDY)
+        length = 24 + NEW + 5 + NEW - 1
+        assert cache.slots[0].length.tolist() == [length]
+        if policy == "full":
+            fresh = generate(model, whole, torch.ones_like(whole), past_key_values=PolicyCache(model), **GREEDY)
+            assert torch.equal(second, fresh)
+            assert kept_positions(cache.slots[0])[0][0] == list(range(length))
+
+
+def test_padded_second_turn() -> None:
+    model = build("llama")
+    ids, mask = make_batch([24, 15], [24])
+    with kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        first = generate(model, ids, mask, past_key_values=cache, **GREEDY)
+        longer = torch.cat([first, torch.full((2, 4), 9)], 1)
+        wide = torch.cat([mask, torch.ones(2, NEW + 4, dtype=mask.dtype)], 1)
+        second = generate(model, longer, wide, past_key_values=cache, **GREEDY)
+    assert torch.equal(second, generate(model, longer, wide, **GREEDY))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", ["window@64", "h2o@64", "h2o:decode=grow@0.5", "full"])
+def test_more_tokens_than_announced(policy: str, codec: str) -> None:
+    """A hint that was too low costs memory, never a token."""
+    model = build("llama")
+    ids, _ = make_batch([24], [24])
+    body, _, budget = policy.partition("@")
+    coded = f"{body}+kivi:group_size=4:residual_length=4" if codec == "kivi" else body
+    with kvpolicy.attach(model, coded + (f"@{budget}" if budget else "")), torch.no_grad():
+        cache = PolicyCache(model, new=3)
+        model(ids, past_key_values=cache)
+        prompt = kept_positions(cache.slots[0])[0]
+        for _ in range(14):
+            model(ids[:, :1], past_key_values=cache)
+    for old, now in zip(prompt, kept_positions(cache.slots[0])[0], strict=True):
+        assert now == [*old, *range(24, 38)]
+
+
+@pytest.mark.parametrize("selector", ["window", "h2o"])
+def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
+    model = build("llama")
+    ids, _ = make_batch([90], [90])
+    with kvpolicy.attach(model, f"{selector}@10"):
+        cache = PolicyCache(model)
+        model.generate(ids[:, :20], past_key_values=cache, **GREEDY)
+        model.generate(torch.cat([ids[:, : 20 + NEW], ids[:, :50]], 1), past_key_values=cache, **GREEDY)
+    assert cache.slots[0].positions.shape[-1] == 10
+
+
+def test_embeddings_in_place_of_tokens() -> None:
+    model = build("llama")
+    ids, mask = make_batch([24, 15], [24])
+    given: Any = {"inputs_embeds": model.get_input_embeddings()(ids), "attention_mask": mask}
+    stock = model.generate(**given, **GREEDY)
+    with kvpolicy.attach(model, "squeeze+snapkv@64"):
+        assert torch.equal(model.generate(**given, **GREEDY), stock)
+
+
+@pytest.mark.parametrize("extra", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_assisted_decoding_works_or_says_so(extra: str) -> None:
+    """A token that was evicted for a rejected draft cannot come back: one sentence, not wrong text."""
+    model = build("llama")
+    ids, mask = make_batch([24], [24])
+    value: Any = build("qwen2") if extra == "assistant_model" else 3
+    stock = generate(model, ids, mask, **GREEDY, **{extra: value})
+    with kvpolicy.attach(model, "h2o@0.5"):
+        try:
+            ours = generate(model, ids, mask, **GREEDY, **{extra: value})
+        except ValueError as error:
+            assert str(error).endswith(".") and ". " not in str(error)
+        else:
+            assert ours.shape == stock.shape
+
+
+def test_cropping_says_so() -> None:
+    model = build("llama")
+    ids, mask = make_batch([24], [24])
+    with kvpolicy.attach(model, "h2o@0.5") as handle:
+        generate(model, ids, mask, **GREEDY)
+        assert handle.cache is not None
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            handle.cache.crop(-3)
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            handle.cache.crop(20)
