@@ -12,8 +12,9 @@ from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy import falcon
-from kvpolicy.backend import PREFIX, register
+from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
+from kvpolicy.configs import configs_of, swap_implementation
 from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon
 from kvpolicy.planning import CachePlan
 from kvpolicy.policy import Policy
@@ -118,7 +119,7 @@ class Handle:
 
     def _connect(self, sites: Sites) -> None:
         # Pushed in this order, undone in reverse.
-        self._swap_implementation(sites)
+        self._undo.append(swap_implementation(self._model))
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
         for site in sites.layers:
@@ -128,16 +129,6 @@ class Handle:
             if self.policy.allocator.measure:
                 self._measure(site)
         self._offer_cache()
-
-    def _swap_implementation(self, sites: Sites) -> None:
-        configs = {id(m.config): m.config for m in (self._model, sites.decoder, *(s.attention for s in sites.layers))}
-        for config in configs.values():
-            text: Any = config.get_text_config(decoder=True)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-            before = text._attn_implementation
-            if before is not None and before.startswith(PREFIX):
-                continue  # the same config, seen from another module
-            self._undo.append(lambda text=text, before=before: setattr(text, "_attn_implementation_internal", before))
-            text._attn_implementation_internal = register(before)
 
     def _offer_cache(self) -> None:
         """Let `generate` begin with a cache under the policy, told how many tokens will come."""
@@ -192,10 +183,15 @@ class Handle:
             _check_stock(cache)
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
+            self._check_own(cache)
             self._running = cache
             tokens: Any = kwargs.get("input_ids", args[0] if args else None)
             cache.begin(kwargs["inputs_embeds"] if tokens is None else tokens, kwargs.get("attention_mask"))
         return args, kwargs
+
+    def _check_own(self, cache: PolicyCache) -> None:
+        if cache.link.active and cache.link is not self._link:
+            raise ValueError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Do what had to wait for every layer."""
@@ -222,9 +218,9 @@ def _caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def _check_stock(cache: Cache) -> None:
-    if type(cache) is not DynamicCache:
+    if type(cache) is not DynamicCache or cache.offloading:
         raise ValueError(
-            f"A {type(cache).__name__} cannot be kept under a policy: leave past_key_values and cache_implementation "
+            f"{'An offloaded' if cache.offloading else 'A'} {type(cache).__name__} cannot be kept under a policy: leave past_key_values and cache_implementation "
             "out, or pass a kvpolicy.PolicyCache."
         )
     if cache.get_seq_length() > 0:
@@ -281,8 +277,8 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 
 
 def _check_fresh(model: nn.Module) -> None:
-    if model in _links:
-        raise ValueError("A policy is already attached to this model: detach it first.")
+    if model in _links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
+        raise ValueError("A policy is already attached to this model, or to one around it: detach it first.")
     if isinstance(model, OptimizedModule) or any(vars(m).get("_compiled_call_impl") for m in model.modules()):
         raise ValueError(
             "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "

@@ -122,6 +122,12 @@ def find_sites(model: nn.Module) -> Sites:
             f"{type(model).__name__} has no single stack of attention layers that a policy could be attached to: "
             "pass a decoder-only causal language model of transformers."
         )
+    looks_ahead = any(getattr(site.attention, "is_causal", True) is False for site in found)
+    if looks_ahead or len({site.layer_idx for site in found}) < len(found):
+        raise ValueError(
+            f"{type(model).__name__} has attention that looks ahead or at something else than its own tokens: "
+            "pass a decoder-only causal language model of transformers."
+        )
     return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
 
 
@@ -130,6 +136,8 @@ def _check_interface(name: str, module: nn.Module) -> None:
         if bool(getattr(module.config, "alibi", False)):
             raise ValueError(f"{name} adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
         return
+    if hasattr(module, "sinks"):
+        raise ValueError(f"{name} has learned attention sinks, which a policy cannot honour yet: use another model.")
     if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise ValueError(
             f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "

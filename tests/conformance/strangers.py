@@ -1,0 +1,64 @@
+"""Models and caches that cannot be kept under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from tests.conformance.models import VOCABULARY
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+
+
+def _make(model: str, config: str, *without: str, **fields: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        sizes = {key: value for key, value in _SIZES.items() if key not in without}
+        return getattr(transformers, model)(getattr(transformers, config)(**(sizes | fields))).eval()
+
+    return make
+
+
+_FEW = ("intermediate_size", "num_key_value_heads")
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 2,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "t5": _make("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
+    "deepseek_v3": _make("DeepseekV3ForCausalLM", "DeepseekV3Config", **_LATENT),
+    "mamba": _make("MambaForCausalLM", "MambaConfig", *_FEW, "num_attention_heads", state_size=4),
+    "jamba": _make(
+        "JambaForCausalLM", "JambaConfig", use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1,
+        num_experts=2, num_experts_per_tok=1, mamba_d_state=4, mamba_dt_rank=4,
+    ),
+    "falcon_alibi": _make("FalconForCausalLM", "FalconConfig", *_FEW, alibi=True),
+    "bloom": _make("BloomForCausalLM", "BloomConfig", *_FEW),
+    "mpt": _make("MptForCausalLM", "MptConfig", *_FEW, "hidden_size", "num_attention_heads", "num_hidden_layers",
+                 d_model=32, n_heads=4, n_layers=2),
+    "gpt_oss": _make("GptOssForCausalLM", "GptOssConfig", head_dim=8, num_local_experts=2, num_experts_per_tok=1,
+                     layer_types=["full_attention", "full_attention"]),
+    "mistral_window": _make("MistralForCausalLM", "MistralConfig", sliding_window=8),
+    "bert": _make("BertModel", "BertConfig", "num_key_value_heads"),
+    "gptj": _make("GPTJForCausalLM", "GPTJConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "codegen": _make("CodeGenForCausalLM", "CodeGenConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "rwkv": _make("RwkvForCausalLM", "RwkvConfig", *_FEW),
+    "recurrent_gemma": _make("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", num_hidden_layers=3, lru_width=32),
+    "llama4": _make("Llama4ForCausalLM", "Llama4TextConfig", intermediate_size_mlp=48, head_dim=8, num_local_experts=2),
+    "olmo3_all_sliding": _make(
+        "Olmo3ForCausalLM", "Olmo3Config", sliding_window=8, layer_types=["sliding_attention"] * 2
+    ),
+    "bart": _make("BartForCausalLM", "BartConfig", *_FEW, d_model=32, decoder_layers=2, decoder_attention_heads=4,
+                  decoder_ffn_dim=32, encoder_layers=2),
+}  # fmt: skip

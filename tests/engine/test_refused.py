@@ -1,0 +1,138 @@
+"""Rule 10: what cannot be kept under a policy is refused in one sentence, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import kvpolicy
+from tests.conformance.models import build
+from tests.conformance.play import make_batch
+from tests.conformance.strangers import REFUSED
+from tests.engine.test_attach import trace
+
+
+def one_sentence(error: BaseException) -> str:
+    said = str(error)
+    assert said.endswith(".") and ". " not in said and "\n" not in said, said
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_models(name: str) -> None:
+    model = REFUSED[name]()
+    before = trace(model)
+    with pytest.raises(ValueError) as error:
+        kvpolicy.attach(model, "window@0.5")
+    assert any(word in one_sentence(error.value) for word in ("use", "pass", "set"))
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("deepseek_v3", "MLA"), ("mistral_window", "sliding window"), ("jamba", "Layer 0"), ("falcon_alibi", "ALiBi")],
+)
+def test_it_says_why(name: str, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        kvpolicy.attach(REFUSED[name](), "window@0.5")
+
+
+def test_what_is_no_transformers_model() -> None:
+    with pytest.raises(ValueError, match="no transformers model"):
+        kvpolicy.attach(torch.nn.Linear(3, 3), "window")
+
+
+def test_head_dimension_that_a_codec_cannot_pack() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=12, num_attention_heads=2, vocab_size=9, head_dim=6)
+    model = LlamaForCausalLM(config)
+    before = trace(model)
+    with pytest.raises(ValueError, match="head dimension 6"):
+        kvpolicy.attach(model, "window+kivi:bits=2@0.5")
+    with pytest.raises(ValueError, match="head dimension 6"):
+        kvpolicy.plan(config, "window+kivi:bits=2@0.5")
+    assert trace(model) == before
+
+
+@pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer"])
+def test_a_compiled_model(how: str) -> None:
+    """Hooks registered after compiling would be ignored, silently."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9)
+    model: Any = LlamaForCausalLM(config)
+    if how == "compile":
+        model.compile(backend="eager")
+    elif how == "one layer":
+        model.model.layers[0].compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match="already compiled") as error:
+        kvpolicy.attach(model, "window")
+    one_sentence(error.value)
+
+
+def filled() -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
+    return cache
+
+
+@pytest.mark.parametrize("kind", ["static", "filled"])
+def test_foreign_caches(kind: str) -> None:
+    model = build("llama")
+    ids, _ = make_batch([10], [10])
+    cache = filled() if kind == "filled" else StaticCache(config=model.config, max_cache_len=20)
+    with kvpolicy.attach(model, "window@0.5"):
+        with pytest.raises(ValueError) as error, torch.no_grad():
+            model(ids, past_key_values=cache)
+        one_sentence(error.value)
+        with pytest.raises(ValueError):
+            model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind", ["static", "quantized", "offloaded"])
+def test_foreign_caches_of_generate(kind: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises((ValueError, ImportError)):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, cache_implementation=kind)
+
+
+def test_an_empty_stock_cache_is_replaced() -> None:
+    """Code that makes a DynamicCache before each call goes on working."""
+    model = build("llama")
+    ids, mask = make_batch([20], [20])
+    with kvpolicy.attach(model, "window@0.5") as handle:
+        with torch.no_grad():
+            out = model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
+        assert out.past_key_values is handle.cache
+        model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), max_new_tokens=3, do_sample=False)
+        assert handle.cache is not None and handle.cache.slots[0].budget.tolist() == [10]
+
+
+def test_a_ready_made_mask() -> None:
+    model = build("llama")
+    ids, _ = make_batch([10], [10])
+    mask = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="2-D") as error, torch.no_grad():
+        model(ids, attention_mask=mask, use_cache=True)
+    one_sentence(error.value)
+
+
+def test_a_mask_of_the_wrong_width() -> None:
+    model = build("llama")
+    ids, _ = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="columns") as error:
+            model(ids[:, :2], attention_mask=torch.ones(1, 5, dtype=torch.int64), past_key_values=cache)
+        one_sentence(error.value)
+
+

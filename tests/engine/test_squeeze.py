@@ -1,0 +1,198 @@
+"""SqueezeAttention online and with a profile: what is measured, and what follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.profiling import profile
+from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.play import forward, make_batch, talk
+from tests.conformance.policies import SELECTORS, words
+from tests.conformance.replay import kept_positions
+from tests.reference import allocators
+
+LENGTHS = [40, 26, 13]
+
+
+class Residuals:
+    """The residual stream before and after every attention, by hooks that know each family's block by heart."""
+
+    def __init__(self, model: nn.Module, family: str) -> None:
+        self.cosines: dict[int, Tensor] = {}
+        self._held: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+        for name, module in model.named_modules():
+            index = getattr(module, "layer_idx", None)
+            if isinstance(index, int) and type(module).__name__.endswith("Attention"):
+                block = model.get_submodule(name.rpartition(".")[0])
+                behind: nn.Module = module
+                if family in ("gemma2", "gemma3", "olmo2"):
+                    behind = getattr(block, "post_attention_layernorm")
+                scale = block.residual_multiplier if family == "granite" else 1.0  # pyright: ignore[reportAttributeAccessIssue]
+                self._follow(index, block, behind, float(scale))  # pyright: ignore[reportArgumentType]
+
+    def _follow(self, index: int, block: nn.Module, behind: nn.Module, scale: float) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._held[index] = args[0] if args else kwargs["hidden_states"]
+
+        def after(_: nn.Module, args: Any, out: Any) -> None:
+            update = (out[0] if isinstance(out, tuple) else out).double() * scale
+            x = self._held[index].double()
+            self.cosines[index] = F.cosine_similarity(x, x + update, dim=-1)
+
+        self._hooks += [block.register_forward_pre_hook(before, with_kwargs=True), behind.register_forward_hook(after)]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
+def test_cosine_of_the_residual_stream(family: str) -> None:
+    """Before the norms and after the add, fp32, mean over the row's own tokens; in parallel blocks, too."""
+    model = build(family)
+    ids, mask = make_batch(LENGTHS, [40])
+    direct = Residuals(model, family)
+    talk(model, ids, mask, [40], None)
+    direct.close()
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, [40], cache)
+    for place, layer in enumerate(cache.slots):
+        cosine = direct.cosines[layer.layer_idx]
+        want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
+        assert torch.allclose(cache.cosines()[:, place].double(), want, atol=1e-5)
+
+
+def deep() -> Any:
+    """Eight layers whose attention matters more or less."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        num_hidden_layers=8, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=48,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for layer, gain in zip(model.model.layers, [40.0, 1, 20, 1, 0.5, 30, 1, 10], strict=True):
+        nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02 * gain)
+    return model
+
+
+@pytest.mark.parametrize("budget", ["0.25", "0.5", "16"])
+def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
+    model = deep()
+    ids, mask = make_batch(LENGTHS, [40])
+    with kvpolicy.attach(model, f"squeeze+h2o@{budget}"):
+        cache = PolicyCache(model)
+        talk(model, ids, mask, [40], cache)
+    got = torch.stack([layer.budget for layer in cache.slots], 1).tolist()
+    for row, cosines, length in zip(got, cache.cosines().tolist(), LENGTHS, strict=True):
+        share: Any = float(budget) if "." in budget else int(budget)
+        total = 8 * allocators.base_budget(share, length)
+        assert row == allocators.squeeze(cosines, total, 1, length)
+        assert sum(row) == total
+    assert len({tuple(row[i] * 100 // sum(row) for i in range(8)) for row in got}) > 1, "rows were given one plan"
+
+
+def test_each_layer_keeps_its_own_share() -> None:
+    model = deep()
+    with kvpolicy.attach(model, "squeeze:share=0.2+window@0.5"):
+        cache = PolicyCache(model)
+        talk(model, *make_batch([40], [40]), [40], cache)
+    for layer in cache.slots:
+        assert kept_positions(layer) == [[list(range(40 - int(layer.budget), 40))] * 2]
+        assert layer.positions.shape[-1] == int(layer.budget)
+    assert max(int(layer.budget) for layer in cache.slots) > 2 * min(int(layer.budget) for layer in cache.slots)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) -> None:
+    model, path = deep(), tmp_path / "profile.json"
+    ids, mask = make_batch([40], [40, 1, 1, 6, 1])
+    recorded = profile(model, [ids[:, :40]], path)
+    with kvpolicy.attach(model, words("squeeze", selector)):
+        online = PolicyCache(model)
+        want = talk(model, ids, mask, [40, 1, 1, 6, 1], online)
+    assert recorded == pytest.approx(online.cosines()[0].tolist(), abs=1e-6)
+    with kvpolicy.attach(model, words("squeeze", selector).replace("squeeze", f"squeeze:profile={path}")):
+        stored = PolicyCache(model)
+        got = talk(model, ids, mask, [40, 1, 1, 6, 1], stored)
+    assert torch.allclose(got, want, atol=1e-5)
+    assert [kept_positions(a) for a in stored.slots] == [kept_positions(b) for b in online.slots]
+
+
+def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
+    """A layer is done before the next one begins."""
+    model, path = deep(), tmp_path / "profile.json"
+    ids, mask = make_batch([40], [40])
+    profile(model, [ids], path)
+    with kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
+        cache, done = PolicyCache(model), list[list[bool]]()
+        hooks = [
+            layer.register_forward_hook(lambda *_: done.append([bool(sum(s.layout)) for s in cache.slots]))
+            for layer in model.model.layers
+        ]
+        talk(model, ids, mask, [40], cache)
+        for hook in hooks:
+            hook.remove()
+    assert done == [[i <= at for i in range(8)] for at in range(8)]
+
+
+def test_a_profile_of_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile(build("llama"), [make_batch([20], [20])[0]], path)
+    with pytest.raises(ValueError, match="3 layers and this one has 8"), kvpolicy.attach(
+        deep(), f"squeeze:profile={path}+window@0.5"
+    ) as handle:
+        talk(deep(), *make_batch([20], [20]), [20], None)
+        model = handle._model
+        talk(model, *make_batch([20], [20]), [20], PolicyCache(model))
+
+
+def test_measured_once_per_conversation() -> None:
+    """Budgets of a continuation follow the prompt's measures; a chunked prompt is measured in its first chunk."""
+    model = deep()
+    ids, mask = make_batch(LENGTHS, [40, 1, 9])
+    with kvpolicy.attach(model, "squeeze+h2o@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 40, cache)
+        cosines = cache.cosines().clone()
+        forward(model, ids, mask, 40, 41, cache)
+        forward(model, ids, mask, 41, 50, cache)
+    assert torch.equal(cache.cosines(), cosines)
+    totals = torch.stack([layer.budget for layer in cache.slots]).sum(0)
+    assert totals.tolist() == [8 * ((length + 10) // 2) for length in LENGTHS]
+
+
+def test_beams_carry_their_measures() -> None:
+    """Rows may be repeated between the first chunk of a prompt and the next."""
+    model = deep()
+    ids, mask = make_batch([40, 26], [40, 8])
+    with kvpolicy.attach(model, "squeeze+h2o@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 40, cache)
+        cache.batch_repeat_interleave(2)
+        forward(model, ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), 40, 48, cache)
+        single = PolicyCache(model)
+        talk(model, ids, mask, [40, 8], single)
+    for twice, once in zip(cache.slots, single.slots, strict=True):
+        assert torch.equal(twice.budget, once.budget.repeat_interleave(2))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_too_few_layers_share_evenly(family: str) -> None:
+    """Groups need three layers; gemma2's sliding layers are not counted."""
+    model = build(family)
+    with kvpolicy.attach(model, "squeeze:groups=4+window@0.5"):
+        cache = PolicyCache(model)
+        talk(model, *make_batch([20], [20]), [20], cache)
+    assert [int(layer.budget) for layer in cache.slots] == [10] * 3
