@@ -15,7 +15,7 @@ from kvpolicy import falcon
 from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
 from kvpolicy.configs import configs_of, swap_implementation
-from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon
+from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon, residual_scale
 from kvpolicy.planning import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
@@ -157,6 +157,7 @@ class Handle:
 
     def _measure(self, site: Site) -> None:
         held: dict[str, Tensor] = {}
+        scale = residual_scale(site)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling() and self._running is not None and self._running.wants_measures:
@@ -165,7 +166,7 @@ class Handle:
         def after(_: nn.Module, args: Any, output: Any) -> None:
             if not torch.compiler.is_compiling() and held and self._running is not None:
                 out = output[0] if isinstance(output, tuple) else output
-                self._running.observe(site.layer_idx, held.pop("residual"), out)
+                self._running.observe(site.layer_idx, held.pop("residual"), out * scale)
 
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(attention_output(site).register_forward_hook(after).remove)
@@ -219,9 +220,10 @@ def _caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def _check_stock(cache: Cache) -> None:
     if type(cache) is not DynamicCache or cache.offloading:
+        kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
         raise ValueError(
-            f"{'An offloaded' if cache.offloading else 'A'} {type(cache).__name__} cannot be kept under a policy: leave past_key_values and cache_implementation "
-            "out, or pass a kvpolicy.PolicyCache."
+            f"The {kind} cannot be kept under a policy: leave past_key_values and cache_implementation out, "
+            "or pass a kvpolicy.PolicyCache."
         )
     if cache.get_seq_length() > 0:
         raise ValueError(

@@ -60,6 +60,11 @@ def attention_forward(
             )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("A ready-made 4-D attention mask cannot be used under a policy: pass the 2-D mask of padding.")
+    if key.shape[:3] != value.shape[:3] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
+            "which a policy cannot pair: use a model with ordinary or grouped-query attention."
+        )
     kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     if kv_slots is None:
         out, _ = attend(query, key, value, kernel, None, attention_mask, False)

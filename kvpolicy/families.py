@@ -152,9 +152,17 @@ def is_falcon(module: nn.Module) -> bool:
 
 def attention_output(site: Site) -> nn.Module:
     """The module whose output is added to the residual stream: the attention, or a norm behind it."""
+    if hasattr(site.block, "post_self_attn_layernorm"):  # GLM-4
+        return site.block.get_submodule("post_self_attn_layernorm")
     behind = getattr(site.block, "post_attention_layernorm", None)
     if behind is not None and hasattr(site.block, "pre_feedforward_layernorm"):  # Gemma-2 and -3
         return behind
     if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2
         return behind
     return site.attention
+
+
+def residual_scale(site: Site) -> float:
+    """What attention's output is multiplied by before it is added to the residual stream."""
+    scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
+    return float(scale)

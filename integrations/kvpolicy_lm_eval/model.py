@@ -272,7 +272,7 @@ def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
-def _at_least(name: str, value: int, low: int) -> int:
+def _at_least(name: str, value: Any, low: int) -> int:
     if not isinstance(value, int) or value < low:
         raise ValueError(f"{name} is {value!r}: give a whole number of at least {low}.")
     return value

@@ -26,12 +26,12 @@ class Piece(NamedTuple):
     """What of one request follows the prefilled prefix.
 
     Attributes:
-        index: The request's place in the list of requests.
+        place: The request's place in the list of requests.
         tokens: Its tokens after the prefix, the answer last.
         scored: How many of them, at the end, are the answer.
     """
 
-    index: int
+    place: int
     tokens: Tokens
     scored: int
 
@@ -60,7 +60,7 @@ def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int,
 
 def whole(groups: Groups) -> list[Piece]:
     """Give the pieces with their prefixes in front, the longest first."""
-    pieces = [Piece(p.index, prefix + p.tokens, p.scored) for prefix, some in groups.items() for p in some]
+    pieces = [Piece(p.place, prefix + p.tokens, p.scored) for prefix, some in groups.items() for p in some]
     return sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
 
 
@@ -175,4 +175,4 @@ def _sums(pieces: Sequence[Piece], logps: Tensor, hits: Tensor, start: int) -> I
     for row, piece in enumerate(pieces):
         end = len(piece.tokens) - start
         answer = slice(end - piece.scored, end)
-        yield piece.index, (float(logps[row, answer].double().sum()), bool(hits[row, answer].all()))
+        yield piece.place, (float(logps[row, answer].double().sum()), bool(hits[row, answer].all()))

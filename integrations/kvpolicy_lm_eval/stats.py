@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -74,7 +74,7 @@ class Stats:
         return self.tallies[self.current]
 
     @contextmanager
-    def clock(self, device: torch.device) -> Iterator[Tally]:
+    def clock(self, device: torch.device) -> Generator[Tally]:
         """Count the time of the block, with all work on `device` done."""
         tally, start = self.now, _clock(device)
         yield tally

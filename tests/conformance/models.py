@@ -70,9 +70,9 @@ UNNAMED: dict[str, Config] = {
     "cohere": _make("Cohere"),
     "olmo2": _make("Olmo2"),
     "stablelm": _make("StableLm"),
-    "granite": _make("Granite"),
+    "granite": _make("Granite", residual_multiplier=0.3),
     "starcoder2": _make("Starcoder2", sliding_window=None),
-    "glm": _make("Glm", head_dim=8),
+    "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
 }

@@ -29,7 +29,8 @@ def make_batch(lengths: list[int], turns: list[int] = TURNS, seed: int = 0) -> t
 def forward(model: Any, ids: Tensor, mask: Tensor, start: int, stop: int, cache: Any) -> Tensor:
     """Logits of columns `start` to `stop`, as a loop of one's own gets them."""
     places = (mask.cumsum(-1) - 1).clamp_min(0)[:, start:stop]
-    given = {"position_ids": places} if "position_ids" in inspect.signature(model.forward).parameters else {}
+    original = getattr(model, "_orig_mod", model)  # of a compiled model
+    given = {"position_ids": places} if "position_ids" in inspect.signature(original.forward).parameters else {}
     full = bool(mask.all())
     with torch.no_grad():
         return model(

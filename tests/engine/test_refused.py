@@ -59,7 +59,7 @@ def test_head_dimension_that_a_codec_cannot_pack() -> None:
     assert trace(model) == before
 
 
-@pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer"])
+@pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer", "forward"])
 def test_a_compiled_model(how: str) -> None:
     """Hooks registered after compiling would be ignored, silently."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -68,6 +68,8 @@ def test_a_compiled_model(how: str) -> None:
     model: Any = LlamaForCausalLM(config)
     if how == "compile":
         model.compile(backend="eager")
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
     elif how == "one layer":
         model.model.layers[0].compile(backend="eager")
     else:

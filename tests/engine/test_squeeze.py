@@ -20,6 +20,13 @@ from tests.conformance.replay import kept_positions
 from tests.reference import allocators
 
 LENGTHS = [40, 26, 13]
+BEHIND = {
+    "gemma2": "post_attention_layernorm",
+    "gemma3": "post_attention_layernorm",
+    "olmo2": "post_attention_layernorm",
+    "glm4": "post_self_attn_layernorm",
+}
+"""Norms between attention and the residual stream."""
 
 
 class Residuals:
@@ -34,10 +41,9 @@ class Residuals:
             if isinstance(index, int) and type(module).__name__.endswith("Attention"):
                 block = model.get_submodule(name.rpartition(".")[0])
                 behind: nn.Module = module
-                if family in ("gemma2", "gemma3", "olmo2"):
-                    behind = getattr(block, "post_attention_layernorm")
-                scale = block.residual_multiplier if family == "granite" else 1.0  # pyright: ignore[reportAttributeAccessIssue]
-                self._follow(index, block, behind, float(scale))  # pyright: ignore[reportArgumentType]
+                if family in BEHIND:
+                    behind = block.get_submodule(BEHIND[family])
+                self._follow(index, block, behind, 0.3 if family == "granite" else 1.0)
 
     def _follow(self, index: int, block: nn.Module, behind: nn.Module, scale: float) -> None:
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,10 @@ def test_a_head_that_dropped_a_token_has_a_zero_for_it() -> None:
     assert kvcrush.distances([{0: 1, 5: 1, 6: 0}, {5: 1, 6: 1}], [1, 0]) == {0: 0, 5: 1, 6: 2}
 
 
-def _picked(eligible: list[int], k: int, **how: str | int) -> list[int]:
+def _picked(eligible: list[int], k: int, **how: Any) -> list[int]:
     candidates = [kvcrush.Candidate(distance=i, position=i, priority=0.0) for i in eligible]
-    return kvcrush.pick_candidates(candidates, k, **{"buckets": "rank", "pick": "first", "seed": 0, **how})
+    options: dict[str, Any] = {"buckets": "rank", "pick": "first", "seed": 0, **how}
+    return kvcrush.pick_candidates(candidates, k, **options)
 
 
 @pytest.mark.parametrize(

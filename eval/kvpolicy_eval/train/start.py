@@ -17,7 +17,7 @@ from kvpolicy_eval.data.words import CATEGORIES
 from kvpolicy_eval.train.net import Net
 
 GAPS = {1: 1, 3: 2, 5: 1}
-"""Retrieval layer to its gap; see `phases.KEEPS` for the tasks."""
+"""Retrieval layer to its gap; see `phases.FOCUS` for the tasks."""
 
 _SUBSPACE = 16
 _NEAR = 1.55  # strength of the heads that look back a fixed distance

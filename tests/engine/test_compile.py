@@ -1,0 +1,182 @@
+"""Rule 2: one decode step compiles once, whole, and never again; block work is a second entry."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import FAMILIES, build
+from tests.conformance.play import forward, make_batch, talk
+from tests.conformance.policies import CODECS, SELECTORS, every, words
+from tests.conformance.replay import kept_positions
+
+PROMPT, STEPS = 24, 34
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Generator[None]:
+    """Compiled code of other tests is none of ours."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def decode(model: Any, compiled: Any, policy: str, rows: list[int], tick: bool = True) -> tuple[Tensor, PolicyCache]:
+    """Prefill in eager mode, then steps through `compiled`."""
+    ids, mask = make_batch(rows, [PROMPT] + [1] * STEPS)
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    cache, logits = PolicyCache(model, new=STEPS), list[Tensor]()
+    forward(model, ids, mask, 0, PROMPT, cache)
+    with torch.no_grad():
+        for column in range(PROMPT, PROMPT + STEPS):
+            now = slice(column, column + 1)
+            out = compiled(ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=cache, use_cache=True)
+            logits.append(out.logits)
+            if tick:
+                cache.tick()
+    return torch.cat(logits, 1), cache
+
+
+def once(policy: str, rows: list[int], backend: str = "aot_eager", family: str = "llama", atol: float = 1e-4) -> None:
+    """The same logits as without compiling, from one graph."""
+    model, counter = build(family), CompileCounterWithBackend(backend)
+    ids, mask = make_batch(rows, [PROMPT] + [1] * STEPS)
+    with kvpolicy.attach(model, policy):
+        eager = PolicyCache(model, new=STEPS)
+        want = talk(model, ids, mask, [PROMPT] + [1] * STEPS, eager)[:, PROMPT:]
+        got, cache = decode(model, torch.compile(model, backend=counter, fullgraph=True), policy, rows)
+    assert counter.frame_count == 1
+    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in eager.slots]
+    assert (got - want).abs().max() < atol
+
+
+METHODS = [words(selector, codec) for selector, codec in zip(SELECTORS, cycle(CODECS), strict=False)]
+METHODS += ["h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5", "full"]
+
+
+@pytest.mark.parametrize("policy", METHODS)
+def test_one_graph_for_all_steps(policy: str) -> None:
+    once(policy, [PROMPT, 15])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [words(*row) for row in every(["uniform", "squeeze"], SELECTORS, CODECS)])
+def test_one_graph_for_every_pair(policy: str) -> None:
+    once(policy, [PROMPT, 15])
+
+
+QUICK = ("gpt_neox", "falcon_grouped")
+OTHERS = [family for family in FAMILIES if family not in (*QUICK, "llama", "gemma2", "gemma3")]
+
+
+@pytest.mark.parametrize("family", [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)])
+def test_families(family: str) -> None:
+    """But for Gemma's sliding layers, which are transformers' own, grow by `torch.cat`, and compile again."""
+    once("snapkv@0.5", [PROMPT], family=family)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", ["h2o@0.5", words("squeeze", "kvcrush", "kivi")])
+def test_inductor(policy: str) -> None:
+    once(policy, [PROMPT], backend="inductor", atol=1e-3)
+
+
+def test_other_conversations_need_no_other_graph() -> None:
+    """The same shapes in a second cache run the compiled code again."""
+    model, counter = build("llama"), CompileCounterWithBackend("aot_eager")
+    with kvpolicy.attach(model, "h2o@0.5"):
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        first, _ = decode(model, compiled, "h2o@0.5", [PROMPT])
+        second, _ = decode(model, compiled, "h2o@0.5", [PROMPT])
+    assert torch.equal(first, second)
+    assert counter.frame_count == 1
+
+
+TURNS = [PROMPT, 1, 1, 5, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("policy", ["h2o@0.5", "squeeze+h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"])
+def test_a_prompt_through_a_compiled_model(policy: str, padded: bool) -> None:
+    """Prompts need the host, so that they break the graph; the result is the same, or one sentence says no."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 15] if padded else [PROMPT], TURNS)
+    with kvpolicy.attach(model, policy):
+        want = talk(model, ids, mask, TURNS, PolicyCache(model))
+        cache, compiled = PolicyCache(model), torch.compile(model, backend="eager")
+        try:
+            got = talk(compiled, ids, mask, TURNS, cache)
+        except ValueError as error:
+            assert str(error).endswith(".")
+        else:
+            assert torch.allclose(got[mask.bool()], want[mask.bool()], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("given", [False, True])
+def test_a_compiled_model_without_a_cache(given: bool) -> None:
+    """The policy is at work, or one sentence says why not: never the stock cache."""
+    model = build("llama")
+    ids, _ = make_batch([PROMPT], [PROMPT])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        compiled = torch.compile(model, backend="eager")
+        try:
+            out = compiled(ids, use_cache=True, past_key_values=DynamicCache() if given else None)
+        except (ValueError, RuntimeError) as error:
+            assert "PolicyCache" in str(error)
+        else:
+            assert isinstance(out.past_key_values, PolicyCache)
+
+
+@pytest.mark.parametrize("policy", ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5", "window@99"])
+def test_a_forgotten_tick_is_an_error(policy: str) -> None:
+    """Never a lost token."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT] + [1] * STEPS)
+    with kvpolicy.attach(model, policy):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        cache = PolicyCache(model, new=5)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        with pytest.raises(RuntimeError, match=r"tick\(\)"), torch.no_grad():
+            for column in range(PROMPT, PROMPT + STEPS):
+                at = torch.tensor([[column]])
+                compiled(ids[:, column : column + 1].clone(), position_ids=at, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_flush_is_one_graph(backend: str) -> None:
+    """Coding a block traces whole, needs no sync, and does the same."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 15], [PROMPT] + [1] * STEPS)
+    caches: list[PolicyCache] = []
+    with kvpolicy.attach(model, "h2o+kivi:group_size=4:residual_length=4@0.5"):
+        for _ in range(2):
+            caches.append(PolicyCache(model))
+            forward(model, ids, mask, 0, PROMPT, caches[-1])
+    counter = CompileCounterWithBackend(backend)
+    eager, traced = (cache.slots[0] for cache in caches)
+    flush = torch.compile(type(traced).flush, backend=counter, fullgraph=True)
+    for step in range(3):
+        for layer in (eager, traced):  # a full exact part, as after enough steps
+            layer.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
+            assert layer.keys is not None and layer.values is not None
+            layer.keys[:] = torch.arange(layer.keys.numel()).view_as(layer.keys).sin()
+        with torch.no_grad():
+            eager.flush()
+            flush(traced)
+        assert torch.equal(eager.positions, traced.positions)
+        for one, other in zip(eager.codes, traced.codes, strict=True):
+            assert torch.equal(one, other)
+    assert counter.frame_count == 1
