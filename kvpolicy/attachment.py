@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from kvpolicy import falcon
 from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
+from kvpolicy.calls import bind_slots, caches, check_step, check_stock, is_compiled, prompt_columns, row_lengths
 from kvpolicy.configs import configs_of, swap_implementation
 from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon, residual_scale
 from kvpolicy.planning import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
-
-CACHE_NAMES = ("past_key_values", "layer_past")
 
 _links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
 
@@ -123,7 +122,7 @@ class Handle:
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
         for site in sites.layers:
-            self._undo.append(site.attention.register_forward_pre_hook(_bind_slots, with_kwargs=True).remove)
+            self._undo.append(site.attention.register_forward_pre_hook(bind_slots, with_kwargs=True).remove)
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
             if self.policy.allocator.measure:
@@ -141,14 +140,14 @@ class Handle:
             generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
         ) -> Any:
             given = model_kwargs.get("past_key_values")
-            columns = _prompt_columns(model_kwargs, given, length, generation_config)
+            columns = prompt_columns(model_kwargs, generation_config)
             new = max(length + 1 - columns, 0) if columns else None
             if isinstance(given, PolicyCache):
-                given.reserve(new or 0)
+                given.expect(row_lengths(model_kwargs, columns), new or 0)
             result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
             if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
-                _check_stock(model_kwargs["past_key_values"])
-                prompt = _row_lengths(model_kwargs, columns)
+                check_stock(model_kwargs["past_key_values"])
+                prompt = row_lengths(model_kwargs, columns)
                 self.cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
             return result
 
@@ -160,11 +159,11 @@ class Handle:
         scale = residual_scale(site)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not torch.compiler.is_compiling() and self._running is not None and self._running.wants_measures:
+            if self._running is not None and self._running.wants_measures:
                 held["residual"] = args[0] if args else kwargs["hidden_states"]
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling() and held and self._running is not None:
+            if self._running is not None and held:
                 out = output[0] if isinstance(output, tuple) else output
                 self._running.observe(site.layer_idx, held.pop("residual"), out * scale)
 
@@ -176,12 +175,12 @@ class Handle:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""
         if torch.compiler.is_compiling():
-            return None
+            return check_step(module, args, kwargs)
         cache = kwargs.get("past_key_values")
-        if cache is None and _caches(module, kwargs):
+        if cache is None and caches(module, kwargs):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
-            _check_stock(cache)
+            check_stock(cache)
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
@@ -195,53 +194,10 @@ class Handle:
             raise ValueError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Do what had to wait for every layer."""
-        if not torch.compiler.is_compiling() and self._running is not None:
+        """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
+        if self._running is not None:
             self._running.finish()
             self._running = None
-
-
-def _bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give an attention module the slots of the cache that this call carries."""
-    for name in CACHE_NAMES:
-        cache = kwargs.get(name)
-        if isinstance(cache, PolicyCache):
-            layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
-            if not layer.is_sliding:
-                kwargs["kv_slots"] = layer
-    return args, kwargs
-
-
-def _caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Whether a forward without a cache would make one."""
-    wanted = kwargs.get("use_cache")
-    return not module.training and bool(getattr(module.config, "use_cache", False) if wanted is None else wanted)
-
-
-def _check_stock(cache: Cache) -> None:
-    if type(cache) is not DynamicCache or cache.offloading:
-        kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
-        raise ValueError(
-            f"The {kind} cannot be kept under a policy: leave past_key_values and cache_implementation out, "
-            "or pass a kvpolicy.PolicyCache."
-        )
-    if cache.get_seq_length() > 0:
-        raise ValueError(
-            "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
-        )
-
-
-def _prompt_columns(model_kwargs: dict[str, Any], cache: Any, length: int, generation_config: Any) -> int:
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None:
-        return int(mask.shape[1])
-    return int(getattr(generation_config, "_mask_length", 0) or 0)
-
-
-def _row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
-    """Tokens of each row's prompt; `generate` drops a mask without padding."""
-    mask = model_kwargs.get("attention_mask")
-    return (columns or None) if mask is None else mask.sum(-1).cpu()
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
@@ -281,7 +237,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 def _check_fresh(model: nn.Module) -> None:
     if model in _links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise ValueError("A policy is already attached to this model, or to one around it: detach it first.")
-    if isinstance(model, OptimizedModule) or any(vars(m).get("_compiled_call_impl") for m in model.modules()):
+    if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
         raise ValueError(
             "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "
             "was loaded, then call torch.compile."

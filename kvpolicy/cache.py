@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvpolicy.families import ModelShape
+from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.planning import CachePlan, Shape, divide, plan_layers
 from kvpolicy.policy import Policy
@@ -103,6 +104,7 @@ class PolicyCache(Cache):
         """Per layer: budget, tokens kept and bytes by kind, against the full cache."""
         return make_report(self)
 
+    @on_host
     def tick(self) -> None:
         """Count one decode step and do what is due between steps: code a full block, extend a growing cache.
 
@@ -112,8 +114,10 @@ class PolicyCache(Cache):
         for layer in self.slots:
             layer.tick()
 
-    def reserve(self, new: int) -> None:
-        """Expect `new` more tokens: a growing cache makes room for them at once."""
+    def expect(self, prompt: Tensor | int | None, new: int) -> None:
+        """Expect a prompt and `new` more tokens: a growing cache makes room for these at once."""
+        if self.prompt is None and not self.slots[0].is_initialized:
+            self.prompt = prompt
         self.new, self._end = new, None
         for layer in self.slots:
             if layer.is_initialized and self.policy.selector.decode == "grow":
@@ -121,6 +125,7 @@ class PolicyCache(Cache):
 
     # settling budgets
 
+    @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
         self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
@@ -130,6 +135,7 @@ class PolicyCache(Cache):
         valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
         self._valid = valid if self.wants_measures else None
 
+    @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
         """Measure how little attention changes the residual stream: cosine of before and after, mean over tokens.
 
@@ -166,6 +172,7 @@ class PolicyCache(Cache):
             self._divide(layer)
         self._settle(layer)
 
+    @on_host
     def finish(self) -> None:
         """Do what is due after a forward in eager mode: settle a prompt, or count a step."""
         self.settle()

@@ -18,10 +18,11 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpolicy.attention import Kernel, Past, attend, newest_queries
 from kvpolicy.choose import Prompt, choose
 from kvpolicy.decode import decode_step
+from kvpolicy.host import on_host
 from kvpolicy.planning import ROOM, bytes_by_kind
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codes, Layout, State
-from kvpolicy.slots import oldest_exact, pack_loose, place_block
+from kvpolicy.slots import lay_out, oldest_exact, pack_loose, place_block
 from kvpolicy.state import map_state, tensors
 
 FAR = torch.iinfo(torch.int32).max
@@ -149,6 +150,10 @@ class PolicyLayer(CacheLayerMixin):
         """
         if self.is_initialized and q.shape[2] == 1:
             return decode_step(self, q, k, v, valid, kernel)
+        return self._take_prompt(q, k, v, valid, kernel)
+
+    @on_host  # budgets are settled on the host
+    def _take_prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
         if not self.is_initialized:
             self.lazy_initialization(k, v)
         needs, past = self.policy.selector.needs, self.past()
@@ -173,30 +178,11 @@ class PolicyLayer(CacheLayerMixin):
         self.length = prompt.lengths(self.length)
         loose = choose(self, prompt, keep)
         self.tokens = max(tokens, self.tokens)
-        self._lay_out(self.policy.codec.layout(self.tokens))
+        lay_out(self, self.policy.codec.layout(self.tokens))
         self.budget = keep + room
         self.short = self.tokens < int(self.budget.amax())
         self.keys, self.values = pack_loose(self, loose)
         self._code_full()
-
-    def _lay_out(self, layout: Layout) -> None:
-        """Make room for a layout, at least as large as the one before; exact slots come out empty."""
-        old = self.layout
-        self.layout = Layout(max(layout.exact, old.exact), max(layout.coded, old.coded))
-        batch, heads, _ = self.positions.shape
-        size, shift = sum(self.layout), self.layout.exact
-        positions = self.positions.new_full((batch, heads, size), -1)
-        positions[..., shift : shift + old.coded] = self.positions[..., old.exact :]
-        fresh = self.policy.selector.alloc(batch, heads, size, self.device)
-        for empty, held in zip(tensors(fresh), tensors(self.state), strict=True):
-            empty[..., shift : shift + old.coded] = held[..., old.exact :]
-        self.positions, self.state = positions, fresh
-        if self.layout.coded != old.coded:
-            assert self.keys is not None
-            codes = self.policy.codec.alloc(batch, heads, self.layout.coded, self.keys.shape[-1], self.device)
-            for empty, held in zip(tensors(codes), tensors(self.codes), strict=True):
-                empty[:, :, : held.shape[2]] = held
-            self.codes = codes
 
     # room for the steps to come
 
@@ -261,7 +247,7 @@ class PolicyLayer(CacheLayerMixin):
         old = self.layout.exact
         exact_positions, exact_state = self.positions[..., :old], map_state(lambda t: t[..., :old], self.state)
         self.tokens += tokens
-        self._lay_out(self.policy.codec.layout(self.tokens))
+        lay_out(self, self.policy.codec.layout(self.tokens))
         self.positions[..., :old] = exact_positions
         for now, then in zip(tensors(self.state), tensors(exact_state), strict=True):
             now[..., :old] = then

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import State
+from kvpolicy.protocols import Layout, State
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -41,6 +41,26 @@ class Loose(NamedTuple):
             self.keys.gather(2, wide), self.values.gather(2, wide), self.positions.gather(-1, index), state,
             self.chosen.gather(-1, index),
         )  # fmt: skip
+
+
+def lay_out(layer: PolicyLayer, layout: Layout) -> None:
+    """Make room for a layout, at least as large as the one before; exact slots come out empty."""
+    old = layer.layout
+    layer.layout = Layout(max(layout.exact, old.exact), max(layout.coded, old.coded))
+    batch, heads, _ = layer.positions.shape
+    size, shift = sum(layer.layout), layer.layout.exact
+    positions = layer.positions.new_full((batch, heads, size), -1)
+    positions[..., shift : shift + old.coded] = layer.positions[..., old.exact :]
+    fresh = layer.policy.selector.alloc(batch, heads, size, layer.device)
+    for empty, held in zip(tensors(fresh), tensors(layer.state), strict=True):
+        empty[..., shift : shift + old.coded] = held[..., old.exact :]
+    layer.positions, layer.state = positions, fresh
+    if layer.layout.coded != old.coded:
+        assert layer.keys is not None
+        codes = layer.policy.codec.alloc(batch, heads, layer.layout.coded, layer.keys.shape[-1], layer.device)
+        for empty, held in zip(tensors(codes), tensors(layer.codes), strict=True):
+            empty[:, :, : held.shape[2]] = held
+        layer.codes = codes
 
 
 def pack_loose(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """`python -m kvpolicy_eval.table`: what the embedded model still answers under each policy.
 
-Every prompt ends with its question, is compressed to the budget, and is answered greedily; an answer counts when all
-of its digits (or its label) are right. Rows run in padded batches.
+Every prompt ends with its question. All of it but its last token is compressed to the budget; that token and the
+answer then see the compressed cache alone. An answer counts when all of its digits (or its label) are right. Rows run
+in padded batches, and the bytes held include the padding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.data.prompts import Prompt
@@ -46,25 +48,35 @@ class Examiner:
         """Share of right answers per task, and bytes held over the full cache's."""
         right: dict[str, float] = {}
         held = full = 0
-        with kvpolicy.attach(self.model, policy) as handle, torch.inference_mode():
+        with kvpolicy.attach(self.model, policy), torch.inference_mode():
             for name, prompts in self.exam.items():
                 hits = 0
                 for start in range(0, len(prompts), BATCH):
-                    hits += self._answer(prompts[start : start + BATCH])
-                    assert handle.cache is not None
-                    held, full = held + handle.cache.nbytes, full + handle.cache.full_nbytes
+                    counts = self._answer(prompts[start : start + BATCH])
+                    hits, held, full = hits + counts[0], held + counts[1], full + counts[2]
                 right[name] = hits / len(prompts)
         return right, held / full
 
-    def _answer(self, prompts: list[Prompt]) -> int:
+    def _answer(self, prompts: list[Prompt]) -> tuple[int, int, int]:
+        """Right answers, bytes held and bytes of the full cache, after the prompt."""
         texts, answers = [prompt for prompt, _ in prompts], [answer for _, answer in prompts]
         batch: Any = self.tokenizer(texts, return_tensors="pt", padding=True)
         longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
         how: dict[str, Any] = {"max_new_tokens": longest, "do_sample": False}
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        out = self.model.generate(input_ids=ids, attention_mask=mask, **how)
+        cache = kvpolicy.PolicyCache(self.model, new=longest + 1)
+        # The last token waits until the rest is compressed: else the first token of an answer would come from the
+        # full prompt, and a label of one token would show no effect at all.
+        self._read(ids[:, :-1], mask[:, :-1], cache)
+        held = cache.nbytes, cache.full_nbytes
+        out = self.model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **how)
         said = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-        return sum(text.strip().startswith(answer) for text, answer in zip(said, answers, strict=True))
+        hits = sum(text.strip().startswith(answer) for text, answer in zip(said, answers, strict=True))
+        return hits, *held
+
+    def _read(self, ids: Tensor, mask: Tensor, cache: kvpolicy.PolicyCache) -> None:
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        self.model(ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1)
 
 
 def policies() -> Iterable[tuple[str, list[str]]]:

@@ -154,7 +154,7 @@ def _replay_row(policy: Policy, turns: list[Turn], layer_idx: int, b: int, toler
             continue
         want = slow.forward(
             q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
-            softcap=turn.kernel.softcap,
+            softcap=turn.kernel.softcap, step=turn.q.shape[2] == 1,
         )  # fmt: skip
         where = f"layer {layer_idx}, row {b}, turn {number}"
         miss = float((out.double() - want).abs().max())

@@ -54,7 +54,9 @@ def check(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, measur
 
 
 @pytest.mark.parametrize("rows", [[PROMPT], [PROMPT, 33, 20]])
-@pytest.mark.parametrize(("allocator", "selector", "codec", "budget"), every(["uniform", "pyramid"], SELECTORS, CODECS, BUDGETS))
+@pytest.mark.parametrize(
+    ("allocator", "selector", "codec", "budget"), every(["uniform", "pyramid"], SELECTORS, CODECS, BUDGETS)
+)
 def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: list[int]) -> None:
     check("llama", words(allocator, selector, codec, budget=budget), rows)
 

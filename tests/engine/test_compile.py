@@ -39,7 +39,9 @@ def decode(model: Any, compiled: Any, policy: str, rows: list[int], tick: bool =
     with torch.no_grad():
         for column in range(PROMPT, PROMPT + STEPS):
             now = slice(column, column + 1)
-            out = compiled(ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=cache, use_cache=True)
+            out = compiled(
+                ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=cache, use_cache=True
+            )
             logits.append(out.logits)
             if tick:
                 cache.tick()
@@ -105,9 +107,12 @@ def test_other_conversations_need_no_other_graph() -> None:
 TURNS = [PROMPT, 1, 1, 5, 1]
 
 
+PROMPTS = ["h2o@0.5", "squeeze+h2o+kivi:group_size=4:residual_length=4@0.5"]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["h2o@0.5", "squeeze+h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"])
+@pytest.mark.parametrize("padded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", PROMPTS)
 def test_a_prompt_through_a_compiled_model(policy: str, padded: bool) -> None:
     """Prompts need the host, so that they break the graph; the result is the same, or one sentence says no."""
     model = build("llama")
@@ -139,7 +144,9 @@ def test_a_compiled_model_without_a_cache(given: bool) -> None:
             assert isinstance(out.past_key_values, PolicyCache)
 
 
-@pytest.mark.parametrize("policy", ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5", "window@99"])
+@pytest.mark.parametrize(
+    "policy", ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5", "window@99"]
+)
 def test_a_forgotten_tick_is_an_error(policy: str) -> None:
     """Never a lost token."""
     model = build("llama")

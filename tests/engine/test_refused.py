@@ -136,5 +136,3 @@ def test_a_mask_of_the_wrong_width() -> None:
         with pytest.raises(ValueError, match="columns") as error:
             model(ids[:, :2], attention_mask=torch.ones(1, 5, dtype=torch.int64), past_key_values=cache)
         one_sentence(error.value)
-
-

@@ -156,9 +156,10 @@ def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
 def test_a_profile_of_another_model(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile(build("llama"), [make_batch([20], [20])[0]], path)
-    with pytest.raises(ValueError, match="3 layers and this one has 8"), kvpolicy.attach(
-        deep(), f"squeeze:profile={path}+window@0.5"
-    ) as handle:
+    with (
+        pytest.raises(ValueError, match="3 layers and this one has 8"),
+        kvpolicy.attach(deep(), f"squeeze:profile={path}+window@0.5") as handle,
+    ):
         talk(deep(), *make_batch([20], [20]), [20], None)
         model = handle._model
         talk(model, *make_batch([20], [20]), [20], PolicyCache(model))

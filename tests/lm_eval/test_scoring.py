@@ -13,7 +13,7 @@ REQUESTS = [(None, [1, 2, 3], [4]), (None, [1, 2, 3], [5, 6]), (None, [7], [8, 9
 def test_split_shares_prefixes_longest_first():
     groups = split(REQUESTS, max_length=10, holdback=1)
     assert list(groups) == [(1, 2, 3, 4), (1, 2), ()]
-    assert [(p.index, p.tokens, p.scored) for p in groups[1, 2]] == [(0, (3, 4), 1), (1, (3, 5, 6), 2)]
+    assert [(p.place, p.tokens, p.scored) for p in groups[1, 2]] == [(0, (3, 4), 1), (1, (3, 5, 6), 2)]
 
 
 def test_split_cuts_on_the_left_like_lm_eval():
@@ -30,7 +30,7 @@ def test_split_refuses_what_cannot_be_scored(answer: list[int]):
 @pytest.mark.parametrize("holdback", [0, 1, 3, 9])
 def test_whole_puts_prefixes_back(holdback: int):
     pieces = whole(split(REQUESTS, max_length=10, holdback=holdback))
-    assert {p.index: p.tokens for p in pieces} == {i: (*c, *a) for i, (_, c, a) in enumerate(REQUESTS)}
+    assert {p.place: p.tokens for p in pieces} == {i: (*c, *a) for i, (_, c, a) in enumerate(REQUESTS)}
 
 
 def test_held_lengths_are_those_of_the_caches():

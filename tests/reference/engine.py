@@ -120,15 +120,17 @@ class ReferenceLayer:
         budget: int | None = None,
         capacity: int | None = None,
         softcap: float | None = None,
+        step: bool | None = None,
     ) -> Tensor:
         """Attend with q [Hq, n, D] over what is kept and k, v [H, n, D], then choose; returns [Hq, n, D] fp64.
 
-        The first call is the prefill. Later, one token is a decode step and more are a continuation.
+        The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
+        otherwise, for a continuation of one token in a batch where other rows have more.
         """
         self.budget = self.budget if budget is None else budget
         self.capacity = self.capacity if capacity is None else capacity
         self._tick()
-        single = self.length > 0 and k.shape[1] == 1
+        single = self.length > 0 and (k.shape[1] == 1 if step is None else step)
         first = self.length
         self.length += k.shape[1]
         if single and self.decode == "evict":

@@ -1,0 +1,80 @@
+"""What a model's forward was called with: its cache, its tokens, and whether a policy can serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvpolicy.cache import PolicyCache
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+
+
+def bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give an attention module the slots of the cache that this call carries."""
+    for name in CACHE_NAMES:
+        cache = kwargs.get(name)
+        if isinstance(cache, PolicyCache):
+            layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if not layer.is_sliding:
+                kwargs["kv_slots"] = layer
+    return args, kwargs
+
+
+def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward without a cache would make one."""
+    wanted = kwargs.get("use_cache")
+    return not module.training and bool(getattr(module.config, "use_cache", False) if wanted is None else wanted)
+
+
+def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to compile what is not a decode step on a cache under the policy; raised, it breaks the graph."""
+    cache: Any = kwargs.get("past_key_values")
+    if not isinstance(cache, PolicyCache) and (cache is not None or caches(module, kwargs)):
+        raise ValueError(
+            "A compiled step cannot make its cache: make one with kvpolicy.PolicyCache(model), run the prompt through "
+            "the model itself, and pass the cache as past_key_values."
+        )
+    tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
+        raise ValueError(
+            "A prompt cannot be compiled under a policy, since its budgets are settled on the host: run it through "
+            "the model itself, and compile the steps."
+        )
+
+
+def check_stock(cache: Cache) -> None:
+    """Raise ValueError unless a stock cache can be replaced: it must be the ordinary one, and empty."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
+        raise ValueError(
+            f"The {kind} cannot be kept under a policy: leave past_key_values and cache_implementation out, "
+            "or pass a kvpolicy.PolicyCache."
+        )
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
+        )
+
+
+def prompt_columns(model_kwargs: dict[str, Any], generation_config: Any) -> int:
+    """Columns of the prompt that `generate` is about to run, 0 where it does not say."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[1])
+    return int(getattr(generation_config, "_mask_length", 0) or 0)
+
+
+def row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
+    """Tokens of each row's prompt; `generate` drops a mask without padding."""
+    mask = model_kwargs.get("attention_mask")
+    return (columns or None) if mask is None else mask.sum(-1).cpu()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's call or forward was compiled in place."""
+    held = vars(module)
+    return bool(held.get("_compiled_call_impl")) or hasattr(held.get("forward"), "_torchdynamo_orig_callable")

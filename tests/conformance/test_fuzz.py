@@ -1,0 +1,87 @@
+"""Conversations drawn at random, layer by layer, against the reference."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from kvpolicy import Policy
+from tests.conformance.bench import Bench, draw
+from tests.conformance.policies import SELECTORS
+
+BASES = [name for name in SELECTORS if name != "kvcrush"]
+
+
+def draw_selector(dice: Random, *, wrap: bool = True) -> str:
+    """The words of a selector with options drawn at random."""
+    name = dice.choice(SELECTORS if wrap else BASES)
+    options = {
+        "streaming": [f"sinks={dice.randint(0, 4)}"],
+        "h2o": [f"recent={dice.choice(['0.0', '0.3', '0.5', '1.0'])}"],
+        "snapkv": [f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5, 7])}", f"pool={dice.choice(['avg', 'max'])}"],
+        "kvcrush": [
+            f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}", f"seed={dice.randint(0, 9)}",
+            f"anchor={dice.choice(['random', 'mean', 'alternate', 'zeros', 'ones'])}",
+            f"buckets={dice.choice(['rank', 'distance'])}", f"pick={dice.choice(['first', 'random', 'best'])}",
+            f"quantile={dice.choice(['0.1', '0.5', '0.8'])}", f"page={dice.choice([0, 0, 2, 5])}",
+        ],
+    }.get(name, [])  # fmt: skip
+    if name == "kvcrush":
+        return ":".join([name, *options]) + "/" + draw_selector(dice, wrap=False)
+    return ":".join([name, *options, f"decode={dice.choice(['evict', 'evict', 'grow'])}"])
+
+
+def draw_codec(dice: Random) -> str:
+    if dice.random() < 0.4:
+        return "plain"
+    sizes = f"group_size={dice.choice([1, 2, 3, 4, 8])}:residual_length={dice.choice([0, 1, 4, 9])}"
+    return f"kivi:bits={dice.choice([2, 4, 8])}:{sizes}"
+
+
+def converse(seed: int, *, idle: bool = False) -> None:
+    """A prompt, then steps and continuations, padded anywhere, under budgets that may rise.
+
+    Args:
+        seed: Of everything.
+        idle: Whether continuations may bring some rows nothing but padding.
+    """
+    dice = Random(seed)
+    policy = Policy.parse(f"{draw_selector(dice)}+{draw_codec(dice)}@0.5")
+    batch, floor = dice.randint(1, 3), policy.selector.floor
+    heads, group = dice.choice([(1, 1), (2, 2), (1, 3), (3, 1)])
+    sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 12)]) for _ in range(dice.randint(3, 25)))]
+    bench = Bench(
+        policy, [floor + dice.randint(0, 14) for _ in range(batch)], new=sum(sizes), layer_idx=dice.randint(0, 3)
+    )
+    for number, size in enumerate(sizes):
+        valid = torch.ones(batch, size, dtype=torch.bool)
+        if number == 0 or dice.random() < 0.3:
+            for row in range(batch):
+                valid[row, : dice.randint(0, size - (number == 0 or (size > 1 and not idle)))] = dice.random() < 0.5
+        if size > 1 and dice.random() < 0.5:
+            some = valid.any(-1).tolist()  # a share rises only where tokens come
+            bench.budgets = [
+                budget + dice.randint(0, 4) * more for budget, more in zip(bench.budgets, some, strict=True)
+            ]
+        q, k, v = draw(size, 1000 * seed + number, batch=batch, heads=heads, group=group, sharp=dice.choice([0.5, 2.0]))
+        bench.forward(q, k, v, None if bool(valid.all()) else valid)
+    bench.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_some(seed: int) -> None:
+    converse(seed)
+
+
+@pytest.mark.parametrize("seed", [71, 102, 287, 308, 332, 349, 382, 409])
+def test_rows_that_get_nothing(seed: int) -> None:
+    """A row that only gets padding stays as it is."""
+    converse(seed, idle=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60, 2000))
+def test_many(seed: int) -> None:
+    converse(seed, idle=seed % 2 == 0)

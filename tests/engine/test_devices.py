@@ -1,0 +1,80 @@
+"""Models that accelerate has spread: slots live where their layer's keys are."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.play import TURNS, make_batch, talk
+from tests.conformance.replay import kept_positions
+from tests.engine.test_attach import trace
+
+accelerate = pytest.importorskip("accelerate")
+
+POLICIES = ["squeeze+kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5", "snapkv@0.5", "full"]
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=48,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(params=["cpu", "offload", "disk"])
+def spread(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Any]:
+    """A model that is hooked by accelerate: dispatched, weights offloaded to CPU, or to disk."""
+    model = llama()
+    if request.param == "cpu":
+        places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+        places |= {f"model.layers.{index}": "cpu" for index in range(3)}
+        model = accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True)
+    elif request.param == "offload":
+        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        model = accelerate.disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    yield model
+    accelerate.hooks.remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_like_one_device(spread: Any, policy: str) -> None:
+    whole = llama()
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(whole, policy):
+        one = PolicyCache(whole)
+        want = talk(whole, ids, mask, TURNS, one)
+    before = trace(spread)
+    with kvpolicy.attach(spread, policy) as handle:
+        cache = PolicyCache(spread)
+        got = talk(spread, ids, mask, TURNS, cache)
+        out = spread.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        assert handle.cache is not None
+    assert torch.allclose(got, want, atol=1e-5)
+    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in one.slots]
+    assert out.shape == (2, ids.shape[1] + 5)
+    assert trace(spread) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_devices(policy: str) -> None:
+    """Layers on an accelerator and on the CPU: each layer's slots are where its keys are."""
+    places: dict[str, Any] = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": 0, "model.layers.1": 0, "model.layers.2": "cpu"}
+    model = accelerate.dispatch_model(llama(), places, main_device=0)
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        logits = talk(model, ids.cuda(), mask.cuda(), TURNS, cache)
+    assert torch.isfinite(logits).all()
+    assert [layer.positions.device.type for layer in cache.slots] == [layer.keys.device.type for layer in cache.slots]  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,140 @@
+"""What is left of the rules: what a query attends to (1), what is stored of it (7), and odd ways to call a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.state import tensors
+from tests.conformance.models import FAMILIES, build
+from tests.conformance.play import TURNS, forward, make_batch, talk
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.replay import kept_positions
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 1: to the budget exactly, the current token counted, in every step and head."""
+    from kvpolicy import decode
+
+    seen: list[Tensor] = []
+    real = decode.attend_slots
+
+    def attend_slots(q: Tensor, parts: Any, live: Tensor, *rest: Any) -> Any:
+        seen.append(live.sum(-1))
+        return real(q, parts, live, *rest)
+
+    monkeypatch.setattr(decode, "attend_slots", attend_slots)
+    model = build("llama")
+    with kvpolicy.attach(model, words("squeeze", selector, codec)):
+        cache = PolicyCache(model)
+        talk(model, *make_batch([26, 17], [26] + [1] * 9), [26] + [1] * 9, cache)
+    budgets = [layer.budget[:, None].expand(-1, 2) for layer in cache.slots]
+    assert len(seen) == 27
+    assert all(torch.equal(count, budgets[number % 3]) for number, count in enumerate(seen))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+def test_kv_heads_are_never_repeated(family: str) -> None:
+    """Rule 7."""
+    model = build(family)
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model)
+        talk(model, *make_batch([26], [26]), [26], cache)
+    single = family == "falcon_single"
+    heads = 1 if single else getattr(model.config, "num_kv_heads", None) or getattr(
+        model.config, "num_key_value_heads", model.config.num_attention_heads
+    )  # fmt: skip
+    assert all(layer.positions.shape[1] == heads for layer in cache.slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("selector", ["h2o", "snapkv", "tova", "kvcrush/h2o"])
+def test_scores_are_fp32(selector: str, dtype: torch.dtype) -> None:
+    """Rule 7."""
+    model = build("llama", dtype)
+    with kvpolicy.attach(model, f"{selector}@0.5"):
+        cache = PolicyCache(model)
+        logits = talk(model, *make_batch([26, 17]), TURNS, cache)
+    kinds = {t.dtype for layer in cache.slots for t in tensors(layer.state) if t.is_floating_point()}
+    assert kinds == {torch.float32}
+    assert logits.dtype == dtype and torch.isfinite(logits).all()
+
+
+def test_a_mask_of_the_new_tokens_alone() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 17])
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    with kvpolicy.attach(model, "h2o@0.5"), torch.no_grad():
+        want = talk(model, ids, mask, TURNS, PolicyCache(model))
+        cache, got, start = PolicyCache(model), list[Tensor](), 0
+        for size in TURNS:
+            now = slice(start, start + size)
+            out = model(ids[:, now], attention_mask=mask[:, now], position_ids=places[:, now], past_key_values=cache)
+            got.append(out.logits)
+            start += size
+    assert torch.equal(torch.cat(got, 1), want)
+
+
+@pytest.mark.parametrize("policy", ["h2o+kivi:group_size=4:residual_length=4@0.5", "full", "window@0.5"])
+def test_a_tick_too_many_does_no_harm(policy: str) -> None:
+    """An uncompiled loop that also calls `tick`."""
+    model = build("llama")
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(model, policy):
+        want = talk(model, ids, mask, TURNS, PolicyCache(model, new=14))
+        cache, start, got = PolicyCache(model, new=14), 0, list[Tensor]()
+        for size in TURNS:
+            got.append(forward(model, ids, mask, start, start + size, cache))
+            cache.tick()
+            start += size
+    assert torch.equal(torch.cat(got, 1), want)
+
+
+@pytest.mark.parametrize("policy", ["h2o@0.5", words("squeeze", "kvcrush", "kivi"), "full"])
+def test_inference_mode(policy: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(model, policy):
+        want = talk(model, ids, mask, TURNS, PolicyCache(model))
+        with torch.inference_mode():
+            assert torch.equal(talk(model, ids, mask, TURNS, PolicyCache(model)), want)
+
+
+@pytest.mark.parametrize("policy", ["h2o@0.5", words("squeeze", "kvcrush", "kivi"), "full", "kvcrush:page=4/h2o@0.5"])
+def test_a_row_without_a_prompt(policy: str) -> None:
+    """Nothing but padding beside a real prompt: the row begins with what comes next, and disturbs nobody."""
+    model = build("llama")
+    ids, mask = make_batch([26, 0])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        logits = talk(model, ids, mask, TURNS, cache)
+        alone = talk(model, ids[:1], mask[:1], TURNS, PolicyCache(model))
+    assert torch.isfinite(logits).all()
+    assert (logits[0] - alone[0]).abs().max() < (0.1 if "kivi" in policy else 5e-5)
+    assert cache.slots[0].length.tolist() == [40, 14]
+
+
+@pytest.mark.parametrize("sizes", [[26], [13, 13], [7, 7, 7, 5], [25, 1], [1] * 26])
+@pytest.mark.parametrize("selector", ["window", "streaming:sinks=2"])
+def test_a_prompt_may_come_in_pieces(selector: str, sizes: list[int]) -> None:
+    """Selectors by position keep the same, however the prompt is cut, where its length is known."""
+    model = build("llama")
+    with kvpolicy.attach(model, f"{selector}@0.5"):
+        cache = PolicyCache(model, prompt=26)
+        talk(model, *make_batch([26], [26]), sizes, cache)
+    sinks = [0, 1] if "sinks" in selector else []
+    assert kept_positions(cache.slots[0])[0][0] == [*sinks, *range(13 + len(sinks), 26)]
+
+
+def test_one_token_prompts() -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, "squeeze+kvcrush@0.5"):
+        logits = talk(model, *make_batch([1], [1] * 9), [1] * 9, PolicyCache(model))
+    assert torch.isfinite(logits).all()
