@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.attention import Kernel, Tail, tail_rows
 from kvpolicy.protocols import Seen, State, View
 from kvpolicy.slots import Loose
-from kvpolicy.state import join_states, map_state
+from kvpolicy.state import join_states, map_state, tensors
 
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
@@ -46,6 +46,11 @@ class Prompt(NamedTuple):
         count = seen[:, None] + self.valid.long().cumsum(-1) - 1
         return count.where(self.valid, -1).to(torch.int32)
 
+    @property
+    def idle(self) -> Tensor | None:
+        """Rows that get nothing but padding, [B] bool; None where there are none."""
+        return None if self.valid is None else ~self.valid.any(-1)
+
     def owned(self) -> Prompt:
         """The same, owning its memory, so that nothing larger stays alive behind a view."""
         keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
@@ -76,8 +81,13 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor) -> Loose:
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _take(positions, state, seen, order)
     view = View(positions, layer.length, keep, layer.layer_idx)
-    state = layer.policy.selector.observe(state, seen, view)
+    before, state = state, layer.policy.selector.observe(state, seen, view)
     chosen = _highest(layer.policy.selector.priority(state, view), view)
+    if prompt.idle is not None:  # such a row alone would not have been called
+        idle = prompt.idle[:, None, None]
+        chosen = torch.where(idle, view.valid, chosen)
+        unchanged = tensors(before)
+        state = map_state(lambda t: torch.where(idle, next(unchanged), t), state)
     if order is not None:
         back = order.argsort(dim=-1)
         chosen, positions = chosen.gather(-1, back), positions.gather(-1, back)

@@ -40,11 +40,18 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Project, rotate, attend, project: [B, P, hidden]."""
     assert position_embeddings is not None and alibi is None
-    heads = (part.transpose(1, 2) for part in self._split_heads(self.query_key_value(hidden_states)))
-    query, key, value = heads
+    query, key, value = (part.transpose(1, 2) for part in _split(self, self.query_key_value(hidden_states)))
     query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
     if layer_past is not None:
         key, value = layer_past.update(key, value, self.layer_idx)
     run = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
     out, _ = run(self, query, key, value, attention_mask, scaling=self.inv_norm_factor, **kwargs)
     return self.dense(out.flatten(2)), None
+
+
+def _split(self: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, P, Hq, D], keys and values [B, P, H, D]; grouped heads stay grouped, where Falcon repeats them."""
+    if not self.new_decoder_architecture:
+        return self._split_heads(fused)
+    grouped = fused.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))
+    return grouped[:, :, :, :-2].flatten(2, 3), grouped[:, :, :, -2], grouped[:, :, :, -1]

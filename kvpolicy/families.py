@@ -52,9 +52,10 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         )
     evictable, alone = _sort_layers(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.model_type == "falcon":  # the modeling code broadcasts its grouped heads before it caches them
-        wide = text.new_decoder_architecture or not text.multi_query
-        heads = text.num_attention_heads if wide else 1
+    if text.model_type == "falcon":
+        heads = text.num_kv_heads
+        if not text.new_decoder_architecture:
+            heads = 1 if text.multi_query else text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):

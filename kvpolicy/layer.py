@@ -179,7 +179,7 @@ class PolicyLayer(CacheLayerMixin):
         loose = choose(self, prompt, keep)
         self.tokens = max(tokens, self.tokens)
         lay_out(self, self.policy.codec.layout(self.tokens))
-        self.budget = keep + room
+        self.budget = keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room)
         self.short = self.tokens < int(self.budget.amax())
         self.keys, self.values = pack_loose(self, loose)
         self._code_full()

@@ -30,8 +30,9 @@ def _make(model: str, config: str, *without: str, **fields: Any) -> Callable[[],
 
 _FEW = ("intermediate_size", "num_key_value_heads")
 _LATENT: dict[str, Any] = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 2,
-    "num_experts_per_tok": 1, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }  # fmt: skip
 

@@ -20,7 +20,10 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
     options = {
         "streaming": [f"sinks={dice.randint(0, 4)}"],
         "h2o": [f"recent={dice.choice(['0.0', '0.3', '0.5', '1.0'])}"],
-        "snapkv": [f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5, 7])}", f"pool={dice.choice(['avg', 'max'])}"],
+        "snapkv": [
+            f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5, 7])}",
+            f"pool={dice.choice(['avg', 'max'])}",
+        ],
         "kvcrush": [
             f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}", f"seed={dice.randint(0, 9)}",
             f"anchor={dice.choice(['random', 'mean', 'alternate', 'zeros', 'ones'])}",

@@ -141,7 +141,8 @@ def test_another_model_of_the_same_config() -> None:
     """Two models may share their config object, and a policy is attached to one of them."""
     torch.manual_seed(0)
     config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48)
-    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    one: Any = LlamaForCausalLM(config).eval()
+    other: Any = LlamaForCausalLM(config).eval()
     ids, mask = make_batch([20, 13], [20])
     how: Any = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
     stock = other.generate(ids, **how)

@@ -61,8 +61,11 @@ def once(policy: str, rows: list[int], backend: str = "aot_eager", family: str =
     assert (got - want).abs().max() < atol
 
 
-METHODS = [words(selector, codec) for selector, codec in zip(SELECTORS, cycle(CODECS), strict=False)]
-METHODS += ["h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5", "full"]
+METHODS = [
+    *(words(selector, codec) for selector, codec in zip(SELECTORS, cycle(CODECS), strict=False)),
+    "h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5",
+    "full",
+]
 
 
 @pytest.mark.parametrize("policy", METHODS)

@@ -87,7 +87,7 @@ def deep() -> Any:
         num_hidden_layers=8, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=48,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
+    model: Any = LlamaForCausalLM(config).eval()
     for layer, gain in zip(model.model.layers, [40.0, 1, 20, 1, 0.5, 30, 1, 10], strict=True):
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02 * gain)
     return model
