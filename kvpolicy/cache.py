@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.families import ModelShape
 from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
-from kvpolicy.planning import CachePlan, Shape, divide, plan_layers
+from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
 
@@ -213,6 +213,7 @@ class PolicyCache(Cache):
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
             left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
+            note=explain(self.policy, self._tokens.keep, length),
         )  # fmt: skip
 
     def alone_bytes(self) -> dict[int, int]:

@@ -173,6 +173,7 @@ class CachePlan:
         left_alone: Bytes of layers that the policy leaves as they are (sliding windows), by layer.
         full_nbytes: Bytes of the stock cache beside it.
         measured: False where the allocator has yet to measure a prompt, so that layers are shown alike.
+        note: What was decided otherwise than the policy may lead to expect, or nothing.
     """
 
     policy: Policy
@@ -181,6 +182,7 @@ class CachePlan:
     left_alone: dict[int, int]
     full_nbytes: int
     measured: bool
+    note: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -209,7 +211,24 @@ class CachePlan:
         lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
         if not self.measured:
             lines.append("layers are shown alike: the allocator measures them in the prompt; their sum is the same")
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
+
+
+def explain(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
+    """Why the layers of some rows share evenly although the allocator measured them; nothing where none do.
+
+    Args:
+        policy: The policy.
+        keep: Tokens per layer, [B, L].
+        prompt: Tokens of each row's prompt, [B].
+    """
+    even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
+    if not policy.allocator.measure or not bool(even.any()):
+        return ""
+    rows = ", ".join(str(row) for row in even.nonzero().flatten().tolist())
+    return f"row(s) {rows}: layers share evenly, since fewer than three, or too few that differ, were measured"
 
 
 def plan_layers(

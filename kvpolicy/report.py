@@ -41,18 +41,21 @@ class Report:
         layers: One entry per layer.
         nbytes: Every byte held.
         full_nbytes: Bytes that a stock cache would hold of the same tokens.
+        note: What was decided otherwise than the policy may lead to expect, or nothing.
     """
 
     policy: Policy
     layers: tuple[LayerReport, ...]
     nbytes: int
     full_nbytes: int
+    note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON."""
         names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
         layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
-        return {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "layers": layers}
+        head = {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "note": self.note}
+        return head | {"layers": layers}
 
     def __str__(self) -> str:
         """A table, one line per layer."""
@@ -62,6 +65,8 @@ class Report:
             kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
             told = layer.note or f"kept {list(layer.kept)} of {list(layer.seen)}, budget {list(layer.budget)}"
             lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
+        if self.note:
+            lines.append(self.note)
         return "\n".join(lines)
 
 
@@ -83,4 +88,7 @@ def make_report(cache: PolicyCache) -> Report:
             rows = (tuple(int(n) for n in t.tolist()) for t in (layer.budget, kept, layer.length))
             budget, held, seen = rows
             layers.append(LayerReport(layer_idx=index, budget=budget, kept=held, seen=seen, nbytes=layer.held()))
-    return Report(policy=cache.policy, layers=tuple(layers), nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
+    note = "" if cache.plan is None else cache.plan.note
+    return Report(
+        policy=cache.policy, layers=tuple(layers), nbytes=cache.nbytes, full_nbytes=cache.full_nbytes, note=note
+    )  # fmt: skip

@@ -1,8 +1,7 @@
 """`python -m kvpolicy_eval.table`: what the embedded model still answers under each policy.
 
-Every prompt ends with its question. All of it but its last token is compressed to the budget; that token and the
-answer then see the compressed cache alone. An answer counts when all of its digits (or its label) are right. Rows run
-in padded batches, and the bytes held include the padding.
+Every prompt ends with its question, is compressed to the budget, and is answered greedily; an answer counts when all
+of its digits (or its label) are right. Rows run in padded batches, and bytes are those of the whole batch.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import kvpolicy
 from kvpolicy_eval.data.prompts import Prompt
@@ -26,6 +24,9 @@ SELECTORS = ["window", "streaming", "h2o", "snapkv:kernel=7", "tova", "kvcrush/s
 ALLOCATORS = ["", "squeeze+"]
 BUDGETS = [0.3, 0.2, 0.1]
 BATCH = 16
+HELD_BACK = {"few_shot": 1}
+"""Tokens at the end of a prompt that wait until the rest is compressed: the first token of an answer comes from the
+full prompt, so an answer of one token would show no effect at all."""
 
 
 class Examiner:
@@ -52,31 +53,28 @@ class Examiner:
             for name, prompts in self.exam.items():
                 hits = 0
                 for start in range(0, len(prompts), BATCH):
-                    counts = self._answer(prompts[start : start + BATCH])
+                    counts = self._answer(prompts[start : start + BATCH], HELD_BACK.get(name, 0))
                     hits, held, full = hits + counts[0], held + counts[1], full + counts[2]
                 right[name] = hits / len(prompts)
         return right, held / full
 
-    def _answer(self, prompts: list[Prompt]) -> tuple[int, int, int]:
-        """Right answers, bytes held and bytes of the full cache, after the prompt."""
+    def _answer(self, prompts: list[Prompt], held_back: int) -> tuple[int, int, int]:
+        """Right answers, bytes held after the prompt, and bytes that the stock cache would hold of the same batch."""
         texts, answers = [prompt for prompt, _ in prompts], [answer for _, answer in prompts]
         batch: Any = self.tokenizer(texts, return_tensors="pt", padding=True)
-        longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
-        how: dict[str, Any] = {"max_new_tokens": longest, "do_sample": False}
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        cache = kvpolicy.PolicyCache(self.model, new=longest + 1)
-        # The last token waits until the rest is compressed: else the first token of an answer would come from the
-        # full prompt, and a label of one token would show no effect at all.
-        self._read(ids[:, :-1], mask[:, :-1], cache)
-        held = cache.nbytes, cache.full_nbytes
-        out = self.model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **how)
+        longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
+        read = ids.shape[1] - held_back
+        cache = kvpolicy.PolicyCache(self.model, prompt=mask[:, :read].sum(-1), new=longest + held_back)
+        if held_back:
+            places = (mask.cumsum(-1) - 1).clamp_min(0)[:, :read]
+            self.model(ids[:, :read], attention_mask=mask[:, :read], position_ids=places, past_key_values=cache)
+        how: dict[str, Any] = {"max_new_tokens": longest, "do_sample": False, "past_key_values": cache}
+        out = self.model.generate(input_ids=ids, attention_mask=mask, **how)
         said = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         hits = sum(text.strip().startswith(answer) for text, answer in zip(said, answers, strict=True))
-        return hits, *held
-
-    def _read(self, ids: Tensor, mask: Tensor, cache: kvpolicy.PolicyCache) -> None:
-        places = (mask.cumsum(-1) - 1).clamp_min(0)
-        self.model(ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        stock = kvpolicy.plan(self.model.config, "full", batch=len(ids), prompt=out.shape[1] - 1).full_nbytes
+        return hits, cache.nbytes, stock
 
 
 def policies() -> Iterable[tuple[str, list[str]]]:
