@@ -19,11 +19,13 @@ def top_mask(values: Tensor, count: Tensor) -> Tensor:
         values: [..., N].
         count: How many of each row, [...] int64, at most N.
     """
-    most = int(count.max())
+    least, most = (int(n) for n in count.aminmax())
     if not most:
         return torch.zeros_like(values, dtype=torch.bool)
-    high = values.topk(most, dim=-1, sorted=bool((count != most).any())).values
-    edge = high.gather(-1, (count - 1).clamp_min(0)[..., None]) if bool((count != most).any()) else high.amin(-1, True)
+    if least == most:
+        edge = values.kthvalue(values.shape[-1] + 1 - most, dim=-1, keepdim=True).values
+    else:
+        edge = values.topk(most, dim=-1).values.gather(-1, (count - 1).clamp_min(0)[..., None])
     above, level = values > edge, values == edge
     spare = count[..., None] - above.sum(-1, keepdim=True)
     return (above | (level & (level.cumsum(-1) <= spare))) & (count[..., None] > 0)
@@ -69,6 +71,8 @@ def distances(bits: Tensor, anchor: Tensor, positions: Tensor) -> Tensor:
         anchor: [B, Hq].
         positions: [B, H, N], -1 where there is no token.
     """
+    if bool((positions == positions[:, :1]).all()):  # as after a first prefill: then one order serves all heads
+        return (bits ^ anchor[..., None]).sum(1, keepdim=True)
     heads = positions.shape[1]
     at = positions.long()
     size = int(at.max()) + 2  # the last place takes what is not valid
@@ -78,8 +82,6 @@ def distances(bits: Tensor, anchor: Tensor, positions: Tensor) -> Tensor:
     change = torch.where(bits, 1 - 2 * anchor.long()[..., None], 0)
     table = anchor.long().sum(1, keepdim=True).repeat(1, size)
     table.scatter_add_(1, own.flatten(1), change.flatten(1))
-    if bool((at == at[:, :1]).all()):  # as after a first prefill: then one order serves all heads
-        return table[:, None].gather(2, at[:, :1])
     return table[:, None].expand(-1, heads, -1).gather(2, at)
 
 

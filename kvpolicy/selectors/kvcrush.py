@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -156,10 +157,13 @@ class KVCrush:
         return torch.int8 if self.page else torch.bool
 
     def _inner(self, view: View) -> View:
-        return view._replace(budget=view.budget - self._share(view.budget))
+        return View(view.positions, view.length, view.budget - self._share(view.budget), view.layer_idx)
 
     def _share(self, budget: Tensor) -> Tensor:
-        return (budget * round(self.split * MILLION)).div(MILLION, rounding_mode="floor")
+        parts = round(self.split * MILLION)
+        common = math.gcd(parts, MILLION)  # a quarter is one division, in every decode step
+        shares = budget if parts == common else budget * (parts // common)
+        return shares.div(MILLION // common, rounding_mode="floor")
 
     def _marks(self, base: State, seen: Seen, view: View, inner: View) -> Tensor:
         count, share = view.valid.sum(-1), self._share(view.budget)
