@@ -178,7 +178,8 @@ class KVPolicyLM(HFLM):
     def _score(self, requests: Sequence[Any], rolling: bool, batch: int | None, quiet: bool) -> list[Answer]:
         batch = batch or self._batch(requests)
         answers: list[Any] = [None] * len(requests)
-        bar = tqdm(total=len(requests), disable=quiet or self.rank != 0, desc=f"Scoring under {self.policy}")
+        hidden = quiet or rolling or self.rank != 0  # a rolling request is one text, and lm-eval shows its own bar
+        bar = tqdm(total=len(requests), disable=hidden, desc=f"Scoring under {self.policy}")
         with bar, kvpolicy.attach(self.model, self.policy):
             parts = self._rolled(requests, batch) if rolling else self._shared(requests, batch)
             for index, answer in parts:
