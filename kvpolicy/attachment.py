@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from types import TracebackType
 from typing import Any
@@ -229,7 +230,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     """
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     if budget is not None:
-        policy = Policy(allocator=policy.allocator, selector=policy.selector, codec=policy.codec, budget=budget)
+        policy = dataclasses.replace(policy, budget=budget)
     _check_fresh(model)
     return Handle(model, policy)
 

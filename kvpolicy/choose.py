@@ -63,7 +63,7 @@ class Prompt(NamedTuple):
         return sum(t.nbytes for t in parts if t is not None)
 
 
-def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor) -> Loose:
+def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor, seen_before: Tensor) -> Loose:
     """Choose among a layer's slots and a prompt's tokens.
 
     Chosen coded slots stay where they are. The exact slots' and the new tokens, chosen or not, are handed back: they
@@ -73,9 +73,10 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor) -> Loose:
         layer: Whose slots; its `length` has counted the prompt already.
         prompt: The new tokens.
         keep: The most tokens to keep of each row, [B] int64.
+        seen_before: Tokens that each row had seen before the prompt, [B] int64.
     """
     new = prompt.keys.shape[2]
-    positions, state, seen = _on_offer(layer, prompt)
+    positions, state, seen = _on_offer(layer, prompt, seen_before)
     order = None
     if sum(layer.layout) or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         order = positions.argsort(dim=-1, stable=True)
@@ -95,11 +96,10 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor) -> Loose:
     return _split(layer, prompt, chosen, positions, state, positions.shape[-1] - new)
 
 
-def _on_offer(layer: PolicyLayer, prompt: Prompt) -> tuple[Tensor, State, Seen]:
+def _on_offer(layer: PolicyLayer, prompt: Prompt, seen_before: Tensor) -> tuple[Tensor, State, Seen]:
     """Positions [B, H, S + P], state and attention of the slots and the new tokens."""
     batch, heads, new, _ = prompt.keys.shape
-    before = layer.length - (prompt.lengths(layer.length) - layer.length)
-    fresh = prompt.positions(before)[:, None].expand(-1, heads, -1)
+    fresh = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
     zero = layer.policy.selector.alloc(batch, heads, new, fresh.device)
     state = join_states(layer.state, zero)
     rows = None

@@ -22,10 +22,8 @@ from kvpolicy.host import on_host
 from kvpolicy.planning import ROOM, bytes_by_kind
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codes, Layout, State
-from kvpolicy.slots import lay_out, oldest_exact, pack_loose, place_block
+from kvpolicy.slots import FAR, lay_out, oldest_exact, pack_loose, place_block
 from kvpolicy.state import map_state, tensors
-
-FAR = torch.iinfo(torch.int32).max
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -175,8 +173,8 @@ class PolicyLayer(CacheLayerMixin):
         assert self.prompt is not None
         prompt, self.prompt = self.prompt, None
         keep, room = keep.to(self.device), room.to(self.device)
-        self.length = prompt.lengths(self.length)
-        loose = choose(self, prompt, keep)
+        seen, self.length = self.length, prompt.lengths(self.length)
+        loose = choose(self, prompt, keep, seen)
         self.tokens = max(tokens, self.tokens)
         lay_out(self, self.policy.codec.layout(self.tokens))
         self.budget = keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room)

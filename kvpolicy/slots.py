@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
 
 FAR = torch.iinfo(torch.int32).max
+"""Later than any position."""
 
 
 class Loose(NamedTuple):

@@ -33,8 +33,9 @@ def _at_size(hidden: int, heads: int, rounds: int, length: int, new: int) -> Ite
         what = f"generate {length} + {new}, hidden {hidden}"
         yield Row(what, "kvcrush over snapkv", ratio, "<= 1.005x")
         own = statistics.median(_inside(lambda: crushed.generate(ids, **options)) for _ in range(5))
-        added = Ratio(1 + own / ratio.theirs, 1 + own / ratio.theirs, 1 + own / ratio.theirs, ratio.theirs, own)
-        yield Row(what, "time in KVCrush's own code", added, "<= 1.005x")
+        added = 1 + own / ratio.theirs
+        alone = Ratio(added, added, added, ratio.theirs, own)
+        yield Row(what, "time in KVCrush's own code", alone, "<= 1.005x")
 
 
 def _inside(run: Any) -> float:
