@@ -17,10 +17,22 @@ from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
 from kvpolicy.calls import bind_slots, caches, check_step, check_stock, is_compiled, prompt_columns, row_lengths
 from kvpolicy.configs import configs_of, swap_implementation
-from kvpolicy.families import ModelShape, Site, Sites, attention_output, describe, find_sites, is_falcon, residual_scale
+from kvpolicy.families import (
+    ModelShape,
+    Site,
+    Sites,
+    attention_output,
+    describe,
+    find_sites,
+    is_falcon,
+    residual_scale,
+    sample_weights,
+)  # fmt: skip
 from kvpolicy.planning import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import ModelInfo
 from kvpolicy.report import Report
+from kvpolicy.rotary import Rope
 
 _links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
 
@@ -28,9 +40,10 @@ _links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
 class Link:
     """What a cache knows of the attachment it belongs to."""
 
-    def __init__(self, policy: Policy, model_shape: ModelShape, layers: int) -> None:
-        """Describe an attachment."""
-        self.policy, self.model_shape, self.layers = policy, model_shape, layers
+    def __init__(self, policy: Policy, model_shape: ModelShape, info: ModelInfo, ropes: dict[int, Rope]) -> None:
+        """Describe an attachment; `ropes` are empty unless its policy's codec undoes the rotary embedding."""
+        self.policy, self.model_shape, self.info, self.ropes = policy, model_shape, info, ropes
+        self.layers = len(model_shape.evictable) + len(model_shape.left_alone)
         self.active = True
 
     def check(self, policy: Policy) -> None:
@@ -40,7 +53,17 @@ class Link:
                 f"The cache's policy {policy} measures every layer, and the attached {self.policy} does not: "
                 "attach a policy with the same allocator."
             )
-        policy.codec.check(self.model_shape.shape.head_dim)
+        if policy.codec.traits.frame == "pre" and not self.ropes:
+            raise ValueError(
+                f"The cache's policy {policy} undoes the rotary embedding, and the attached {self.policy} does not: "
+                "attach a policy with the same codec."
+            )
+        if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
+            raise ValueError(
+                f"The cache's policy {policy} looks at hidden states, and the attached {self.policy} does not: "
+                "attach a policy with the same codec."
+            )
+        policy.codec.check(self.info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
         """Copies of a cache belong to the same attachment."""
@@ -73,8 +96,11 @@ class Handle:
         self.cache: PolicyCache | None = None
         self._model, self._undo = model, list[Any]()
         sites, shape = find_sites(model), describe(model.config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
-        policy.codec.check(shape.shape.head_dim)
-        self._link = Link(policy, shape, len(sites.layers))
+        info = shape.info(sample_weights(sites.layers[0]))
+        policy.codec.check(info)
+        unrotates = policy.codec.traits.frame == "pre"
+        ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
+        self._link = Link(policy, shape, info, ropes)
         try:
             self._connect(sites)
         except BaseException:
@@ -128,6 +154,8 @@ class Handle:
                 self._undo.append(falcon.replace_forward(site.attention))
             if self.policy.allocator.measure:
                 self._measure(site)
+            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._link.model_shape.evictable:
+                self._look(site)
         self._offer_cache()
 
     def _offer_cache(self) -> None:
@@ -171,6 +199,13 @@ class Handle:
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(attention_output(site).register_forward_hook(after).remove)
 
+    def _look(self, site: Site) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._running is not None and self._running.wants_massive:
+                self._running.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
+
+        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
+
     _running: PolicyCache | None = None
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +222,8 @@ class Handle:
             self._check_own(cache)
             self._running = cache
             tokens: Any = kwargs.get("input_ids", args[0] if args else None)
-            cache.begin(kwargs["inputs_embeds"] if tokens is None else tokens, kwargs.get("attention_mask"))
+            tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+            cache.begin(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:

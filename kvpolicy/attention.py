@@ -6,11 +6,14 @@ reducers (a sum over all queries, the rows of the newest ones) are applied to it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvpolicy.reading import Coded
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
@@ -32,7 +35,10 @@ class Kernel(NamedTuple):
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Scaled scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
-        raw = (queries @ keys.transpose(-1, -2)).float()
+        return self.finish((queries @ keys.transpose(-1, -2)).float())
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """Scale products of queries and keys [..., M, N] fp32, in place, and cap them."""
         if self.softcap is None:
             return raw.mul_(self.scale)
         return torch.tanh(raw.mul_(self.scale / self.softcap)).mul_(self.softcap)
@@ -138,14 +144,21 @@ def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: T
     return torch.softmax(score, -1).masked_fill_(absent, 0).flatten(1, 2)
 
 
+def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
+    """Largest absolute number of each channel over the valid queries [B, Hq, P, D] of a KV head, [B, H, D] fp32."""
+    size = q.abs().float() if valid is None else q.abs().float().masked_fill(~valid[:, None, :, None], 0)
+    return size.amax(2).unflatten(1, (heads, -1)).amax(2)
+
+
 def attend_slots(
-    q: Tensor, parts: list[tuple[Tensor, Tensor]], live: Tensor, kernel: Kernel, row: bool
+    q: Tensor, exact: tuple[Tensor, Tensor], coded: Coded | None, live: Tensor, kernel: Kernel, row: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
     Args:
         q: [B, Hq, 1, D].
-        parts: Keys and values of consecutive slots, each [B, H, S_i, D]; the S_i sum to S.
+        exact: Keys and values of the exact slots, each [B, H, E, D].
+        coded: The slots behind them, S in all.
         live: Which slots hold a token, [B, H, S] bool.
         kernel: Scale and soft cap.
         row: Whether the attention itself is asked for.
@@ -154,14 +167,20 @@ def attend_slots(
         The output [B, Hq, 1, D], and the attention [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (live.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
-    if not row and kernel.softcap is None and len(parts) == 1:
+    if not row and kernel.softcap is None and coded is None:
         mask = live[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, *parts[0], attn_mask=mask, scale=kernel.scale)
+        out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=kernel.scale)
         return out.flatten(1, 2).unsqueeze(2), None
-    score = torch.cat([kernel.scores(grouped, keys) for keys, _ in parts], -1)
-    share = torch.softmax(score.masked_fill(~live[:, :, None], -torch.inf), -1)
     # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
     # then loses the write of the new token (eager and aot_eager do not).
-    shares = share.split([keys.shape[2] for keys, _ in parts], -1)
-    mixed = [some.to(values.dtype) @ values for some, (_, values) in zip(shares, parts, strict=True)]
-    return sum(mixed[1:], mixed[0]).flatten(1, 2).unsqueeze(2), share
+    keys, values = exact
+    score = kernel.scores(grouped, keys)
+    if coded is not None:
+        score = torch.cat([score, *map(kernel.finish, coded.score(grouped))], -1)
+    share = torch.softmax(score.masked_fill(~live[:, :, None], -torch.inf), -1)
+    first, *others = share.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
+    mixed = first @ values
+    if coded is not None:
+        parts = coded.mix([some for some in others if some.shape[-1]])
+        mixed = sum(parts, mixed.float()).to(values.dtype)
+    return mixed.flatten(1, 2).unsqueeze(2), share

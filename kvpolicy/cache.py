@@ -16,6 +16,7 @@ from kvpolicy.layer import PolicyLayer
 from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
+from kvpolicy.rows import massive_tokens, rotary_shift
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,11 +74,13 @@ class PolicyCache(Cache):
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
         self._one_token = False
+        self._shift: Tensor | None = None  # what the rotary embedding adds to the waiting prompt's positions, [B]
 
     def _make_layer(self, index: int, shape: ModelShape) -> Any:
         if index in shape.left_alone:
             return DynamicSlidingWindowLayer(sliding_window=shape.left_alone[index])
-        return PolicyLayer(self.policy, index, self._on_prompt)
+        rope = self.link.ropes.get(index) if self.policy.codec.traits.frame == "pre" else None
+        return PolicyLayer(self.policy, index, self._on_prompt, rope)
 
     @property
     def slots(self) -> list[PolicyLayer]:
@@ -120,20 +123,24 @@ class PolicyCache(Cache):
             self.prompt = prompt
         self.new, self._end = new, None
         for layer in self.slots:
-            if layer.is_initialized and self.policy.selector.decode == "grow":
+            if layer.is_initialized and self.policy.decode == "grow":
                 layer.reserve(new)
 
     # settling budgets
 
     @on_host
-    def begin(self, tokens: Tensor, mask: Tensor | None) -> None:
+    def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
         self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
         if self._one_token:
             for layer in self.slots:
                 layer.make_room()
         valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
-        self._valid = valid if self.wants_measures else None
+        self._valid = valid if self.wants_measures or self.wants_massive else None
+        if self.policy.codec.traits.frame == "pre" and not self._one_token:
+            layer, new = self.slots[0], tokens.shape[1]
+            seen = layer.length if layer.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
+            self._shift = rotary_shift(position_ids, valid, layer.get_seq_length(), seen, new, self._shift)
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
@@ -151,6 +158,17 @@ class PolicyCache(Cache):
         else:
             weight = self._valid.to(cosine)
             self._measures.setdefault(layer_idx, (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1))
+
+    @property
+    def wants_massive(self) -> bool:
+        """Whether the largest hidden numbers of a prompt are still to be found."""
+        return self.policy.codec.traits.pins == "massive" and not any(layer.pinned for layer in self.slots)
+
+    @on_host
+    def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
+        """Find the tokens that hold a layer's largest hidden numbers, [B, P, D]."""
+        layer: Any = self.layers[layer_idx]
+        layer.massive = massive_tokens(hidden, self._valid, self.policy.codec.traits.pinned)
 
     def cosines(self) -> Tensor:
         """What was measured, [B, L]."""
@@ -190,6 +208,8 @@ class PolicyCache(Cache):
 
     def _settle(self, layer: PolicyLayer) -> None:
         number = self.slots.index(layer)
+        if self._shift is not None and layer.rows is not None:
+            layer.rows.shift.copy_(self._shift)
         layer.settle(self._tokens.keep[:, number], self._tokens.room, self._tokens.most[number])
 
     def _divide(self, first: PolicyLayer) -> None:
@@ -200,7 +220,6 @@ class PolicyCache(Cache):
         if self.prompt is not None:
             length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
         shapes = [Shape(heads, dim, first.prompt.keys.dtype)] * len(self.slots)
-        self.policy.codec.check(dim)
         measures = self.cosines() if self.policy.allocator.measure else None
         if self.new is not None and self._end is None:
             self._end = length + self.new
@@ -253,14 +272,14 @@ class PolicyCache(Cache):
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         if isinstance(self.prompt, Tensor) and self.prompt.dim():
             self.prompt = fn(self.prompt)
-        if self._end is not None:
-            self._end = fn(self._end)
+        self._end = None if self._end is None else fn(self._end)
+        self._shift = None if self._shift is None else fn(self._shift)
         self._measures = {index: fn(cosine) for index, cosine in self._measures.items()}
 
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
-        self.plan, self._measures, self._waiting, self._end = None, {}, [], None
+        self.plan, self._measures, self._waiting, self._end, self._shift = None, {}, [], None, None
 
     @property
     def batch_size(self) -> int:

@@ -78,7 +78,7 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor, seen_before: Tensor
     new = prompt.keys.shape[2]
     positions, state, seen = _on_offer(layer, prompt, seen_before)
     order = None
-    if sum(layer.layout) or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
+    if layer.layout.slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _take(positions, state, seen, order)
     view = View(positions, layer.length, keep, layer.layer_idx)
@@ -134,14 +134,15 @@ def _split(
 ) -> Loose:  # fmt: skip
     """Empty the slots that were not chosen, and hand back what must find a place."""
     assert layer.keys is not None and layer.values is not None
-    exact = layer.layout.exact
+    exact = slice(layer.frozen, layer.layout.exact)
 
     def outer(t: Tensor) -> Tensor:
-        return torch.cat([t[..., :exact], t[..., held:]], -1)
+        return torch.cat([t[..., exact], t[..., held:]], -1)
 
     layer.positions = positions[..., :held].masked_fill(~chosen[..., :held], -1)
     layer.state = map_state(lambda t: t[..., :held], state)
-    keys, values = torch.cat([layer.keys, prompt.keys], 2), torch.cat([layer.values, prompt.values], 2)
+    keys = torch.cat([layer.keys[:, :, exact], prompt.keys], 2)
+    values = torch.cat([layer.values[:, :, exact], prompt.values], 2)
     return Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
 
 

@@ -43,7 +43,8 @@ def decode_step(
         _put(target, at, item.detach(), valid)
     for part in tensors(layer.state):
         _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
-    out, row = attend_slots(q, layer.parts(), layer.positions >= 0, kernel, selector.needs.row)
+    exact = (layer.keys, layer.values)
+    out, row = attend_slots(q, exact, layer.coded(), layer.positions >= 0, kernel, selector.needs.row)
     if row is not None and selector.needs.row:
         _learn(layer, row.detach(), view, valid)
     return out
@@ -63,10 +64,10 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
         positions.scatter_(-1, victim, positions.gather(-1, victim).masked_fill(full, -1))
     else:
         _insist(~full.any(), "the cache has no room left: call cache.tick() between steps")
-    free = positions[..., : layer.layout.exact] < 0
+    free = positions[..., layer.frozen : layer.layout.exact] < 0
     if layer.can_run_out:
         _insist(free.any(-1).all(), "the cache has no free slot: call cache.tick() between steps")
-    return free.to(torch.uint8).argmax(-1, keepdim=True)
+    return layer.frozen + free.to(torch.uint8).argmax(-1, keepdim=True)
 
 
 def _insist(condition: Tensor, message: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpolicy.planning import Shape
+from kvpolicy.protocols import ModelInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,10 @@ class ModelShape:
     shape: Shape
     evictable: list[int]
     left_alone: dict[int, int]
+
+    def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
+        """What a codec may know of the model."""
+        return ModelInfo(len(self.evictable), self.shape.heads, self.shape.head_dim, weights)
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
@@ -130,6 +135,15 @@ def find_sites(model: nn.Module) -> Sites:
             "pass a decoder-only causal language model of transformers."
         )
     return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
+
+
+def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
+    """A few numbers of an attention's first matrix, by which a model is known again; None where it is quantized."""
+    for parameter in site.attention.parameters():
+        if parameter.dim() == 2 and parameter.is_floating_point() and parameter.device.type != "meta":
+            flat = parameter.detach().flatten()
+            return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()].float().cpu()
+    return None
 
 
 def _check_interface(name: str, module: nn.Module) -> None:

@@ -6,24 +6,28 @@ reach in blocks (see `protocols.Layout`). Order inside the buffers means nothing
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.attention import Kernel, Past, attend, newest_queries
+from kvpolicy.attention import Kernel, Past, attend, largest_queries, newest_queries
 from kvpolicy.choose import Prompt, choose
+from kvpolicy.coding import flush, recode, settle_loose
 from kvpolicy.decode import decode_step
 from kvpolicy.host import on_host
-from kvpolicy.planning import ROOM, bytes_by_kind
+from kvpolicy.ledger import bytes_by_kind
+from kvpolicy.planning import ROOM
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codes, Layout, State
-from kvpolicy.slots import FAR, lay_out, oldest_exact, pack_loose, place_block
-from kvpolicy.state import map_state, tensors
+from kvpolicy.protocols import Book, Codes, Layout, State
+from kvpolicy.reading import Coded, read_all
+from kvpolicy.room import exact_count, extend, free_steps
+from kvpolicy.rotary import Rope
+from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
+from kvpolicy.slots import lay_out
+from kvpolicy.state import map_state
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -36,6 +40,12 @@ class PolicyLayer(CacheLayerMixin):
         keys: Keys of the exact slots, [B, H, E, D].
         values: Values of the exact slots, [B, H, E, D].
         layout: How many slots are exact and how many coded.
+        codes: The codec's tensors of each stage.
+        books: The model's calibrated tensors of each stage.
+        rows: What the codec's stages need to know of each row, None where nothing is coded.
+        rope: The rotary embedding, where keys are coded without it.
+        frozen: The first exact slots, which are the codec's atoms.
+        pinned: Whether it is settled which tokens stay exact.
     """
 
     is_sliding = False
@@ -47,15 +57,21 @@ class PolicyLayer(CacheLayerMixin):
     budget: Tensor
     length: Tensor
     columns: Tensor
-    codes: Codes
+    codes: tuple[Codes, ...]
+    books: tuple[Book, ...]
+    rows: Rows | None
     state: State
 
-    def __init__(self, policy: Policy, layer_idx: int, on_prompt: Callable[[PolicyLayer], None]) -> None:
+    def __init__(
+        self, policy: Policy, layer_idx: int, on_prompt: Callable[[PolicyLayer], None], rope: Rope | None = None
+    ) -> None:
         """Make an empty layer; `on_prompt` is told of every prefill that waits for a budget."""
         super().__init__()
-        self.policy, self.layer_idx, self._on_prompt = policy, layer_idx, on_prompt
+        self.policy, self.layer_idx, self._on_prompt, self.rope = policy, layer_idx, on_prompt, rope
+        self.frozen, self.pinned = 0, False
+        self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
-        self.layout = Layout(0, 0)
+        self.layout = Layout(0)
         self.tokens = 0
         self._room: float = 0
         self.short = False  # fewer slots than budget: more tokens were not expected
@@ -69,7 +85,9 @@ class PolicyLayer(CacheLayerMixin):
         self.keys, self.values = key_states.new_empty(empty), value_states.new_empty(empty)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
         self.state = self.policy.selector.alloc(batch, heads, 0, device)
-        self.codes = self.policy.codec.alloc(batch, heads, 0, dim, device)
+        codec = self.policy.codec
+        self.codes, self.rows = (), alloc_rows(codec, batch, heads, dim, device)
+        self.books = tuple(stage.open(self.layer_idx, device) for stage in codec.stages)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
@@ -98,8 +116,9 @@ class PolicyLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.is_initialized, self.prompt, self.layout, self.tokens = False, None, Layout(0, 0), 0
-        for name in ("keys", "values", "positions", "state", "codes", "length", "budget", "columns"):
+        self.is_initialized, self.prompt, self.layout, self.tokens = False, None, Layout(0), 0
+        self.frozen, self.pinned, self.massive = 0, False, None
+        for name in ("keys", "values", "positions", "state", "codes", "books", "rows", "length", "budget", "columns"):
             vars(self).pop(name, None)
         self.keys = self.values = None
 
@@ -130,6 +149,8 @@ class PolicyLayer(CacheLayerMixin):
         self.keys, self.values, self.positions = fn(self.keys), fn(self.values), fn(self.positions)
         self.length, self.budget = fn(self.length), fn(self.budget)
         self.state, self.codes = map_state(fn, self.state), map_state(fn, self.codes)
+        if self.rows is not None:
+            self.rows = Rows(*(fn(t) if t.shape[0] else t for t in self.rows))
 
     # what the attention function asks
 
@@ -158,6 +179,8 @@ class PolicyLayer(CacheLayerMixin):
         out, total = attend(q, k, v, kernel, past, valid, needs.total)
         tail = newest_queries(q.detach(), valid, needs.tail) if needs.tail else None
         self.columns.add_(q.shape[2])
+        if self.rows is not None and self.policy.codec.traits.peaks:
+            self.rows.peaks.copy_(torch.maximum(self.rows.peaks, largest_queries(q.detach(), k.shape[1], valid)))
         self.prompt = Prompt(k.detach(), v.detach(), valid, total, tail, kernel)  # slots hold no autograd graph
         self._on_prompt(self)
         return out
@@ -177,10 +200,24 @@ class PolicyLayer(CacheLayerMixin):
         loose = choose(self, prompt, keep, seen)
         self.tokens = max(tokens, self.tokens)
         lay_out(self, self.policy.codec.layout(self.tokens))
-        self.budget = keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room)
+        self.set_budget(keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room))
         self.short = self.tokens < int(self.budget.amax())
-        self.keys, self.values = pack_loose(self, loose)
+        if self.rows is not None and not self.pinned:
+            pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive)
+        self.keys, self.values = settle_loose(self, loose)
+        self.pinned, self.massive = True, None
         self._code_full()
+
+    def set_budget(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens."""
+        self.budget = budget
+        if self.rows is not None:
+            self.rows = with_budget(self.rows, self.policy.codec, budget, self.frozen)
+
+    def freeze(self, slots: int) -> None:
+        """Never again use the first exact slots for other tokens."""
+        self.frozen = slots
+        self.set_budget(self.budget)
 
     # room for the steps to come
 
@@ -203,35 +240,19 @@ class PolicyLayer(CacheLayerMixin):
 
     def _code_full(self) -> None:
         """Code blocks of the oldest exact tokens until no head's exact part is full."""
-        while self.layout.coded and int(self._exact_count().amax()) >= self.layout.exact:
-            self.flush()
-        self._room = self._free()
-
-    def _exact_count(self) -> Tensor:
-        return (self.positions[..., : self.layout.exact] >= 0).sum(-1)
-
-    def _free(self) -> float:
-        """Steps that are sure to fit: none is ever refused where each evicts a token in place."""
-        if not self.can_run_out:
-            return math.inf
-        count = (self.positions >= 0).sum(-1)
-        limit = self.budget[:, None] if self.grows else self.tokens if self.short else FAR
-        return int(torch.minimum(self.layout.exact - self._exact_count(), limit - count).amin())
+        while self.rows is not None and bool((exact_count(self) >= self.rows.full).any()):
+            (recode if self.policy.codec.traits.recode else flush)(self)
+        self._room = free_steps(self)
 
     @property
     def grows(self) -> bool:
         """Whether generated tokens get room beside the budget."""
-        return self.policy.selector.decode == "grow"
+        return self.policy.decode == "grow"
 
     @property
     def can_run_out(self) -> bool:
         """Whether a step may find no free slot, since it waits for a block to be coded or for more slots."""
-        return self.grows or self.short or self.layout.coded > 0
-
-    def flush(self) -> None:
-        """Code the oldest block of the exact part, in every head whose exact part is full. Traceable, no sync."""
-        block, active = oldest_exact(self, self.policy.codec.block)
-        place_block(self, block, active)
+        return self.grows or self.short or sum(self.layout.coded) > 0
 
     def reserve(self, new: int) -> None:
         """Have room for `new` more tokens, in a growing cache."""
@@ -241,33 +262,20 @@ class PolicyLayer(CacheLayerMixin):
 
     def extend(self, tokens: int) -> None:
         """Make slots for `tokens` more; in a growing cache they are budget too."""
-        assert self.keys is not None and self.values is not None
-        old = self.layout.exact
-        exact_positions, exact_state = self.positions[..., :old], map_state(lambda t: t[..., :old], self.state)
-        self.tokens += tokens
-        lay_out(self, self.policy.codec.layout(self.tokens))
-        self.positions[..., :old] = exact_positions
-        for now, then in zip(tensors(self.state), tensors(exact_state), strict=True):
-            now[..., :old] = then
-        pad = (0, 0, 0, self.layout.exact - old)
-        self.keys, self.values = (F.pad(t, pad) for t in (self.keys, self.values))
-        if self.grows:
-            self.budget = self.budget + tokens
-        self.short = not self.grows and self.tokens < int(self.budget.amax())
+        extend(self, tokens)
 
     # reading
 
-    def parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the exact slots, then of the coded ones."""
-        assert self.keys is not None and self.values is not None
-        exact = (self.keys, self.values)
-        return [exact, self.policy.codec.read(self.codes, self.keys.dtype)] if self.layout.coded else [exact]
+    def coded(self) -> Coded | None:
+        """The coded slots, as a decode step attends to them; None where there are none."""
+        return Coded(self) if sum(self.layout.coded) else None
 
     def past(self) -> Past | None:
         """Every slot as attention takes it, None where there are none."""
-        if not sum(self.layout):
+        if not self.layout.slots:
             return None
-        keys, values = zip(*self.parts(), strict=True)
+        assert self.keys is not None and self.values is not None
+        keys, values = zip((self.keys, self.values), *read_all(self, self.keys.dtype), strict=True)
         return Past(torch.cat(keys, 2), torch.cat(values, 2), self.positions >= 0)
 
     def held(self) -> dict[str, int]:
@@ -275,7 +283,7 @@ class PolicyLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {}
         kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state)
-        kinds["counters"] = self.length.nbytes + self.budget.nbytes + self.columns.nbytes
+        kinds["counters"] = sum(t.nbytes for t in (self.length, self.budget, self.columns, *(self.rows or ())))
         if self.prompt is not None:
             kinds["waiting prompt"] = self.prompt.nbytes
         return kinds

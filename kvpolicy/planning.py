@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.budget import bytes_of
+from kvpolicy.ledger import Shape as Shape
+from kvpolicy.ledger import layer_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.state import tensors
 
 ROOM = 256
 """Tokens of room that a growing cache takes at a time where it is not told how many will come."""
-
-
-class Shape(NamedTuple):
-    """What one layer's keys look like: KV heads, head dimension, dtype."""
-
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
 
 
 class Tokens(NamedTuple):
@@ -38,25 +30,6 @@ class Tokens(NamedTuple):
     keep: Tensor
     room: Tensor
     most: tuple[int, ...]
-
-
-def bytes_by_kind(exact: tuple[Any, ...], codes: Any, positions: Tensor, state: Any) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics."""
-    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
-    for name, tensor in zip(getattr(codes, "_fields", ()), codes, strict=True):
-        kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
-    return kinds | {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
-
-
-@lru_cache(maxsize=4096)
-def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dict[str, int]:
-    """Bytes by kind that one layer holds: what the cache allocates, asked of tensors without storage."""
-    slots = sum(layout)
-    exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
-    codes = policy.codec.alloc(batch, shape.heads, layout.coded, shape.head_dim, "meta")
-    positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
-    state = policy.selector.alloc(batch, shape.heads, slots, "meta")
-    return bytes_by_kind((exact, exact), codes, positions, state) | {"counters": 2 * batch * 8 + 8}
 
 
 def divide(
@@ -102,7 +75,7 @@ def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
 def _divide_tokens(
     policy: Policy, measures: Tensor | None, base: Tensor, prompt: Tensor, end: Tensor | None, layers: int
 ) -> Tokens:
-    grows = policy.selector.decode == "grow"
+    grows = policy.decode == "grow"
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     floor = policy.selector.floor
     keep = policy.allocator.budgets(measures, base * layers, floor, ceiling, layers)
@@ -284,7 +257,7 @@ def plan(
     if len(lengths) != batch:
         raise ValueError(f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row.")
     model = describe(config, dtype, tp)
-    policy.codec.check(model.shape.head_dim)
+    policy.codec.check(model.info())
     size = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     columns = max(lengths) + new

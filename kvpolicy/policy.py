@@ -9,7 +9,7 @@ from kvpolicy import grammar
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.budget import Budget, check_budget
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
 
@@ -33,7 +33,8 @@ class Policy:
         selector: Which tokens are these?
         codec: How is a kept token stored?
         budget: How much in all: a share of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes
-            of the whole cache (`"512MiB"`). Without it, 0.2 where a selector is given and 1.0 where none is.
+            of the whole cache (`"512MiB"`). Without it, 1.0 where no selector is given, or where the codec keeps every
+            token and takes the selector's ranking for its precision; else 0.2.
 
     Raises:
         TypeError: Where a part is in the wrong place.
@@ -57,7 +58,7 @@ class Policy:
         """Fill in the budget and check that the parts fit it."""
         for kind in _PROTOCOLS:
             _check_part(kind, getattr(self, kind))
-        default = 1.0 if self._keeps_all else DEFAULT_SHARE
+        default = 1.0 if self._keeps_all or self._ranks else DEFAULT_SHARE
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
 
@@ -91,11 +92,21 @@ class Policy:
         parts: dict[Kind, Any] = {kind: getattr(self, kind) for kind in _PROTOCOLS}
         parts = {kind: part for kind, part in parts.items() if part != getattr(default, kind)}
         whole = isinstance(self.budget, float) and self.budget == 1.0
-        budget = None if whole and self._keeps_all else self.budget
+        budget = None if whole and (self._keeps_all or self._ranks) else self.budget
         try:
             return grammar.show(parts, budget) if parts else _IDENTITY[0]
         except ValueError:
             return repr(self)
+
+    @property
+    def decode(self) -> DecodeMode:
+        """Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`)."""
+        whole = isinstance(self.budget, float) and self.budget == 1.0
+        return "grow" if self._ranks and whole else self.selector.decode
+
+    @property
+    def _ranks(self) -> bool:
+        return self.codec.traits.order == "worth"
 
     @property
     def _keeps_all(self) -> bool:
@@ -103,6 +114,11 @@ class Policy:
 
     def _check_budget(self) -> None:
         budget = self.budget
+        if self._keeps_all and self._ranks:
+            raise ValueError(
+                f"The codec {self.codec} stores the tokens of highest rank precisely, and no selector ranks them: "
+                "name one, such as h2o."
+            )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
             raise ValueError(
                 f"The budget {budget} is below the whole, and no selector says which tokens to keep: "

@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._common import coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs.packing import pack, round_to_half, unpack
-from kvpolicy.protocols import Layout
+from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -50,7 +51,7 @@ class KIVI:
 
     Example:
         >>> KIVI(bits=4).layout(1000)
-        Layout(exact=160, coded=896)
+        Layout(exact=160, coded=(896,))
 
     Source: KIVI (arXiv:2402.02750), Section 3 and Algorithm 1; keys after the rotary embedding, as in its code.
     Differences: keys and values share one exact part of `residual_length` to `residual_length + group_size` tokens, so
@@ -73,68 +74,82 @@ class KIVI:
             raise ValueError(f"KIVI's residual_length is {self.residual_length}: give at least 0, such as 128.")
 
     @property
-    def block(self) -> int:
+    def traits(self) -> Traits:
         """A group of keys is coded at a time."""
-        return self.group_size
+        return Traits(block=self.group_size, grain=self.group_size, residual=self.residual_length)
 
     @property
-    def residual(self) -> int:
-        """The newest tokens that are never coded."""
-        return self.residual_length
+    def stages(self) -> tuple[Stage, ...]:
+        """One."""
+        return (self,)
 
     def layout(self, tokens: int) -> Layout:
         """Room for the residual and one group exact, and whole groups coded."""
-        exact = self.residual_length + self.group_size
-        if tokens < exact:  # too few to ever fill a group
-            return Layout(tokens, 0)
-        return Layout(exact, -(-(tokens - self.residual_length) // self.group_size) * self.group_size)
+        return ordinary_layout(self.traits, tokens)
 
-    def check(self, head_dim: int) -> None:
-        """Raise ValueError where vectors of `head_dim` do not fill whole bytes."""
+    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+        """Nothing is calibrated."""
+        return ()
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise ValueError where vectors do not fill whole bytes."""
         per_byte = 8 // self.bits
-        if head_dim % per_byte:
+        if model.head_dim % per_byte:
             raise ValueError(
-                f"KIVI packs {per_byte} codes of {self.bits} bits into a byte, and the head dimension {head_dim} is no "
-                f"multiple of {per_byte}: use bits=8."
+                f"KIVI packs {per_byte} codes of {self.bits} bits into a byte, and the head dimension {model.head_dim} "
+                f"is no multiple of {per_byte}: use bits=8."
             )
 
-    def alloc(self, batch: int, heads: int, coded: int, head_dim: int, device: torch.device | str) -> KIVICodes:
-        """Empty codes for `coded` slots, a multiple of the group size."""
-        assert coded % self.group_size == 0, "only whole groups can be coded"
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> KIVICodes:
+        """Empty codes for `slots` slots, a multiple of the group size."""
+        assert slots % self.group_size == 0, "only whole groups can be coded"
 
-        def zeros(slots: int, width: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
+        def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
         packed, parts = head_dim * self.bits // 8, head_dim // self._channels(head_dim)
-        groups = coded // self.group_size
+        groups = slots // self.group_size
         return KIVICodes(
-            zeros(coded, packed, torch.uint8),
+            zeros(slots, packed, torch.uint8),
             zeros(groups, head_dim, torch.float16),
             zeros(groups, head_dim, torch.float16),
-            zeros(coded, packed, torch.uint8),
-            zeros(coded, parts, torch.float16),
-            zeros(coded, parts, torch.float16),
+            zeros(slots, packed, torch.uint8),
+            zeros(slots, parts, torch.float16),
+            zeros(slots, parts, torch.float16),
         )
 
-    def write(
-        self, codes: KIVICodes, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor
-    ) -> None:
-        """Encode tokens into slots, in place; see `Codec.write`."""
+    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+        """Encode tokens into slots, in place; see `Stage.write`."""
+        codes: KIVICodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         self._write_keys(codes, keys.float(), slots, active, live)
         self._write_values(codes, values.float(), slots, active)
 
-    def read(self, codes: KIVICodes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of every coded slot, each [B, H, C, D]."""
-        groups, parts = codes.key_scale.shape[2], codes.value_scale.shape[3]
-        keys = unpack(codes.keys, self.bits)
-        batch, heads, slots, dim = keys.shape
-        keys = keys.view(batch, heads, groups, self.group_size, dim)
-        keys = keys * codes.key_scale.float()[:, :, :, None] + codes.key_zero.float()[:, :, :, None]
-        values = unpack(codes.values, self.bits).view(batch, heads, slots, parts, dim // parts)
-        values = values * codes.value_scale.float()[..., None] + codes.value_zero.float()[..., None]
-        return keys.flatten(2, 3).to(dtype), values.flatten(3).to(dtype)
+    def keys(self, store: Store, at: At) -> Tensor:
+        """Keys of the slots `at`, [B, H, n, D] fp32."""
+        codes: KIVICodes = store.codes
+        code, group = unpack(take(codes.keys, at), self.bits), coarse(at, self.group_size)
+        scale, zero = take(codes.key_scale, group).float(), take(codes.key_zero, group).float()
+        if isinstance(at, slice):
+            grouped = code.unflatten(2, (-1, self.group_size))
+            return (grouped * scale[:, :, :, None] + zero[:, :, :, None]).flatten(2, 3)
+        return code * scale + zero
+
+    def values(self, store: Store, at: At) -> Tensor:
+        """Values of the slots `at`, [B, H, n, D] fp32."""
+        codes: KIVICodes = store.codes
+        code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
+        grouped = unpack(code, self.bits).unflatten(-1, (scale.shape[-1], -1))
+        return (grouped * scale.float()[..., None] + zero.float()[..., None]).flatten(3)
+
+    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+        """Products of queries with every slot's key; see `Stage.score`."""
+        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2], self.group_size)
+
+    def mix(self, store: Store, share: Tensor) -> Tensor:
+        """Every slot's value, weighted and summed; see `Stage.mix`."""
+        return mix_by_chunks(self.values, store, share, self.group_size)
 
     def _channels(self, head_dim: int) -> int:
         """Channels of a value group."""
@@ -150,15 +165,15 @@ class KIVI:
         codes.key_zero.copy_(torch.where(frozen, codes.key_zero, zero.half()))
         scale, zero = codes.key_scale.float(), codes.key_zero.float()
         coded = self._quantize(keys, scale.gather(2, group), zero.gather(2, group))
-        _put(codes.keys, pack(coded, self.bits), slots, active)
+        put(codes.keys, pack(coded, self.bits), slots, active)
 
     def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, active: Tensor) -> None:
         grouped = values.reshape(*values.shape[:3], codes.value_scale.shape[3], -1)  # [B, H, n, D / v, v]
         scale, zero = self._scale(*torch.aminmax(grouped, dim=-1))
         coded = self._quantize(grouped, scale[..., None], zero[..., None]).flatten(-2)
-        _put(codes.values, pack(coded, self.bits), slots, active)
-        _put(codes.value_scale, scale.half(), slots, active)
-        _put(codes.value_zero, zero.half(), slots, active)
+        put(codes.values, pack(coded, self.bits), slots, active)
+        put(codes.value_scale, scale.half(), slots, active)
+        put(codes.value_zero, zero.half(), slots, active)
 
     def _bounds(self, like: Tensor, keys: Tensor, group: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the most that is written to each group and channel; least > most where nothing is."""
@@ -178,17 +193,3 @@ class KIVI:
         flat = scale == 0
         code = (x - zero) / scale.masked_fill(flat, 1)
         return code.round().clamp(0, 2**self.bits - 1).masked_fill(flat, 0).to(torch.uint8)
-
-
-def _put(store: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
-    """Write `data` [B, H, n, W] into `store` [B, H, C, W] at `slots` where `active`.
-
-    A scatter cannot skip a token, and an inactive one may point to a slot that is in use. So an inactive token
-    repeats the write of its head's first active one; in a head without any, all rewrite what is there.
-    """
-    first = active.int().argmax(-1, keepdim=True)
-    token = torch.where(active, torch.arange(active.shape[-1], device=active.device), first)
-    index = slots.gather(-1, token)[..., None].expand_as(data)
-    data = data.gather(2, token[..., None].expand_as(data))
-    some = active.any(-1)[..., None, None]
-    store.scatter_(2, index, torch.where(some, data, store.gather(2, index)))

@@ -3,37 +3,91 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """Put several codes of `bits` bits into each byte.
+def packed_width(width: int, bits: int) -> int:
+    """Bytes that `width` codes of `bits` bits take.
 
-    Byte j holds channels j, j + D', j + 2D'..., the first in the low bits, where D' = D * bits / 8. In this order
-    unpacking is a concatenation; neighbours in one byte would have to be interleaved, which is slow.
+    >>> packed_width(128, 3), packed_width(5, 4)
+    (48, 3)
+    """
+    return sum(-(-width * part // 8) for part in _parts(bits))
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Put codes of `bits` bits into bytes.
+
+    A width that divides 8 is packed as it is: byte j holds codes j, j + D', j + 2D'..., the first in the low bits,
+    where D' = D * bits / 8. In this order unpacking is a concatenation; neighbours in one byte would have to be
+    interleaved, which is slow. Any other width is a sum of such (3 = 2 + 1, 12 = 8 + 4), whose parts of every code,
+    the low bits first, are packed one behind the other.
 
     Args:
-        codes: [..., D] uint8, each below 2**bits.
-        bits: 2, 4 or 8.
+        codes: [..., D], of an integer type, each in [0, 2**bits).
+        bits: 1 to 16.
 
     Returns:
-        [..., D * bits / 8] uint8.
+        [..., packed_width(D, bits)] uint8.
 
     >>> pack(torch.tensor([1, 2, 3, 4], dtype=torch.uint8), 4).tolist()  # 1 + 16 * 3, 2 + 16 * 4
     [49, 66]
     """
-    low, *higher = codes.chunk(8 // bits, -1)
+    packed: list[Tensor] = []
+    shift = 0
+    for part in _parts(bits):
+        some = codes if part == bits else (codes >> shift) & (2**part - 1)
+        packed.append(_pack_even(some.to(torch.uint8), part))
+        shift += part
+    return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
+
+
+def unpack(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
+    """Undo `pack`.
+
+    Args:
+        packed: What `pack` made, [..., bytes] uint8.
+        bits: 1 to 16.
+        width: How many codes there are; needed where they do not fill their bytes, or `bits` does not divide 8.
+
+    Returns:
+        [..., width], uint8 up to 8 bits and int32 above.
+
+    >>> unpack(torch.tensor([49, 66], dtype=torch.uint8), 4).tolist()
+    [1, 2, 3, 4]
+    """
+    if width is None:
+        assert 8 % bits == 0, "the number of codes must be told"
+        width = packed.shape[-1] * 8 // bits
+    codes, start, shift = None, 0, 0
+    for part in _parts(bits):
+        size = packed_width(width, part)
+        some = _unpack_even(packed[..., start : start + size], part)[..., :width]
+        some = some if bits <= 8 else some.int()
+        codes = some if codes is None else codes | (some << shift)
+        start, shift = start + size, shift + part
+    assert codes is not None
+    return codes
+
+
+def _parts(bits: int) -> list[int]:
+    """Widths that divide 8 and sum to `bits`, the largest first."""
+    assert 1 <= bits <= 16, "codes have 1 to 16 bits"
+    return [8] * (bits // 8) + [part for part in (4, 2, 1) if bits % 8 & part]
+
+
+def _pack_even(codes: Tensor, bits: int) -> Tensor:
+    per_byte = 8 // bits
+    if codes.shape[-1] % per_byte:
+        codes = F.pad(codes, (0, -codes.shape[-1] % per_byte))
+    low, *higher = codes.chunk(per_byte, -1)
     for place, part in enumerate(higher, 1):
         low = low | (part << (bits * place))
     return low
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack`, [..., D] uint8.
-
-    >>> unpack(torch.tensor([49, 66], dtype=torch.uint8), 4).tolist()
-    [1, 2, 3, 4]
-    """
+def _unpack_even(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
     mask = 2**bits - 1

@@ -14,6 +14,8 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.coding import flush
+from kvpolicy.state import tensors
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, every, words
@@ -177,16 +179,16 @@ def test_a_flush_is_one_graph(backend: str) -> None:
             forward(model, ids, mask, 0, PROMPT, caches[-1])
     counter = CompileCounterWithBackend(backend)
     eager, traced = (cache.slots[0] for cache in caches)
-    flush = torch.compile(type(traced).flush, backend=counter, fullgraph=True)
+    compiled = torch.compile(flush, backend=counter, fullgraph=True)
     for step in range(3):
         for layer in (eager, traced):  # a full exact part, as after enough steps
             layer.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
             assert layer.keys is not None and layer.values is not None
             layer.keys[:] = torch.arange(layer.keys.numel()).view_as(layer.keys).sin()
         with torch.no_grad():
-            eager.flush()
-            flush(traced)
+            flush(eager)
+            compiled(traced)
         assert torch.equal(eager.positions, traced.positions)
-        for one, other in zip(eager.codes, traced.codes, strict=True):
+        for one, other in zip(tensors(eager.codes), tensors(traced.codes), strict=True):
             assert torch.equal(one, other)
     assert counter.frame_count == 1

@@ -144,7 +144,7 @@ def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
     with kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
         cache, done = PolicyCache(model), list[list[bool]]()
         hooks = [
-            layer.register_forward_hook(lambda *_: done.append([bool(sum(s.layout)) for s in cache.slots]))
+            layer.register_forward_hook(lambda *_: done.append([bool(s.layout.slots) for s in cache.slots]))
             for layer in model.model.layers
         ]
         talk(model, ids, mask, [40], cache)

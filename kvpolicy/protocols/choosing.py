@@ -1,9 +1,4 @@
-"""Every interface of a policy: what an allocator, a selector and a codec must answer.
-
-Strategies are frozen dataclasses of hyper-parameters. All tensors live in the cache, in NamedTuples that the
-strategy names. Shapes: B batch, H KV heads, G query heads per KV head, Hq = H*G, N tokens on offer, S slots,
-C coded slots, D head dim, L layers.
-"""
+"""What an allocator and a selector must answer."""
 
 from __future__ import annotations
 
@@ -14,9 +9,6 @@ from torch import Tensor
 
 State = Any
 """A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple where a selector remembers nothing."""
-
-Codes = Any
-"""A NamedTuple of a codec's tensors for one layer; the empty tuple where nothing is coded."""
 
 DecodeMode = Literal["evict", "grow"]
 
@@ -150,59 +142,4 @@ class Selector(Protocol):
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Each query head's own score of each token, [B, Hq, N] fp32, for refiners; None where there is none."""
-        ...
-
-
-class Layout(NamedTuple):
-    """How a layer's slots are stored: `exact` in the model's dtype, then `coded` by the codec."""
-
-    exact: int
-    coded: int
-
-
-@runtime_checkable
-class Codec(Protocol):
-    """How is a kept token stored?
-
-    A layer's slots are an exact part, which the cache owns and where every new token lands, and a coded part,
-    which the codec owns and which tokens reach in blocks. Index 0 of the coded part is slot `Layout.exact`.
-    """
-
-    @property
-    def block(self) -> int:
-        """Tokens that move from the exact to the coded part at a time; 0 where nothing is coded."""
-        ...
-
-    @property
-    def residual(self) -> int:
-        """The fewest newest tokens that always stay exact."""
-        ...
-
-    def layout(self, tokens: int) -> Layout:
-        """Slots for a layer that may hold `tokens` tokens."""
-        ...
-
-    def check(self, head_dim: int) -> None:
-        """Raise ValueError where vectors of `head_dim` cannot be coded."""
-        ...
-
-    def alloc(self, batch: int, heads: int, coded: int, head_dim: int, device: torch.device | str) -> Codes:
-        """Empty codes for `coded` slots."""
-        ...
-
-    def write(self, codes: Codes, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
-        """Encode tokens into slots, in place.
-
-        Args:
-            codes: What `alloc` made.
-            keys: [B, H, n, D], in the model's dtype.
-            values: [B, H, n, D].
-            slots: Index of each token in the coded part, [B, H, n] int64, distinct within a head where active.
-            active: Which of the n tokens are to be written, [B, H, n] bool.
-            live: Which coded slots hold a token that stays, [B, H, C] bool.
-        """
-        ...
-
-    def read(self, codes: Codes, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of every coded slot, each [B, H, C, D]."""
         ...

@@ -1,0 +1,84 @@
+"""What codecs share: the ordinary layout, writing and reading slots, and attention on a chunk of slots at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import At, Layout, Store, Traits, Turn
+
+CHUNK = 2048
+"""Slots that are decoded at a time: what attention on codes may hold in full precision."""
+
+
+def ordinary_layout(traits: Traits, tokens: int) -> Layout:
+    """Room for pinned tokens, the residual and one block exact, and for all else coded, in one stage."""
+    exact = traits.pinned + traits.residual + traits.block
+    if tokens < exact:  # too few to ever fill a block
+        return Layout(tokens)
+    frozen = traits.pins == "newest"  # such slots hold nothing else, even when their tokens are evicted
+    coded = tokens - traits.residual - (0 if frozen else traits.pinned)
+    return Layout(exact, (-(-coded // traits.grain) * traits.grain,))
+
+
+def put(target: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
+    """Write `data` [B, H, n, ...] into `target` [B, H, C, ...] at `slots` [B, H, n] where `active`.
+
+    A scatter cannot skip a token, and an inactive one may point to a slot that is in use. So an inactive token
+    repeats the write of its head's first active one; in a head without any, all rewrite what is there.
+    """
+    if not data.shape[2]:
+        return
+    first = active.int().argmax(-1, keepdim=True)
+    token = torch.where(active, torch.arange(active.shape[-1], device=active.device), first)
+    data = take(data, token)
+    index = _widen(slots.gather(-1, token), data)
+    some = _widen(active.any(-1, keepdim=True).expand_as(token), data)
+    target.scatter_(2, index, torch.where(some, data, target.gather(2, index)))
+
+
+def take(t: Tensor, at: At) -> Tensor:
+    """Slots of `t` [B, H, C, ...]: a range, or each head's own [B, H, n]."""
+    if isinstance(at, slice):
+        return t[:, :, at]
+    index = at.reshape(*at.shape, *[1] * (t.dim() - 3))
+    return t.gather(2, index.expand(*at.shape, *t.shape[3:]))
+
+
+def coarse(at: At, size: int) -> At:
+    """The groups of `size` slots that slots belong to: a range of groups, or for each slot its group."""
+    if isinstance(at, slice):
+        return slice(at.start // size, -(-at.stop // size))
+    return at.div(size, rounding_mode="floor")
+
+
+def chunks(slots: int, grain: int = 1) -> list[slice]:
+    """Ranges of about `CHUNK` slots that together are all of them."""
+    size = max(CHUNK // grain, 1) * grain
+    return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
+
+
+def score_by_chunks(
+    keys: Callable[[Store, At], Tensor], store: Store, queries: Tensor, turn: Turn | None, slots: int, grain: int = 1
+) -> Tensor:
+    """Products of queries [B, H, G, D] with the keys of all slots, of which one chunk at a time is decoded."""
+    scores: list[Tensor] = []
+    for at in chunks(slots, grain):
+        some = keys(store, at)
+        some = some if turn is None else turn.keys(some, at)
+        scores.append((queries @ some.to(queries.dtype).transpose(-1, -2)).float())
+    return torch.cat(scores, -1)
+
+
+def mix_by_chunks(
+    values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1
+) -> Tensor:
+    """Values of all slots weighted by `share` [B, H, G, C] and summed, of which one chunk at a time is decoded."""
+    parts = [share[..., at] @ values(store, at).to(share.dtype) for at in chunks(share.shape[-1], grain)]
+    return sum(parts[1:], parts[0]).float()
+
+
+def _widen(index: Tensor, like: Tensor) -> Tensor:
+    return index.reshape(*index.shape, *[1] * (like.dim() - 3)).expand(*index.shape, *like.shape[3:])

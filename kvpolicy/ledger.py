@@ -1,0 +1,46 @@
+"""Bytes: what one layer holds, or will hold."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Layout
+from kvpolicy.rows import alloc_rows
+from kvpolicy.state import tensors
+
+
+class Shape(NamedTuple):
+    """What one layer's keys look like: KV heads, head dimension, dtype."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def bytes_by_kind(exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any) -> dict[str, int]:
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics."""
+    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
+    for stage in codes:
+        for name, tensor in zip(stage._fields, stage, strict=True):
+            kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
+    return kinds | {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dict[str, int]:
+    """Bytes by kind that one layer holds: what the cache allocates, asked of tensors without storage."""
+    slots, heads, dim = layout.slots, shape.heads, shape.head_dim
+    exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
+    stages = zip(policy.codec.stages, layout.coded, strict=False)
+    codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
+    rows = alloc_rows(policy.codec, batch, heads, dim, "meta")
+    positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
+    state = policy.selector.alloc(batch, shape.heads, slots, "meta")
+    return bytes_by_kind((exact, exact), codes, positions, state) | {
+        "counters": 2 * batch * 8 + 8 + sum(t.nbytes for t in rows or ())
+    }

@@ -1,0 +1,100 @@
+"""Undoing and redoing a model's rotary embedding, with the model's own functions.
+
+Keys arrive in the cache rotated. A codec may want them as they were before: rotated back they lie in fewer
+directions, because what they mean does not turn with their position.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.families import Site
+from kvpolicy.protocols import At
+
+_CHANGING = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies change with the length, so that a stored key cannot be rotated back."""
+
+
+class Rope:
+    """One layer's rotary embedding; of a layer without, the identity."""
+
+    def __init__(self, tables: nn.Module | None, turn: Callable[..., Any] | None, layer_type: str | None) -> None:
+        """Use `Rope.of`."""
+        self._tables, self._turn, self._layer_type = tables, turn, layer_type
+        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
+        self.scaling = float(getattr(tables, name, 1.0))
+
+    @classmethod
+    def of(cls, decoder: nn.Module, site: Site) -> Rope:
+        """The rotary embedding of a layer.
+
+        Raises:
+            ValueError: Where it cannot be undone.
+        """
+        tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+        if tables is None or not getattr(site.attention, "use_rope", True):
+            return cls(None, None, None)
+        turn = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
+        kind: Any = getattr(tables, "rope_type", "default")
+        layer_type: str | None = None
+        if "layer_type" in inspect.signature(tables.forward).parameters:
+            config: Any = tables.config
+            layer_type = str(config.layer_types[site.layer_idx])
+        kind = kind.get(layer_type, "default") if isinstance(kind, dict) else kind
+        if turn is None or kind in _CHANGING:
+            raise ValueError(
+                f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
+                "which this codec needs: use a codec that stores keys as attention sees them, such as tokenwise."
+            )
+        return cls(tables, turn, layer_type)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
+        """Copies of a cache share the model's embedding."""
+        return self
+
+    def apply(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotate keys [B, H, n, D] to positions [B, H, n] (or [B, 1, n]), fp32."""
+        return self._rotate(keys, positions, back=False)
+
+    def undo(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotate keys [B, H, n, D] at positions [B, H, n] (or [B, 1, n]) back, fp32."""
+        return self._rotate(keys, positions, back=True)
+
+    def _rotate(self, keys: Tensor, positions: Tensor, *, back: bool) -> Tensor:
+        keys = keys.float()
+        if self._tables is None or self._turn is None:
+            return keys
+        batch, heads, count, dim = keys.shape
+        at = positions.clamp_min(0).expand(batch, heads, count).reshape(batch, heads * count)
+        more = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        cos, sin = self._tables(keys, at, **more)
+        cos, sin = cos.float(), sin.float()
+        if back:  # the tables hold the scaling, which undoing must divide by, once for it and once for itself
+            cos, sin = cos / self.scaling**2, -sin / self.scaling**2
+        flat, width = keys.reshape(batch, 1, heads * count, dim), cos.shape[-1]
+        turned, _ = self._turn(flat[..., :width], flat[..., :width], cos, sin)
+        return torch.cat([turned, flat[..., width:]], -1).view(batch, heads, count, dim)
+
+
+class SlotTurn:
+    """The rotary embedding of one stage's slots; implements `protocols.Turn`."""
+
+    def __init__(self, rope: Rope, positions: Tensor, newest: Tensor) -> None:
+        """Rotate to `positions` [B, H, C], the newest token's being `newest` [B], as the embedding counts them."""
+        self._rope, self._positions, self._newest = rope, positions, newest
+
+    def keys(self, keys: Tensor, at: At) -> Tensor:
+        """Rotate keys of the slots `at` to their positions, fp32; see `protocols.Turn`."""
+        positions = self._positions[..., at] if isinstance(at, slice) else self._positions.gather(-1, at)
+        return self._rope.apply(keys, positions)
+
+    def queries(self, queries: Tensor, distance: int) -> Tensor:
+        """Rotate the newest token's queries as if it stood `distance` behind unrotated keys; see `protocols.Turn`."""
+        here = self._newest[:, None, None].expand(*queries.shape[:3])
+        return self._rope.apply(self._rope.undo(queries, here), torch.full_like(here, distance))
