@@ -14,12 +14,23 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.allocators.pyramid import Pyramid as Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform as Uniform
+from kvpolicy.codecs.bfp import BFP as BFP
+from kvpolicy.codecs.csr import CSR as CSR
+from kvpolicy.codecs.gear import GEAR as GEAR
 from kvpolicy.codecs.kivi import KIVI as KIVI
+from kvpolicy.codecs.kvquant import KVQuant as KVQuant
+from kvpolicy.codecs.mikv import MiKV as MiKV
 from kvpolicy.codecs.plain import Plain as Plain
+from kvpolicy.codecs.rotate import RotateKV as RotateKV
+from kvpolicy.codecs.staircase import Staircase as Staircase
+from kvpolicy.codecs.tokenwise import TokenWise as TokenWise
+from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
+from kvpolicy.codecs.zipcache import ZipCache as ZipCache
 from kvpolicy.policy import Policy as Policy
 from kvpolicy.selectors.full import KeepAll as KeepAll
 from kvpolicy.selectors.h2o import H2O as H2O
 from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
 from kvpolicy.selectors.snapkv import SnapKV as SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
 from kvpolicy.selectors.tova import TOVA as TOVA
@@ -29,6 +40,7 @@ if TYPE_CHECKING:
     from kvpolicy.attachment import Handle as Handle
     from kvpolicy.attachment import attach as attach
     from kvpolicy.cache import PolicyCache as PolicyCache
+    from kvpolicy.distortion import Distortion as Distortion
     from kvpolicy.embedded import tiny as tiny
     from kvpolicy.planning import CachePlan as CachePlan
     from kvpolicy.planning import plan as plan
@@ -40,6 +52,7 @@ _LAZY = {
     "Handle": "kvpolicy.attachment",
     "attach": "kvpolicy.attachment",
     "PolicyCache": "kvpolicy.cache",
+    "Distortion": "kvpolicy.distortion",
     "CachePlan": "kvpolicy.planning",
     "plan": "kvpolicy.planning",
     "profile": "kvpolicy.profiling",

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.families import ModelShape
 from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
+from kvpolicy.ledger import planned_resident, resident_bytes
 from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
@@ -103,6 +104,11 @@ class PolicyCache(Cache):
                 own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
         return own + sum(self.alone_bytes().values())
 
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of calibrated tensors, which belong to the model and not to the cache."""
+        return resident_bytes(book for layer in self.slots if layer.is_initialized for book in layer.books)
+
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, against the full cache."""
         return make_report(self)
@@ -162,7 +168,7 @@ class PolicyCache(Cache):
     @property
     def wants_massive(self) -> bool:
         """Whether the largest hidden numbers of a prompt are still to be found."""
-        return self.policy.codec.traits.pins == "massive" and not any(layer.pinned for layer in self.slots)
+        return self.policy.codec.traits.pins == "massive" and not all(layer.pinned for layer in self.slots)
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
@@ -232,7 +238,7 @@ class PolicyCache(Cache):
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
             left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
-            note=explain(self.policy, self._tokens.keep, length),
+            note=explain(self.policy, self._tokens.keep, length), resident_nbytes=planned_resident(self.policy, tuple(indices)),
         )  # fmt: skip
 
     def alone_bytes(self) -> dict[int, int]:

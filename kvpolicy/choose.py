@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.attention import Kernel, Tail, tail_rows
+from kvpolicy.probing import probe_sums
 from kvpolicy.protocols import Seen, State, View
 from kvpolicy.slots import Loose
 from kvpolicy.state import join_states, map_state, tensors
@@ -25,6 +26,7 @@ class Prompt(NamedTuple):
         valid: Which tokens are no padding, [B, P] bool; None where all are.
         total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
         tail: The newest queries, where the selector needs them.
+        probes: The probes, where the selector needs them.
         kernel: Scale and soft cap.
     """
 
@@ -34,6 +36,7 @@ class Prompt(NamedTuple):
     total: Tensor | None
     tail: Tail | None
     kernel: Kernel
+    probes: Tail | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, from those `seen` before."""
@@ -59,7 +62,7 @@ class Prompt(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()))
+        parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()), *(self.probes or ()))
         return sum(t.nbytes for t in parts if t is not None)
 
 
@@ -105,7 +108,10 @@ def _on_offer(layer: PolicyLayer, prompt: Prompt, seen_before: Tensor) -> tuple[
     rows = None
     if prompt.tail is not None:
         rows = tail_rows(prompt.tail, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
-    return torch.cat([layer.positions, fresh], -1), state, Seen(prompt.total, rows)
+    probed = (None, None)
+    if prompt.probes is not None:
+        probed = probe_sums(prompt.probes, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
+    return torch.cat([layer.positions, fresh], -1), state, Seen(prompt.total, rows, *probed)
 
 
 def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:

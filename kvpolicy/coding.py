@@ -23,8 +23,7 @@ def settle_loose(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
         The exact keys and values, [B, H, E, D].
     """
     loose = _drop_unchosen(loose)
-    frozen = _freeze(layer, loose)
-    if frozen is not None:
+    if _freeze(layer, loose):
         loose = loose._replace(chosen=loose.chosen & ~_pinned(layer, loose.positions))
     count = loose.chosen.sum(-1)  # [B, H]
     order = leaving_order(layer, loose)
@@ -35,7 +34,7 @@ def settle_loose(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
         stays = layer.rows.full - traits.block
         moved = (count - stays).clamp_min(0).div(traits.grain, rounding_mode="floor") * traits.grain
         _code(layer, loose.take(order), moved)
-    return _place_exact(layer, loose, order, moved, frozen)
+    return _place_exact(layer, loose, order, moved)
 
 
 def _drop_unchosen(loose: Loose) -> Loose:
@@ -45,19 +44,25 @@ def _drop_unchosen(loose: Loose) -> Loose:
     return loose.take(order[..., :most])
 
 
-def _freeze(layer: PolicyLayer, loose: Loose) -> Loose | None:
-    """Pin the newest tokens to the first exact slots, once, where the codec takes them for atoms."""
+def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
+    """Put the newest tokens into the first exact slots, once, where the codec takes them for atoms."""
     traits = layer.policy.codec.traits
     if traits.pins != "newest" or not traits.pinned or layer.pinned or not sum(layer.layout.coded):
-        return None
+        return False
     assert layer.rows is not None
     width = min(traits.pinned, loose.positions.shape[-1])
     newest = torch.where(loose.chosen, loose.positions, -1).argsort(dim=-1, descending=True, stable=True)[..., :width]
     taken = loose.take(newest)
-    pins = taken.positions.masked_fill(~taken.chosen, -1)
-    layer.rows.pins[..., :width] = pins
+    gone = ~taken.chosen
+    layer.positions[..., :width] = layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
+    for slot, item in zip(tensors(layer.state), tensors(taken.state), strict=True):
+        slot[..., :width] = item.masked_fill(gone, 0)
+    empty = taken.keys.new_zeros(*gone.shape[:2], traits.pinned - width, taken.keys.shape[-1])
+    blank = gone[..., None]
+    layer.keys = torch.cat([taken.keys.masked_fill(blank, 0), empty], 2)  # atoms must be there before codes are
+    layer.values = torch.cat([taken.values.masked_fill(blank, 0), empty], 2)
     layer.freeze(traits.pinned)
-    return taken._replace(positions=pins)
+    return True
 
 
 def _pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
@@ -65,9 +70,7 @@ def _pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
     return (positions[..., None] == layer.rows.pins[:, :, None]).any(-1)
 
 
-def _place_exact(
-    layer: PolicyLayer, loose: Loose, order: Tensor, moved: Tensor, frozen: Loose | None
-) -> tuple[Tensor, Tensor]:
+def _place_exact(layer: PolicyLayer, loose: Loose, order: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
     """Put what is left behind the frozen slots, by position."""
     assert layer.keys is not None and layer.values is not None
     start, size, most = layer.frozen, layer.layout.exact - layer.frozen, order.shape[-1]
@@ -85,19 +88,7 @@ def _place_exact(
     keys, values = rest.keys.masked_fill(blank, 0), rest.values.masked_fill(blank, 0)
     if not start:
         return keys, values
-    if frozen is None:
-        return torch.cat([layer.keys[:, :, :start], keys], 2), torch.cat([layer.values[:, :, :start], values], 2)
-    return _place_frozen(layer, frozen, keys, values)
-
-
-def _place_frozen(layer: PolicyLayer, frozen: Loose, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    width, blank = frozen.positions.shape[-1], (frozen.positions < 0)[..., None]
-    layer.positions[..., :width] = frozen.positions
-    for slot, item in zip(tensors(layer.state), tensors(frozen.state), strict=True):
-        slot[..., :width] = item.masked_fill(frozen.positions < 0, 0)
-    empty = keys.new_zeros(*keys.shape[:2], layer.frozen - width, keys.shape[-1])
-    first = (torch.cat([t.masked_fill(blank, 0), empty], 2) for t in (frozen.keys, frozen.values))
-    return torch.cat([next(first), keys], 2), torch.cat([next(first), values], 2)
+    return torch.cat([layer.keys[:, :, :start], keys], 2), torch.cat([layer.values[:, :, :start], values], 2)
 
 
 def _code(layer: PolicyLayer, loose: Loose, moved: Tensor) -> None:

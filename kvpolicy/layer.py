@@ -21,6 +21,7 @@ from kvpolicy.host import on_host
 from kvpolicy.ledger import bytes_by_kind
 from kvpolicy.planning import ROOM
 from kvpolicy.policy import Policy
+from kvpolicy.probing import probe_queries
 from kvpolicy.protocols import Book, Codes, Layout, State
 from kvpolicy.reading import Coded, read_all
 from kvpolicy.room import exact_count, extend, free_steps
@@ -181,7 +182,8 @@ class PolicyLayer(CacheLayerMixin):
         self.columns.add_(q.shape[2])
         if self.rows is not None and self.policy.codec.traits.peaks:
             self.rows.peaks.copy_(torch.maximum(self.rows.peaks, largest_queries(q.detach(), k.shape[1], valid)))
-        self.prompt = Prompt(k.detach(), v.detach(), valid, total, tail, kernel)  # slots hold no autograd graph
+        probes = probe_queries(q.detach(), valid, needs.probes) if needs.probes else None
+        self.prompt = Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes)  # slots hold no autograd graph
         self._on_prompt(self)
         return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,3 +45,14 @@ def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dic
     return bytes_by_kind((exact, exact), codes, positions, state) | {
         "counters": 2 * batch * 8 + 8 + sum(t.nbytes for t in rows or ())
     }
+
+
+def resident_bytes(books: Iterable[Any]) -> int:
+    """Bytes of calibrated tensors, those that layers share counted once."""
+    return sum({t.data_ptr(): t.nbytes for book in books for t in tensors(book)}.values())
+
+
+@lru_cache(maxsize=64)
+def planned_resident(policy: Policy, layers: tuple[int, ...]) -> int:
+    """Bytes of the calibrated tensors of some layers; they belong to the model and count in no budget."""
+    return resident_bytes([stage.open(index, "cpu") for stage in policy.codec.stages for index in layers])

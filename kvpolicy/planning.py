@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.budget import bytes_of
 from kvpolicy.ledger import Shape as Shape
-from kvpolicy.ledger import layer_bytes
+from kvpolicy.ledger import layer_bytes, planned_resident
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 
@@ -147,6 +147,7 @@ class CachePlan:
         full_nbytes: Bytes of the stock cache beside it.
         measured: False where the allocator has yet to measure a prompt, so that layers are shown alike.
         note: What was decided otherwise than the policy may lead to expect, or nothing.
+        resident_nbytes: Bytes of calibrated tensors that belong to the model: in no budget, and not in `nbytes`.
     """
 
     policy: Policy
@@ -156,6 +157,7 @@ class CachePlan:
     full_nbytes: int
     measured: bool
     note: str = ""
+    resident_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -184,6 +186,8 @@ class CachePlan:
         lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
         if not self.measured:
             lines.append("layers are shown alike: the allocator measures them in the prompt; their sum is the same")
+        if self.resident_nbytes:
+            lines.append(f"beside the cache, calibrated and the model's own: {self.resident_nbytes:,} bytes")
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
@@ -269,4 +273,5 @@ def plan(
     return CachePlan(
         policy=policy, batch=batch, layers=plan_layers(policy, tokens, shapes, model.evictable, batch),
         left_alone=alone, full_nbytes=full, measured=not online,
+        resident_nbytes=planned_resident(policy, tuple(model.evictable)),
     )  # fmt: skip

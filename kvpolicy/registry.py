@@ -27,11 +27,22 @@ SELECTORS = {
     "h2o": "kvpolicy.selectors.h2o:H2O",
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
     "tova": "kvpolicy.selectors.tova:TOVA",
+    "probe": "kvpolicy.selectors.probe:ProbeSalience",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",
+    "tokenwise": "kvpolicy.codecs.tokenwise:TokenWise",
     "kivi": "kvpolicy.codecs.kivi:KIVI",
+    "gear": "kvpolicy.codecs.gear:GEAR",
+    "kvquant": "kvpolicy.codecs.kvquant:KVQuant",
+    "rotate": "kvpolicy.codecs.rotate:RotateKV",
+    "turboquant": "kvpolicy.codecs.turboquant:TurboQuant",
+    "bfp": "kvpolicy.codecs.bfp:BFP",
+    "staircase": "kvpolicy.codecs.staircase:Staircase",
+    "csr": "kvpolicy.codecs.csr:CSR",
+    "mikv": "kvpolicy.codecs.mikv:MiKV",
+    "zipcache": "kvpolicy.codecs.zipcache:ZipCache",
 }
 ALIASES = {"keepall": "full"}
 
@@ -46,8 +57,8 @@ def kinds() -> tuple[Kind, ...]:
 def names(kind: Kind | None = None) -> tuple[str, ...]:
     """Every registered name, or those of one kind, sorted.
 
-    >>> names("codec")[:2]
-    ('kivi', 'plain')
+    >>> names("allocator")
+    ('pyramid', 'squeeze', 'uniform')
     """
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
 

@@ -42,6 +42,7 @@ class Report:
         nbytes: Every byte held.
         full_nbytes: Bytes that a stock cache would hold of the same tokens.
         note: What was decided otherwise than the policy may lead to expect, or nothing.
+        resident_nbytes: Bytes of calibrated tensors that belong to the model, not to the cache.
     """
 
     policy: Policy
@@ -49,12 +50,14 @@ class Report:
     nbytes: int
     full_nbytes: int
     note: str = ""
+    resident_nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings, ready for JSON."""
         names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
         layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
         head = {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "note": self.note}
+        head |= {"resident_nbytes": self.resident_nbytes}
         return head | {"layers": layers}
 
     def __str__(self) -> str:
@@ -65,6 +68,8 @@ class Report:
             kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
             told = layer.note or f"kept {list(layer.kept)} of {list(layer.seen)}, budget {list(layer.budget)}"
             lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
+        if self.resident_nbytes:
+            lines.append(f"beside the cache, calibrated and the model's own: {self.resident_nbytes:,} bytes")
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
@@ -90,5 +95,6 @@ def make_report(cache: PolicyCache) -> Report:
             layers.append(LayerReport(layer_idx=index, budget=budget, kept=held, seen=seen, nbytes=layer.held()))
     note = "" if cache.plan is None else cache.plan.note
     return Report(
-        policy=cache.policy, layers=tuple(layers), nbytes=cache.nbytes, full_nbytes=cache.full_nbytes, note=note
+        policy=cache.policy, layers=tuple(layers), nbytes=cache.nbytes, full_nbytes=cache.full_nbytes, note=note,
+        resident_nbytes=cache.resident_nbytes,
     )  # fmt: skip

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.kivi import KIVI, KIVICodes
+from kvpolicy.codecs.kivi import KIVI
+from kvpolicy.protocols import Store
 
 GROUPS, CHANNELS = 512, 128
 BITS = (2, 4)
@@ -28,17 +29,17 @@ def draw(tokens: int, generator: torch.Generator) -> Tensor:
     return offset + torch.randn(1, 1, tokens, CHANNELS, generator=generator)
 
 
-def encode(codec: KIVI, keys: Tensor) -> KIVICodes:
+def encode(codec: KIVI, keys: Tensor) -> Store:
     """Code keys in order, group by group."""
-    codes = codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu")
+    store = Store(codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu"))
     slots = torch.arange(keys.shape[2])[None, None]
-    codec.write(codes, keys, keys, slots, slots >= 0, slots < 0)
-    return codes
+    codec.write(store, keys, keys, slots, slots >= 0, slots < 0)
+    return store
 
 
-def decode(codec: KIVI, codes: KIVICodes) -> Tensor:
+def decode(codec: KIVI, store: Store) -> Tensor:
     """Every key, [1, 1, tokens, CHANNELS]."""
-    return codec.read(codes, torch.float32)[0]
+    return codec.keys(store, slice(0, store.codes.keys.shape[2]))
 
 
 def compact(codec: KIVI, keys: Tensor, times: int, generator: torch.Generator) -> float:
@@ -53,13 +54,13 @@ def compact(codec: KIVI, keys: Tensor, times: int, generator: torch.Generator) -
 
 def overwrite(codec: KIVI, keys: Tensor, generator: torch.Generator) -> float:
     """Error of new keys that take the slots of each group's dead half."""
-    codes = encode(codec, keys)
+    store = encode(codec, keys)
     new = draw(keys.shape[2] // 2, generator)
     slot = torch.arange(keys.shape[2])
     dead = slot % codec.group_size < codec.group_size // 2
     slots = slot[dead][None, None]
-    codec.write(codes, new, new, slots, slots >= 0, ~dead[None, None])
-    return error(new, decode(codec, codes)[:, :, dead])
+    codec.write(store, new, new, slots, slots >= 0, ~dead[None, None])
+    return error(new, decode(codec, store)[:, :, dead])
 
 
 def error(keys: Tensor, held: Tensor) -> float:

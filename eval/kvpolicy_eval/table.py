@@ -35,37 +35,51 @@ class Examiner:
     Args:
         docs: Prompts per task.
         length: About how many tokens a prompt has, 512 or 1,024.
+        dtype: Of the model and its stock cache.
     """
 
-    def __init__(self, docs: int, length: int) -> None:
+    def __init__(self, docs: int, length: int, dtype: torch.dtype = torch.float32) -> None:
         """Load the model and write the exam."""
-        self.model, self.tokenizer = kvpolicy.tiny()
+        self.model, self.tokenizer = kvpolicy.tiny(dtype)
         self.tokenizer.padding_side = "left"
         self.exam = {
             name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()
         }
 
-    def marks(self, policy: str) -> tuple[dict[str, float], float]:
-        """Share of right answers per task, and bytes held over the full cache's."""
+    def marks(self, policy: str, share: float | None = None) -> tuple[dict[str, float], float]:
+        """Share of right answers per task, and bytes held over the full cache's.
+
+        Args:
+            policy: The policy, without a budget where `share` is given.
+            share: Of the full cache's bytes, in place of a budget.
+        """
         right: dict[str, float] = {}
         held = full = 0
         with kvpolicy.attach(self.model, policy), torch.inference_mode():
             for name, prompts in self.exam.items():
                 hits = 0
                 for start in range(0, len(prompts), BATCH):
-                    counts = self._answer(prompts[start : start + BATCH], HELD_BACK.get(name, 0))
+                    some, back = prompts[start : start + BATCH], HELD_BACK.get(name, 0)
+                    counts = self._answer(some, back, None if share is None else (policy, share))
                     hits, held, full = hits + counts[0], held + counts[1], full + counts[2]
                 right[name] = hits / len(prompts)
         return right, held / full
 
-    def _answer(self, prompts: list[Prompt], held_back: int) -> tuple[int, int, int]:
+    def _answer(
+        self, prompts: list[Prompt], held_back: int, sized: tuple[str, float] | None = None
+    ) -> tuple[int, int, int]:
         """Right answers, bytes held after the prompt, and bytes that the stock cache would hold of the same batch."""
         texts, answers = [prompt for prompt, _ in prompts], [answer for _, answer in prompts]
         batch: Any = self.tokenizer(texts, return_tensors="pt", padding=True)
         ids, mask = batch["input_ids"], batch["attention_mask"]
         longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
         read = ids.shape[1] - held_back
-        cache = kvpolicy.PolicyCache(self.model, prompt=mask[:, :read].sum(-1), new=longest + held_back)
+        columns = ids.shape[1] + longest - 1
+        stock = kvpolicy.plan(
+            self.model.config, "full", batch=len(ids), prompt=columns, dtype=self.model.dtype
+        ).full_nbytes
+        policy = None if sized is None else f"{sized[0]}@{int(sized[1] * stock)}B"
+        cache = kvpolicy.PolicyCache(self.model, policy, prompt=mask[:, :read].sum(-1), new=longest + held_back)
         if held_back:
             places = (mask.cumsum(-1) - 1).clamp_min(0)[:, :read]
             self.model(ids[:, :read], attention_mask=mask[:, :read], position_ids=places, past_key_values=cache)
@@ -73,7 +87,6 @@ class Examiner:
         out = self.model.generate(input_ids=ids, attention_mask=mask, **how)
         said = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
         hits = sum(text.strip().startswith(answer) for text, answer in zip(said, answers, strict=True))
-        stock = kvpolicy.plan(self.model.config, "full", batch=len(ids), prompt=out.shape[1] - 1).full_nbytes
         return hits, cache.nbytes, stock
 
 

@@ -13,6 +13,14 @@ State = Any
 DecodeMode = Literal["evict", "grow"]
 
 
+class Probes(NamedTuple):
+    """Which queries of a prompt are probes: shares of each row's own, the newest and random ones."""
+
+    recent: float
+    random: float
+    seed: int
+
+
 class Needs(NamedTuple):
     """What of attention a selector must see; what is not asked for is not computed.
 
@@ -20,15 +28,18 @@ class Needs(NamedTuple):
         total: Attention summed over every query of a prefill, per query head.
         tail: How many of the newest queries' attention rows to keep for `Seen.recent`.
         row: The attention of each decoded token over the slots.
+        probes: Which queries' attention to sum for `Seen.probed`, or None.
     """
 
     total: bool = False
     tail: int = 0
     row: bool = False
+    probes: Probes | None = None
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a refiner and its base."""
-        return Needs(self.total or other.total, max(self.tail, other.tail), self.row or other.row)
+        probes = self.probes or other.probes
+        return Needs(self.total or other.total, max(self.tail, other.tail), self.row or other.row, probes)
 
 
 class Seen(NamedTuple):
@@ -38,10 +49,14 @@ class Seen(NamedTuple):
         total: [B, Hq, N], summed over the queries of this forward; None unless `Needs.total`.
         tail: [B, Hq, W, N], the newest W valid queries, the newest last, zero rows where a row has fewer;
             None unless `Needs.tail`.
+        probed: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
+        probes: [B, Hq, N], how many probes could see the token, likewise.
     """
 
     total: Tensor | None
     tail: Tensor | None
+    probed: Tensor | None = None
+    probes: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""

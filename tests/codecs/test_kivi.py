@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.codecs.kivi import KIVI, KIVICodes
-from kvpolicy.protocols import Codec
+from kvpolicy.protocols import Codec, ModelInfo, Stage, Store
+from tests.codecs import stages
 
 B, H, D, G = 2, 3, 16, 4
 
@@ -25,6 +26,10 @@ def formula(x: Tensor, bits: int) -> Tensor:
 def made(bits: int, coded: int = 12, **fields: int) -> tuple[KIVI, KIVICodes]:
     kivi = KIVI(bits=bits, group_size=G, **fields)  # pyright: ignore[reportArgumentType]
     return kivi, kivi.alloc(B, H, coded, D, "cpu")
+
+
+def read(kivi: KIVI, codes: KIVICodes) -> tuple[Tensor, Tensor]:
+    return stages.read(kivi, Store(codes), codes.keys.shape[2])
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -44,7 +49,7 @@ def flags(*values: bool) -> Tensor:
 def write_all(kivi: KIVI, codes: KIVICodes, keys: Tensor, values: Tensor) -> None:
     count = keys.shape[2]
     dead = torch.zeros(B, H, codes.keys.shape[2], dtype=torch.bool)
-    kivi.write(codes, keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
+    kivi.write(Store(codes), keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
 
 
 def copy(codes: KIVICodes) -> KIVICodes:
@@ -57,7 +62,7 @@ def test_keys_by_channel_and_values_by_token(bits: int, dtype: torch.dtype) -> N
     kivi, codes = made(bits)
     keys, values = (x.to(dtype) for x in tokens(12))
     write_all(kivi, codes, keys, values)
-    got_keys, got_values = kivi.read(codes, torch.float32)
+    got_keys, got_values = read(kivi, codes)
     for b in range(B):
         for h in range(H):
             for first in range(0, 12, G):
@@ -70,12 +75,18 @@ def test_keys_by_channel_and_values_by_token(bits: int, dtype: torch.dtype) -> N
                     assert torch.equal(got_values[b, h, token, first : first + G], formula(group, bits))
 
 
-def test_read_is_in_the_dtype_asked_for() -> None:
-    kivi, codes = made(4)
-    write_all(kivi, codes, *tokens(12))
-    exact, half = kivi.read(codes, torch.float32), kivi.read(codes, torch.bfloat16)
-    assert all(torch.equal(low, high.bfloat16()) for low, high in zip(half, exact, strict=True))
-    assert all(part.shape == (B, H, 12, D) for part in exact)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_it_is_a_good_stage(bits: int, dim: int) -> None:
+    kivi, _ = made(bits)
+    stages.check_ways_to_read(kivi, 12, dim, G)
+    stages.check_rows(kivi, 12, dim)
+    stages.check_inactive(kivi, 12, dim)
+    stages.check_finite(kivi, 12, dim)
+
+
+def test_longer_than_a_chunk() -> None:
+    stages.check_ways_to_read(KIVI(group_size=30), 2100, 8, 30)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -83,14 +94,14 @@ def test_a_group_of_equal_numbers_is_exact(bits: int) -> None:
     kivi, codes = made(bits)
     constant = torch.full((B, H, 12, D), -3.25)
     write_all(kivi, codes, constant, constant)
-    assert all(torch.equal(part, constant) for part in kivi.read(codes, torch.float32))
+    assert all(torch.equal(part, constant) for part in read(kivi, codes))
 
 
 def test_numbers_beyond_fp16_stay_finite() -> None:
     kivi, codes = made(2)
     large = torch.linspace(-1e6, 1e6, B * H * 12 * D).reshape(B, H, 12, D)
     write_all(kivi, codes, large, large)
-    assert all(part.isfinite().all() for part in kivi.read(codes, torch.float32))
+    assert all(part.isfinite().all() for part in read(kivi, codes))
 
 
 def test_inactive_tokens_write_nothing() -> None:
@@ -100,12 +111,12 @@ def test_inactive_tokens_write_nothing() -> None:
     keys, values = tokens(3, seed=1)
     keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
     live = torch.ones(B, H, 12, dtype=torch.bool)
-    kivi.write(codes, keys, values, at(5, 5, 9), flags(False, False, False), live)
+    kivi.write(Store(codes), keys, values, at(5, 5, 9), flags(False, False, False), live)
     assert all(map(torch.equal, codes, before))
     live[:, :, 4:8] = False
-    kivi.write(codes, keys, values, at(5, 5, 5), flags(False, False, True), live)
+    kivi.write(Store(codes), keys, values, at(5, 5, 5), flags(False, False, True), live)
     alone = copy(before)
-    kivi.write(alone, keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), live)
+    kivi.write(Store(alone), keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), live)
     assert all(map(torch.equal, codes, alone))
     others = [slot for slot in range(12) if slot != 5]
     assert torch.equal(codes.keys[:, :, others], before.keys[:, :, others])
@@ -120,10 +131,10 @@ def test_heads_differ_in_what_is_active() -> None:
     active[1, 2, :4] = True
     slots = at(*range(12)).clone()
     slots[0, 1] = 3  # garbage
-    kivi.write(codes, keys, values, slots, active, torch.zeros(B, H, 12, dtype=torch.bool))
+    kivi.write(Store(codes), keys, values, slots, active, torch.zeros(B, H, 12, dtype=torch.bool))
     whole = kivi.alloc(B, H, 12, D, "cpu")
     write_all(kivi, whole, keys, values)
-    for got, want in zip(kivi.read(codes, torch.float32), kivi.read(whole, torch.float32), strict=True):
+    for got, want in zip(read(kivi, codes), read(kivi, whole), strict=True):
         assert torch.equal(got[0, 0], want[0, 0])
         assert torch.equal(got[1, 2, :4], want[1, 2, :4])
         assert not got[0, 1].any() and not got[1, 2, 4:].any()
@@ -138,16 +149,16 @@ def test_a_group_with_a_live_token_is_frozen() -> None:
     new_keys *= 100
     live = torch.ones(B, H, 12, dtype=torch.bool)
     live[:, :, 4:7] = False  # slot 7 lives on
-    kivi.write(codes, new_keys, new_values, at(6), flags(True), live)
+    kivi.write(Store(codes), new_keys, new_values, at(6), flags(True), live)
     assert torch.equal(codes.key_scale, before.key_scale) and torch.equal(codes.key_zero, before.key_zero)
     scale, zero = before.key_scale[:, :, 1].float(), before.key_zero[:, :, 1].float()
     clipped = ((new_keys[:, :, 0] - zero) / scale).round().clamp(0, 3) * scale + zero
-    got_keys, got_values = kivi.read(codes, torch.float32)
+    got_keys, got_values = read(kivi, codes)
     torch.testing.assert_close(got_keys[:, :, 6], clipped)
-    assert torch.equal(got_keys[:, :, 7], kivi.read(before, torch.float32)[0][:, :, 7])
+    assert torch.equal(got_keys[:, :, 7], read(kivi, before)[0][:, :, 7])
     fresh = kivi.alloc(B, H, 12, D, "cpu")
     write_all(kivi, fresh, new_keys, new_values)
-    assert torch.equal(got_values[:, :, 6], kivi.read(fresh, torch.float32)[1][:, :, 0]), "values are never frozen"
+    assert torch.equal(got_values[:, :, 6], read(kivi, fresh)[1][:, :, 0]), "values are never frozen"
 
 
 def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
@@ -156,8 +167,8 @@ def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
     keys, values = tokens(4, seed=3)
     live = torch.ones(B, H, 12, dtype=torch.bool)
     live[:, :, 4:8] = False
-    kivi.write(codes, keys, values, at(7, 4, 5, 6), flags(True, True, True, False), live)
-    got, _ = kivi.read(codes, torch.float32)
+    kivi.write(Store(codes), keys, values, at(7, 4, 5, 6), flags(True, True, True, False), live)
+    got, _ = read(kivi, codes)
     for channel in range(D):
         assert torch.equal(got[0, 0, [7, 4, 5], channel], formula(keys[0, 0, :3, channel], 4))
 
@@ -169,20 +180,20 @@ def test_one_write_over_fresh_and_frozen_groups() -> None:
     keys, values = tokens(4, seed=4)
     live = torch.ones(B, H, 12, dtype=torch.bool)
     live[:, :, 0] = live[:, :, 8:] = False
-    kivi.write(codes, keys, values, at(8, 0, 9, 10), flags(*[True] * 4), live)
+    kivi.write(Store(codes), keys, values, at(8, 0, 9, 10), flags(*[True] * 4), live)
     assert torch.equal(codes.key_scale[:, :, :2], before.key_scale[:, :, :2])
     zero = keys[:, :, [0, 2, 3]].amin(2).half()
     assert torch.equal(codes.key_zero[:, :, 2], zero)
 
 
 @pytest.mark.parametrize(
-    ("tokens_", "layout"), [(0, (0, 0)), (128, (128, 0)), (159, (159, 0)), (160, (160, 32)), (1000, (160, 896))]
+    ("tokens_", "exact", "coded"), [(0, 0, ()), (128, 128, ()), (159, 159, ()), (160, 160, (32,)), (1000, 160, (896,))]
 )
-def test_layout(tokens_: int, layout: tuple[int, int]) -> None:
+def test_layout(tokens_: int, exact: int, coded: tuple[int, ...]) -> None:
     kivi = KIVI()
-    assert kivi.layout(tokens_) == layout
-    assert (kivi.block, kivi.residual) == (32, 128)
-    assert isinstance(kivi, Codec)
+    assert kivi.layout(tokens_) == (exact, coded)
+    assert (kivi.traits.block, kivi.traits.grain, kivi.traits.residual) == (32, 32, 128)
+    assert isinstance(kivi, Codec) and isinstance(kivi, Stage) and kivi.stages == (kivi,)
 
 
 @pytest.mark.parametrize(("bits", "per_number"), [(2, 3.0), (4, 5.0), (8, 9.0)])
@@ -199,15 +210,15 @@ def test_values_are_grouped_by_the_largest_divisor() -> None:
     codes = kivi.alloc(1, 1, 3, 5, "cpu")  # 5 is prime: one channel a group
     x = torch.randn(1, 1, 3, 5)
     yes = torch.ones(1, 1, 3, dtype=torch.bool)
-    kivi.write(codes, x, x, torch.arange(3)[None, None], yes, ~yes)
-    torch.testing.assert_close(kivi.read(codes, torch.float32)[1], x, atol=2e-3, rtol=1e-3)
+    kivi.write(Store(codes), x, x, torch.arange(3)[None, None], yes, ~yes)
+    torch.testing.assert_close(read(kivi, codes)[1], x, atol=2e-3, rtol=1e-3)
 
 
 def test_head_dimension_must_fill_bytes() -> None:
-    KIVI(bits=8).check(5)
-    KIVI(bits=2).check(12)
+    KIVI(bits=8).check(ModelInfo(1, 1, 5))
+    KIVI(bits=2).check(ModelInfo(1, 1, 12))
     with pytest.raises(ValueError, match="packs 4 codes of 2 bits into a byte, and the head dimension 10"):
-        KIVI(bits=2).check(10)
+        KIVI(bits=2).check(ModelInfo(1, 1, 10))
 
 
 @pytest.mark.parametrize("parameters", [{"bits": 3}, {"group_size": 0}, {"residual_length": -1}])
@@ -220,7 +231,7 @@ def test_nothing_to_write() -> None:
     kivi, codes = made(2, coded=0)
     empty = torch.zeros(B, H, 0, D)
     write_all(kivi, codes, empty, empty)
-    assert kivi.read(codes, torch.float32)[0].shape == (B, H, 0, D)
+    assert read(kivi, codes)[0].shape == (B, H, 0, D)
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
@@ -234,24 +245,18 @@ def test_it_compiles_whole_and_once() -> None:
         keys, values = tokens(4, seed=step)
         active = flags(*[step != 2] * 4).clone()
         slots = at(*range(4)) + 4 * (step % 3)
-        kivi.write(eager, keys, values, slots, active, live)
-        flush(compiled, keys, values, slots, active, live)
+        kivi.write(Store(eager), keys, values, slots, active, live)
+        flush(Store(compiled), keys, values, slots, active, live)
         assert all(map(torch.equal, eager, compiled))
     assert counter.frame_count == 1
-    read = torch.compile(kivi.read, fullgraph=True, backend="aot_eager")
-    assert all(map(torch.equal, read(compiled, torch.bfloat16), kivi.read(eager, torch.bfloat16)))
+
+
+@pytest.mark.filterwarnings("default")
+def test_reading_compiles_too() -> None:
+    stages.check_compiled(made(4)[0], 12, D, "aot_eager", torch.testing.assert_close)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_it_compiles_to_kernels() -> None:
-    kivi, eager = made(4)
-    compiled = copy(eager)
-    keys, values = tokens(12)
-    dead, yes = torch.zeros(B, H, 12, dtype=torch.bool), torch.ones(B, H, 12, dtype=torch.bool)
-    kivi.write(eager, keys, values, at(*range(12)), yes, dead)
-    torch.compile(kivi.write, fullgraph=True)(compiled, keys, values, at(*range(12)), yes, dead)
-    assert all(map(torch.equal, eager, compiled))
-    got, want = torch.compile(kivi.read, fullgraph=True)(eager, torch.bfloat16), kivi.read(eager, torch.bfloat16)
-    for part, other in zip(got, want, strict=True):
-        torch.testing.assert_close(part, other, atol=0, rtol=2**-7)
+    stages.check_compiled(made(4)[0], 12, D, "inductor", torch.testing.assert_close)

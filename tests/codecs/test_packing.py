@@ -7,19 +7,33 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.codecs.packing import pack, round_to_half, unpack
+from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 
 
-@given(st.sampled_from([2, 4, 8]), st.integers(1, 9), st.integers(0, 2**32))
+@given(st.integers(1, 16), st.integers(1, 40), st.integers(0, 2**32))
 def test_round_trip(bits: int, width: int, seed: int) -> None:
-    shape = (2, 3, width * 8 // bits)
-    codes = torch.randint(2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    dtype = torch.uint8 if bits <= 8 else torch.int32
+    codes = torch.randint(2**bits, (2, 3, width), dtype=dtype, generator=torch.Generator().manual_seed(seed))
     packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, width)
-    assert torch.equal(unpack(packed, bits), codes)
+    assert packed.dtype == torch.uint8 and packed.shape == (2, 3, packed_width(width, bits))
+    back = unpack(packed, bits, width)
+    assert back.dtype == dtype and torch.equal(back, codes)
+    if 8 % bits == 0 and width * bits % 8 == 0:
+        assert torch.equal(unpack(packed, bits), codes)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_full_bytes_waste_no_bit(bits: int) -> None:
+    assert packed_width(64, bits) == 8 * bits
+    assert packed_width(1, bits) <= bits
+
+
+def test_a_part_follows_the_other() -> None:
+    """3 = 2 + 1: the low two bits of every code, then the high ones."""
+    assert pack(torch.tensor([1, 2, 7, 4], dtype=torch.uint8), 3).tolist() == [0b00_11_10_01, 0b1100]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_a_byte_holds_channels_a_part_apart(bits: int) -> None:
     dim = 32
     width = dim * bits // 8

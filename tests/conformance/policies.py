@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
-from kvpolicy.registry import names
+from kvpolicy.registry import lookup, names
 
 _WORDS = {
     "streaming": "streaming:sinks=2",
@@ -22,6 +22,8 @@ _WORDS = {
 ALLOCATORS = [*names("allocator")]
 SELECTORS = [name for name in names("selector") if name != "full"]
 CODECS = [*names("codec")]
+RANKED = [name for name in CODECS if lookup(name)[1]().traits.order == "worth"]
+"""Codecs whose precision follows a ranking, which `full` has none of."""
 
 
 def words(*methods: str, budget: str = "0.5") -> str:

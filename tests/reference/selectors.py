@@ -7,9 +7,11 @@ ascending order of position.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .exact import ceil_share
@@ -22,6 +24,7 @@ DEFAULTS: dict[str, Config] = {
     "h2o": {"recent": 0.5},
     "snapkv": {"window": 32, "kernel": 5, "pool": "avg"},
     "tova": {},
+    "probe": {"recent": 0.05, "random": 0.05, "seed": 0},
     "kvcrush": {
         "base": {"name": "snapkv"},
         "split": 0.25,
@@ -64,18 +67,40 @@ def protected(config: Config, budget: int) -> int:
     """How many of the newest tokens are always kept."""
     if config["name"] == "h2o":
         return max(1, ceil_share(config["recent"], budget))
+    if config["name"] == "probe":
+        return 1
     if config["name"] in ("snapkv", "tova"):
         return observation_window(config, budget)
     return 0
 
 
-def priority(config: Config, position: int, score: float, length: int, budget: int) -> float:
-    """What one token is worth when `length` tokens have been seen."""
+def priority(config: Config, position: int, score: complex, length: int, budget: int) -> float:
+    """What one token is worth when `length` tokens have been seen.
+
+    A score is a number; a probe's is two, the attention that a token got and from how many probes, as a complex one.
+    """
     if config["name"] == "window":
         return float(position)
     if config["name"] == "streaming":
         return math.inf if position < config["sinks"] else float(position)
-    return math.inf if position >= length - protected(config, budget) else score
+    worth = score.real / max(score.imag, 1) if config["name"] == "probe" else score.real
+    return math.inf if position >= length - protected(config, budget) else worth
+
+
+def probes(config: Config, count: int) -> list[int]:
+    """Which of `count` new queries are probes: the newest, and some of the others by chance."""
+    recent = min(math.ceil(config["recent"] * count), count)
+    some = min(math.ceil(config["random"] * count), count - recent)
+    chance = torch.Generator().manual_seed(config["seed"] + count)
+    drawn = torch.randperm(count - recent, generator=chance).tolist()[:some]
+    return sorted(drawn) + list(range(count - recent, count))
+
+
+def probed(config: Config, matrix: Tensor) -> list[complex]:
+    """Attention that each token got from the probes, and how many of them could see it."""
+    rows, old = matrix.tolist(), matrix.shape[1] - matrix.shape[0]
+    asked = probes(config, len(rows))
+    return [complex(sum(rows[i][j] for i in asked), sum(j <= old + i for i in asked)) for j in range(len(rows[0]))]
 
 
 def pool(scores: list[float], kernel: int, how: str) -> list[float]:
@@ -101,8 +126,8 @@ def mean_over(lists: list[list[float]]) -> list[float]:
 
 
 def scores_after_prefill(
-    config: Config, old: list[float], attention: list[Tensor], group: list[int], budget: int
-) -> list[float]:
+    config: Config, old: Sequence[complex], attention: list[Tensor], group: list[int], budget: int
+) -> Sequence[complex]:
     """The scores of one KV head's tokens after a prefill or chunk.
 
     Args:
@@ -122,14 +147,20 @@ def scores_after_prefill(
         return pool(seen, config["kernel"], config["pool"])
     if name == "tova":
         return mean_over([column_sums(matrix, 1) for matrix in attention])
+    if name == "probe":
+        heads = [probed(config, attention[hq]) for hq in group]
+        return [a + sum(column) / len(group) for a, column in zip(old, zip(*heads, strict=True), strict=True)]
     return old
 
 
-def scores_after_decode(config: Config, old: list[float], attention: list[Tensor], group: list[int]) -> list[float]:
+def scores_after_decode(
+    config: Config, old: Sequence[complex], attention: list[Tensor], group: list[int]
+) -> Sequence[complex]:
     """The scores of one KV head's tokens after one generated token, itself included as the last."""
-    if config["name"] == "h2o":
+    if config["name"] in ("h2o", "probe"):
         seen = mean_over([column_sums(attention[hq]) for hq in group])
-        return [a + b for a, b in zip(old, seen, strict=True)]
+        one = 1j if config["name"] == "probe" else 0  # a generated token is a probe
+        return [a + b + one for a, b in zip(old, seen, strict=True)]
     if config["name"] == "tova":
         return mean_over([column_sums(matrix) for matrix in attention])
     return old
@@ -139,6 +170,8 @@ def statistic(config: Config, matrix: Tensor, budget: int) -> list[float]:
     """One query head's own score of each token, before any pooling, for a refiner."""
     if config["name"] == "h2o":
         return column_sums(matrix)
+    if config["name"] == "probe":
+        return [x.real / max(x.imag, 1) for x in probed(config, matrix)]
     return column_sums(matrix, observation_window(config, budget))
 
 

@@ -1,0 +1,227 @@
+"""Keys as a norm and a direction, whose mixed channels are coded as if they were normally distributed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._rotation import mix, mixing, unmix
+from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
+from kvpolicy.codecs.packing import pack, packed_width, unpack
+from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+
+_CHANNELS = 128  # of a value group, at most
+
+
+class TurboQuantCodes(NamedTuple):
+    """What TurboQuant stores of one layer; `D'` is the bytes of D packed codes, `v` the channels of a value group.
+
+    Attributes:
+        keys: Codes of the mixed keys' channels, [B, H, C, D'] uint8.
+        key_scale: Norms of keys, [B, H, C, 1] fp16.
+        values: Value codes, [B, H, C, D'] uint8.
+        value_scale: [B, H, C, D / v] fp16.
+        value_zero: [B, H, C, D / v] fp16.
+    """
+
+    keys: Tensor
+    key_scale: Tensor
+    values: Tensor
+    value_scale: Tensor
+    value_zero: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurboQuant:
+    """Quantize each token on its own: a key's direction by fixed levels, a value by its range.
+
+    Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
+    levels that are best for a normal distribution serve every key, and a key needs only its norm beside its codes.
+    Queries are mixed too, instead of each key back. Values have a scale and a zero for up to 128 channels. The newest
+    tokens stay exact.
+
+    Args:
+        bits: Bits per code: 2, 3 or 4.
+        seed: Of the random signs, at least 0.
+        residual_length: How many of the newest tokens always stay exact.
+        block_size: How many tokens are coded at a time in decode.
+
+    Example:
+        >>> TurboQuant().layout(1000)
+        Layout(exact=64, coded=(968,))
+
+    Source: TurboQuant (arXiv:2504.19874), as vLLM has it; the paper itself was not read in full (unverified).
+    Differences: the paper mixes by a dense random rotation and takes levels for the exact distribution of a direction's
+    channel; a Hadamard matrix (and a cosine transform, where the head dimension is no power of two) and the normal
+    distribution come close. The second step of the paper's inner-product form (QJL, one bit of the error's sign) is
+    left out, as in vLLM. Decoded keys get no correction of their norm, which vLLM has. vLLM leaves the first and last
+    two layers exact; here all layers are alike, and the newest tokens are exact instead. vLLM has since dropped the
+    random signs, and codes keys and values in different bits if told to.
+    """
+
+    bits: Literal[2, 3, 4] = 4
+    seed: int = 0
+    residual_length: int = 32
+    block_size: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        if self.bits not in (2, 3, 4):
+            raise ValueError(f"TurboQuant's bits is {self.bits}: give 2, 3 or 4.")
+        for name, least, example in (("seed", 0, 0), ("residual_length", 0, 32), ("block_size", 1, 32)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"TurboQuant's {name} is {getattr(self, name)}: give at least {least}, such as {example}."
+                )
+
+    @property
+    def traits(self) -> Traits:
+        """A slot's code depends on its own token alone."""
+        return Traits(block=self.block_size, residual=self.residual_length)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """One."""
+        return (self,)
+
+    def layout(self, tokens: int) -> Layout:
+        """Room for the residual and one block exact, and all else coded."""
+        return ordinary_layout(self.traits, tokens)
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise ValueError where vectors do not fill whole bytes."""
+        codes = 8 // math.gcd(8, self.bits)
+        if model.head_dim % codes:
+            raise ValueError(
+                f"TurboQuant fills bytes with {codes} codes of {self.bits} bits, and the head dimension "
+                f"{model.head_dim} is no multiple of {codes}: use {'MiKV' if self.bits == 4 else 'bits=4'}."
+            )
+
+    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+        """Nothing is calibrated."""
+        return ()
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TurboQuantCodes:
+        """Empty codes for `slots` slots."""
+
+        def zeros(width: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
+
+        packed, groups = packed_width(head_dim, self.bits), head_dim // largest_divisor(head_dim, _CHANNELS)
+        return TurboQuantCodes(
+            zeros(packed, torch.uint8),
+            zeros(1, torch.float16),
+            zeros(packed, torch.uint8),
+            zeros(groups, torch.float16),
+            zeros(groups, torch.float16),
+        )
+
+    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+        """Encode tokens into slots, in place; see `Stage.write`."""
+        codes: TurboQuantCodes = store.codes
+        if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
+            return
+        mixed = mix(keys.float(), self.seed)
+        norm = _norm(mixed)
+        normal = mixed / norm.masked_fill(norm == 0, 1) * mixed.shape[-1] ** 0.5
+        levels = _levels(self.bits, mixed.device)
+        code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
+        put(codes.keys, pack(code, self.bits), slots, active)
+        put(codes.key_scale, norm.clamp(max=FP16).half(), slots, active)
+        group = values.shape[-1] // codes.value_scale.shape[-1]
+        for target, part in zip(codes[2:], quantize(values.float(), self.bits, group), strict=True):
+            put(target, part, slots, active)
+
+    def keys(self, store: Store, at: At) -> Tensor:
+        """Keys of the slots `at`, [B, H, n, D] fp32."""
+        return unmix(self._mixed_keys(store, at), self.seed)
+
+    def values(self, store: Store, at: At) -> Tensor:
+        """Values of the slots `at`, [B, H, n, D] fp32."""
+        codes: TurboQuantCodes = store.codes
+        code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
+        return dequantize(code, scale, zero, self.bits, self._width(codes))
+
+    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+        """Products of mixed queries with every slot's mixed key; see `Stage.score`. This frame has no turn."""
+        mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
+        return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
+
+    def mix(self, store: Store, share: Tensor) -> Tensor:
+        """Every slot's value, weighted and summed; see `Stage.mix`."""
+        return mix_by_chunks(self.values, store, share)
+
+    def _width(self, codes: TurboQuantCodes) -> int:
+        """The head dimension, which fills its bytes."""
+        return codes.keys.shape[-1] * 8 // self.bits
+
+    def _mixed_keys(self, store: Store, at: At) -> Tensor:
+        codes: TurboQuantCodes = store.codes
+        width = self._width(codes)
+        code = unpack(take(codes.keys, at), self.bits, width)
+        levels = _levels(self.bits, codes.keys.device)
+        return levels[code.int()] * (take(codes.key_scale, at).float() * width**-0.5)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Euclidean norm of the last dimension, [..., 1], summed in one order whatever the other dimensions are."""
+    square = x.square()
+    while square.shape[-1] > 1:
+        half = square.shape[-1] // 2
+        both = square[..., :half] + square[..., half : 2 * half]
+        odd = square.shape[-1] % 2
+        square = torch.cat((both[..., :1] + square[..., -1:], both[..., 1:]), -1) if odd else both
+    return square.sqrt()
+
+
+_on_device: dict[tuple[int, torch.device], Tensor] = {}
+
+
+@torch.compiler.assume_constant_result
+def _levels(bits: int, device: torch.device) -> Tensor:
+    """`normal_levels` on a device, fp32; a constant of a compiled program."""
+    if (bits, device) not in _on_device:
+        with torch.inference_mode(False):
+            _on_device[bits, device] = torch.tensor(normal_levels(bits), dtype=torch.float32, device="cpu").to(device)
+    return _on_device[bits, device]
+
+
+@cache
+def normal_levels(bits: int) -> tuple[float, ...]:
+    """The 2^bits levels that code a normally distributed number with the least mean square error.
+
+    Each level is the mean of what is nearest to it (Lloyd 1982, Max 1960).
+
+    Args:
+        bits: 1 to 4.
+
+    Returns:
+        Ascending; each is minus another.
+
+    >>> [round(level, 3) for level in normal_levels(2)]
+    [-1.51, -0.453, 0.453, 1.51]
+    """
+    count = 2 ** (bits - 1)
+    levels = [3 * (i + 0.5) / count for i in range(count)]  # the positive half
+    for _ in range(20_000):
+        edges = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        means = [_mean(low, high) for low, high in pairwise(edges)]
+        change = max(abs(a - b) for a, b in zip(levels, means, strict=True))
+        levels = means
+        if change < 1e-12:
+            break
+    return (*(-level for level in reversed(levels)), *levels)
+
+
+def _mean(low: float, high: float) -> float:
+    """Of a normally distributed number between `low` and `high`."""
+    height = math.exp(-low * low / 2) - math.exp(-high * high / 2)
+    share = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
+    return height * math.sqrt(2 / math.pi) / share

@@ -1,0 +1,104 @@
+"""Dictionaries, tokens and a turn for tests of CSR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._files import save
+from kvpolicy.codecs.csr import CSR, CSRCodes
+from kvpolicy.protocols import At, Store
+
+B, H, G, C = 2, 3, 2, 12
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def write_dictionaries(path: Path) -> Path:
+    """Random dictionaries of several head dimensions; layers 1 and 2 share theirs."""
+    for dim in (16, 32, 80, 96, 128, 256):
+        sides = {"keys.pre": dim, "keys.post": dim, **{f"values.sn{sn}": dim // sn for sn in (1, 2, 4)}}
+        groups = {name: [[0], [1, 2]] for name in sides} | {"values.sn4": [[0, 1, 2, 3]]}
+        tensors = {
+            f"{name}.{j}": torch.nn.functional.normalize(normal(width, 50 + 20 * j, seed=j), dim=0).half()
+            for name, width in sides.items()
+            for j in range(len(groups[name]))
+        }
+        save(path / str(dim), "csr", {"model": None, "head_dim": dim, "groups": groups}, tensors)
+    return path
+
+
+def made(folder: Path, dim: int = 16, window: int = 2, layer_idx: int = 0, **fields: Any) -> tuple[CSR, Store]:
+    fields = {"online": window, "residual_length": 0, "block_size": 4, **fields}
+    csr = CSR(dictionary=str(folder / str(dim)), **fields)
+    atoms = (normal(B, H, window, dim, seed=90), normal(B, H, window, dim, seed=91)) if window else None
+    return csr, Store(csr.alloc(B, H, C, dim, "cpu"), csr.open(layer_idx, "cpu"), atoms)
+
+
+def at(*slots: int) -> Tensor:
+    return torch.tensor(slots).expand(B, H, -1)
+
+
+def flags(*values: bool) -> Tensor:
+    return torch.tensor(values).expand(B, H, -1)
+
+
+def tokens(count: int, dim: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
+    return normal(B, H, count, dim, seed=10 + seed), normal(B, H, count, dim, seed=50 + seed) * 3
+
+
+def none_live() -> Tensor:
+    return torch.zeros(B, H, C, dtype=torch.bool)
+
+
+def write_all(csr: CSR, store: Store, keys: Tensor, values: Tensor) -> None:
+    count = keys.shape[2]
+    csr.write(store, keys, values, at(*range(count)), flags(*[True] * count), none_live())
+
+
+def copy(store: Store) -> Store:
+    return store._replace(codes=CSRCodes(*(part.clone() for part in store.codes)))
+
+
+def row(store: Store, b: int) -> Store:
+    """A row, as if it were alone."""
+    atoms = None if store.atoms is None else (store.atoms[0][b : b + 1], store.atoms[1][b : b + 1])
+    return Store(CSRCodes(*(part[b : b + 1].clone() for part in store.codes)), store.book, atoms)
+
+
+def same(one: Store, other: Store) -> bool:
+    return all(map(torch.equal, one.codes, other.codes))
+
+
+def pursued(x: Tensor, atoms: Tensor, pairs: int) -> Tensor:
+    """What matching pursuit makes of a vector, coefficients in fp16."""
+    rest, total, atoms = x.double(), torch.zeros(len(x), dtype=torch.float64), atoms.double()
+    for _ in range(pairs):
+        products = atoms @ rest
+        best = int(products.abs().argmax())
+        rest = rest - products[best] * atoms[best]
+        total += products[best].half().double() * atoms[best]
+    return total.float()
+
+
+class Quarter:
+    """A turn that swaps the halves of a key by a token's place, as a rotary embedding does."""
+
+    def __init__(self, slots: int, dim: int) -> None:
+        self.angle = torch.linspace(0, 2, slots).expand(B, H, -1)
+        self.half = dim // 2
+
+    def _turned(self, x: Tensor, angle: Tensor) -> Tensor:
+        one, two, cos, sin = *x.split(self.half, -1), angle.cos()[..., None], angle.sin()[..., None]
+        return torch.cat([one * cos - two * sin, one * sin + two * cos], -1)
+
+    def keys(self, keys: Tensor, at: At) -> Tensor:
+        return self._turned(keys, self.angle[..., at] if isinstance(at, slice) else self.angle.gather(-1, at))
+
+    def queries(self, queries: Tensor, distance: int) -> Tensor:
+        return self._turned(queries, torch.full(queries.shape[:3], -float(distance)))

@@ -1,0 +1,171 @@
+"""What every stage must keep to, whatever it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import Stage, Store
+
+B, H, G = 2, 3, 2
+
+
+def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys whose channels differ in size and offset, and plain values, [B, H, count, dim]."""
+    generator = torch.Generator().manual_seed(seed)
+    size = 10 ** torch.rand(H, 1, dim, generator=generator)
+    keys = torch.randn(B, H, count, dim, generator=generator) * size + torch.linspace(-9, 9, dim)
+    return keys, torch.randn(B, H, count, dim, generator=generator)
+
+
+def empty(stage: Stage, slots: int, dim: int, batch: int = B) -> Store:
+    """A stage's tensors before anything is written."""
+    return Store(stage.alloc(batch, H, slots, dim, "cpu"))
+
+
+def at(slots: Sequence[int], batch: int = B) -> Tensor:
+    """The same slots in every head."""
+    return torch.tensor(list(slots), dtype=torch.int64).expand(batch, H, -1)
+
+
+def flags(values: Sequence[bool], batch: int = B) -> Tensor:
+    """The same flags in every head."""
+    return torch.tensor(list(values), dtype=torch.bool).expand(batch, H, -1)
+
+
+def fill(stage: Stage, slots: int, dim: int, seed: int = 0) -> tuple[Store, Tensor, Tensor]:
+    """A store whose slots were all written at once, and what was written."""
+    store, (keys, values) = empty(stage, slots, dim), draw(slots, dim, seed)
+    stage.write(store, keys, values, at(range(slots)), flags([True] * slots), flags([False] * slots))
+    return store, keys, values
+
+
+def read(stage: Stage, store: Store, slots: int) -> tuple[Tensor, Tensor]:
+    """All keys and values."""
+    return stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))
+
+
+def copy(store: Store) -> Store:
+    """The same in other memory."""
+    return Store(type(store.codes)(*(part.clone() for part in store.codes)))
+
+
+def same(one: Store, other: Store) -> bool:
+    """Whether two stores are equal bit for bit."""
+    return all(map(torch.equal, one.codes, other.codes))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Squared error over each channel's variance."""
+    return float((got - want).square().mean() / want.var(2).mean())
+
+
+def check_rows(stage: Stage, slots: int, dim: int) -> None:
+    """A row is coded the same alone as in a batch, and with tokens beside it that are not active."""
+    keys, values = draw(slots, dim)
+    batch, yes, dead = empty(stage, slots, dim), flags([True] * slots), flags([False] * slots)
+    stage.write(batch, keys, values, at(range(slots)), yes, dead)
+    junk = torch.full((1, H, 5, dim), torch.nan)
+    junk[:, :, ::2] = torch.inf
+    for row in range(B):
+        alone = empty(stage, slots, dim, 1)
+        more_keys, more_values = (torch.cat([junk, some[row : row + 1]], 2) for some in (keys, values))
+        where = at([0] * 5 + list(range(slots)), 1)
+        active = flags([False] * 5 + [True] * slots, 1)
+        stage.write(alone, more_keys, more_values, where, active, dead[:1])
+        assert all(map(torch.equal, (part[row : row + 1] for part in batch.codes), alone.codes))
+
+
+def check_inactive(stage: Stage, slots: int, dim: int) -> None:
+    """A head that is given nothing stays as it was, whether it holds tokens or none."""
+    store, _, _ = fill(stage, slots, dim)
+    before, (keys, values) = copy(store), draw(slots, dim, seed=1)
+    keys[:, 1:], values[:, 1:] = torch.nan, torch.inf
+    active = torch.zeros(B, H, slots, dtype=torch.bool)
+    active[0, 0] = True
+    stage.write(store, keys, values, at(range(slots)), active, torch.zeros_like(active))
+    for now, then in zip(store.codes, before.codes, strict=True):
+        assert torch.equal(now[0, 1:], then[0, 1:]) and torch.equal(now[1], then[1])
+    assert not same(store, before)
+
+
+def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
+    """One dead slot is taken anew: all others and what is `fixed` per sequence stay, and the values are as if alone."""
+    store, _, _ = fill(stage, slots, dim)
+    before, (more_keys, more_values) = read(stage, store, slots), draw(1, dim, seed=2)
+    held = {name: getattr(store.codes, name).clone() for name in fixed}
+    stage.write(store, more_keys, more_values, at([3]), flags([True]), flags([slot != 3 for slot in range(slots)]))
+    assert all(torch.equal(getattr(store.codes, name), then) for name, then in held.items())
+    others = [slot for slot in range(slots) if slot != 3]
+    after = read(stage, store, slots)
+    assert all(torch.equal(now[:, :, others], then[:, :, others]) for now, then in zip(after, before, strict=True))
+    alone = empty(stage, slots, dim)
+    stage.write(alone, more_keys, more_values, at([0]), flags([True]), flags([False] * slots))
+    assert torch.equal(after[1][:, :, 3], stage.values(alone, slice(0, slots))[:, :, 0])
+    assert not torch.equal(after[0][:, :, 3], before[0][:, :, 3])
+
+
+def check_ways_to_read(stage: Stage, slots: int, dim: int, grain: int = 1) -> None:
+    """A range, an index, and products all tell of the same keys and values."""
+    store, _, _ = fill(stage, slots, dim)
+    keys, values = read(stage, store, slots)
+    assert keys.shape == values.shape == (B, H, slots, dim) and keys.dtype == values.dtype == torch.float32
+    some = torch.stack([torch.randperm(slots)[: slots // 2] for _ in range(B * H)]).reshape(B, H, -1)
+    index = some[..., None].expand(-1, -1, -1, dim)
+    assert torch.equal(stage.keys(store, some), keys.gather(2, index))
+    assert torch.equal(stage.values(store, some), values.gather(2, index))
+    part = slice(grain, 2 * grain)
+    assert torch.equal(stage.keys(store, part), keys[:, :, part])
+    assert torch.equal(stage.values(store, part), values[:, :, part])
+    queries, share = torch.randn(B, H, G, dim), torch.rand(B, H, G, slots)
+    torch.testing.assert_close(stage.score(store, queries, None), queries @ keys.mT, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(stage.mix(store, share), share @ values, atol=1e-4, rtol=1e-5)
+    low = stage.score(store, queries.bfloat16(), None), stage.mix(store, share.bfloat16())
+    assert all(x.dtype == torch.float32 for x in low)
+
+
+def check_finite(stage: Stage, slots: int, dim: int) -> None:
+    """No number makes another infinite."""
+    ramp = torch.linspace(-1, 1, B * H * slots * dim).reshape(B, H, slots, dim)
+    tiny = ramp * 1e-40
+    for x in (torch.zeros_like(ramp), torch.full_like(ramp, 1e6), ramp * 1e9, ramp.sign() * 65504, tiny):
+        store = empty(stage, slots, dim)
+        stage.write(store, x, x, at(range(slots)), flags([True] * slots), flags([False] * slots))
+        stage.write(store, -x[:, :, :1], 1e6 + x[:, :, :1], at([1]), flags([True]), flags([True] * slots))
+        assert all(part.isfinite().all() for part in (*read(stage, store, slots), *store.codes))
+
+
+def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
+    """What is fixed per sequence does not depend on the order of the tokens, even where they nearly cancel out."""
+    keys, values = draw(slots, dim)
+    keys[:, :, 1::2] = keys[:, :, 1::2] / 1000 - keys[:, :, ::2]
+    found: list[list[Tensor]] = []
+    for order in (torch.arange(slots), torch.randperm(slots, generator=torch.Generator().manual_seed(0))):
+        store = empty(stage, slots, dim)
+        stage.write(store, keys[:, :, order], values, at(range(slots)), flags([True] * slots), flags([False] * slots))
+        found.append([getattr(store.codes, name) for name in fixed])
+    assert all(map(torch.equal, *found))
+
+
+def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Callable[[Tensor, Tensor], None]) -> None:
+    """Everything traces as a whole, and gives the same."""
+
+    def once(store: Store, keys: Tensor, values: Tensor, slot: Tensor, active: Tensor, live: Tensor) -> list[Tensor]:
+        stage.write(store, keys, values, slot, active, live)
+        queries, share = keys[:, :, :G], values[:, :, :G, :1].expand(-1, -1, -1, slots)
+        found = [stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))]
+        found += [stage.keys(store, slot), stage.values(store, slot)]
+        return [*found, stage.score(store, queries, None), stage.mix(store, share)]
+
+    compiled, eager = torch.compile(once, fullgraph=True, backend=backend), empty(stage, slots, dim)
+    other = copy(eager)
+    live = torch.zeros(B, H, slots, dtype=torch.bool)
+    for seed, active in enumerate((flags([True] * slots), flags([slot % 3 == 0 for slot in range(slots)]))):
+        given = (*draw(slots, dim, seed), at(range(slots)[::-1]), active.clone(), live.clone())
+        for got, want in zip(compiled(other, *given), once(eager, *given), strict=True):
+            compare(got, want)
+        assert same(eager, other)
+        live[:, 0] = True

@@ -1,0 +1,194 @@
+"""CSR against its definition, and attention on codes against what is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy.codecs._files import save
+from kvpolicy.codecs.csr import CSR, CSRCodes
+from kvpolicy.protocols import Codec, ModelInfo
+from tests.codecs.csr_cases import B, C, G, H, Quarter, at, made, normal, pursued, tokens, write_all, write_dictionaries
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dictionaries(tmp_path_factory.mktemp("csr"))
+
+
+@pytest.mark.parametrize(
+    ("dim", "fields"),
+    [
+        (16, {"s": 4, "sn": 1}),
+        (16, {"s": 4, "sn": 4}),
+        (16, {"s": 16, "sn": 2}),
+        (32, {}),
+        (80, {"sn": 4, "frame": "post"}),
+        (96, {"index": "packed"}),
+        (128, {"window": 0}),
+        (256, {"s": 6, "sn": 2, "window": 1}),
+    ],
+)
+def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> None:
+    csr, store = made(folder, dim, **fields)
+    keys, values = tokens(C, dim)
+    write_all(csr, store, keys, values)
+    got_keys, got_values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
+    for b in range(B):
+        own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
+        atoms = torch.cat([store.book.keys, torch.nn.functional.normalize(own[0][b].flatten(0, 1), dim=-1)])
+        parts = own[1][b].reshape(-1, dim // csr.sn)
+        halves = torch.cat([store.book.values, torch.nn.functional.normalize(parts, dim=-1)])
+        for h, token in ((0, 0), (H - 1, C - 1)):
+            torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.s))
+            chunks = values[b, h, token].unflatten(0, (csr.sn, -1))
+            want = torch.cat([pursued(chunk, halves, csr.s // csr.sn) for chunk in chunks])
+            torch.testing.assert_close(got_values[b, h, token], want)
+
+
+@pytest.mark.parametrize("fields", [{}, {"solver": "omp", "index": "packed"}, {"solver": "refit", "coef": "fp8"}])
+@pytest.mark.parametrize("sn", [1, 2, 4])
+def test_online_tokens_need_one_atom(folder: Path, sn: int, fields: dict[str, Any]) -> None:
+    csr, store = made(folder, sn=sn, **fields)
+    assert store.atoms is not None
+    write_all(csr, store, *(-5 * part for part in store.atoms))
+    coef = store.codes.key_coef.view(torch.float8_e4m3fn).float() if csr.coef == "fp8" else store.codes.key_coef
+    assert (coef[:, :, :2, 0] < 0).all()
+    near = 0.04 if csr.coef == "fp8" else 1e-3
+    for got, want in zip((csr.keys(store, slice(0, 2)), csr.values(store, slice(0, 2))), store.atoms, strict=True):
+        torch.testing.assert_close(got, -5 * want, atol=near, rtol=2 * near)
+    if csr.solver == "mp":
+        assert (coef[:, :, :2, 1:].abs() < 1e-5).all()
+
+
+def test_packed_numbers_are_the_same_numbers(folder: Path) -> None:
+    for window in (0, 2):
+        wide, narrow = made(folder, window=window), made(folder, window=window, index="packed")
+        for csr, store in (wide, narrow):
+            write_all(csr, store, *tokens(C))
+        assert torch.equal(wide[0].keys(wide[1], slice(0, C)), narrow[0].keys(narrow[1], slice(0, C)))
+        assert torch.equal(wide[0].values(wide[1], at(5, 3)), narrow[0].values(narrow[1], at(5, 3)))
+        assert narrow[1].codes.key_index.dtype == torch.uint8 and narrow[1].codes.key_index.shape[-1] == 7  # 8 x 7 bits
+
+
+@pytest.mark.parametrize("fields", [{}, {"coef": "fp8", "guard": 2}, {"frame": "post", "sn": 4, "index": "packed"}])
+def test_attention_on_codes_is_that_on_what_is_read(
+    folder: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK", 5)
+    csr, store = made(folder, **fields)
+    write_all(csr, store, *tokens(C))
+    keys, values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
+    assert keys.dtype == values.dtype == torch.float32
+    backwards = at(*reversed(range(C)))
+    assert torch.equal(csr.keys(store, backwards).flip(2), keys)
+    assert torch.equal(csr.values(store, backwards).flip(2), values)
+    queries, share, turn = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1), Quarter(C, 16)
+    torch.testing.assert_close(csr.score(store, queries, None), queries @ keys.mT)
+    torch.testing.assert_close(csr.score(store, queries, turn), queries @ turn.keys(keys, slice(0, C)).mT)
+    torch.testing.assert_close(csr.mix(store, share), share @ values)
+    for half in (torch.bfloat16, torch.float16):
+        assert csr.score(store, queries.to(half), turn).dtype == torch.float32
+        torch.testing.assert_close(csr.mix(store, share.to(half)), share.to(half).float() @ values)
+
+
+def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.codecs.csr.CHUNK", 2)
+    csr, store = made(folder, top=3, distance=1)
+    keys, values = tokens(9)
+    write_all(csr, store, keys, values)
+    queries, turn = normal(B, H, G, 16, seed=1), Quarter(C, 16)
+    read = csr.keys(store, slice(0, C))
+    rough = (turn.queries(queries, 1) @ read.mT).amax(2)[..., :9]
+    chosen = torch.zeros(B, H, C, dtype=torch.bool).scatter(-1, rough.topk(3).indices, True)
+    exact = queries @ turn.keys(read, slice(0, C)).mT
+    got = csr.score(store, queries, turn)
+    torch.testing.assert_close(got, exact.masked_fill(~chosen[:, :, None], -torch.inf))
+    every = CSR(dictionary=csr.dictionary, online=2, top=C)
+    torch.testing.assert_close(every.score(store, queries, turn), exact)
+
+
+def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
+    csr, _ = made(folder)
+    one, two, zero = csr.open(1, "cpu"), csr.open(2, torch.device("cpu")), csr.open(0, "cpu")
+    assert one.keys is two.keys and one.values is two.values and one.keys is not zero.keys
+    assert zero.keys.shape == one.keys.shape == (70, 16), "filled up with zero atoms"
+    assert not zero.keys[50:].any()
+    torch.testing.assert_close(one.keys.norm(dim=-1), torch.ones(70))
+    assert one.values.shape == (70, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "message"),
+    [
+        ({}, ModelInfo(4, H, 16), "no dictionary keys.pre for layer 3: make one"),
+        ({}, ModelInfo(3, H, 32), "head dimension of 16"),
+        ({"sn": 4}, ModelInfo(3, H, 18), "no multiple of 4"),
+        ({"online": 6000}, ModelInfo(3, H, 16), "at most 32767 atoms"),
+        ({"guard": 2**16, "index": "packed"}, ModelInfo(3, H, 16), "at most 65536 atoms"),
+        ({"dictionary": "/no/such/folder"}, ModelInfo(3, H, 16), "no folder"),
+    ],
+)
+def test_it_refuses_what_it_cannot_code(folder: Path, fields: dict[str, Any], model: ModelInfo, message: str) -> None:
+    fields = {"dictionary": str(folder / "16"), **fields}
+    with pytest.raises(ValueError, match=message):
+        CSR(**fields).check(model)
+    CSR(dictionary=str(folder / "16")).check(ModelInfo(3, H, 16))
+
+
+def test_a_dictionary_that_is_missing(folder: Path, tmp_path: Path) -> None:
+    save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]]}}, {"keys.pre.0": torch.eye(16)})
+    with pytest.raises(ValueError, match=r"no dictionary values.sn2 for layer 0: .* kvpolicy calibrate csr"):
+        CSR(dictionary=str(tmp_path)).open(0, "cpu")
+    with pytest.raises(ValueError, match=r"no dictionary values.sn2: .* kvpolicy calibrate csr"):
+        CSR(dictionary=str(tmp_path), index="packed").alloc(1, 1, 4, 16, "meta")
+    save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]], "values.sn2": [[0]]}}, {
+        "keys.pre.0": torch.eye(16), "values.sn2.0": torch.eye(16),
+    })  # fmt: skip
+    with pytest.raises(ValueError, match="vectors of 16 numbers, and the model's have 8"):
+        CSR(dictionary=str(tmp_path)).check(ModelInfo(1, 1, 16))
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"s": 0},
+        {"s": 7},
+        {"sn": 3},
+        {"online": -1},
+        {"guard": -1},
+        {"block_size": 0},
+        {"solver": "ista"},
+        {"coef": "fp4"},
+        {"index": "int8"},
+        {"frame": "both"},
+        {"residual_length": -1},
+    ],
+)
+def test_it_refuses_parameters(parameters: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"CSR's {next(iter(parameters))} is .*: give"):
+        CSR(**parameters)
+
+
+def test_layout_and_traits() -> None:
+    csr = CSR(online=8, residual_length=4, block_size=16)
+    assert isinstance(csr, Codec)
+    assert csr.layout(27) == (27, ()) and csr.layout(100) == (28, (96,))
+    assert (csr.traits.pins, csr.traits.pinned, csr.traits.frame) == ("newest", 8, "pre")
+    assert CSR(online=0).traits.pins == "none"
+    with pytest.raises(ValueError, match="leave it out"):
+        CSR(frame="post", top=5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"), [({}, 2.0), ({"s": 4}, 1.0), ({"s": 16, "coef": "fp8"}, 3.0), ({"s": 6, "sn": 1}, 1.5)]
+)
+def test_bytes_are_known_without_memory(folder: Path, fields: dict[str, Any], bits: float) -> None:
+    codes = CSR(dictionary=str(folder / "128"), **fields).alloc(2, 8, 4096, 128, "meta")
+    assert all(part.device.type == "meta" for part in codes)
+    scales = sum(part.nbytes for name, part in zip(CSRCodes._fields, codes, strict=True) if "scale" in name)
+    assert scales == (2 * 2 * 8 * 2 if fields.get("coef") == "fp8" else 0)
+    assert sum(part.nbytes for part in codes) - scales == 2 * 8 * 4096 * 128 * 2 * bits / 8

@@ -1,0 +1,199 @@
+"""What eviction, batches, numbers of any size and compilation ask of CSR."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kvpolicy.codecs.csr import CSRCodes
+from kvpolicy.protocols import Store
+from tests.codecs.csr_cases import (
+    B,
+    C,
+    G,
+    H,
+    Quarter,
+    at,
+    copy,
+    flags,
+    made,
+    none_live,
+    normal,
+    row,
+    same,
+    tokens,
+    write_all,
+    write_dictionaries,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dictionaries(tmp_path_factory.mktemp("csr"))
+
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"coef": "fp8", "guard": 3},
+    {"solver": "omp", "index": "packed"},
+    {"solver": "refit", "sn": 4},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> None:
+    csr, store = made(folder, **fields)
+    write_all(csr, store, *tokens(C))
+    before, (keys, values) = copy(store), tokens(3, seed=1)
+    keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
+    for live in (none_live(), ~none_live()):
+        csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), live)
+        assert same(store, before)
+    csr.write(store, keys, values, at(5, 5, 5), flags(False, False, True), none_live())
+    alone = copy(before)
+    csr.write(alone, keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), none_live())
+    assert same(store, alone) and not same(store, before)
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) -> None:
+    csr, store = made(folder, **fields)
+    write_all(csr, store, *tokens(C))
+    before, (keys, values) = copy(store), tokens(4, seed=1)
+    active = torch.zeros(B, H, 4, dtype=torch.bool)
+    active[0, 0, :2] = True
+    csr.write(store, keys, values, at(3, 4, 5, 6), active, none_live())
+    for name, new, old in zip(CSRCodes._fields, store.codes, before.codes, strict=True):
+        assert torch.equal(new[1], old[1])
+        assert name.endswith("guard") or torch.equal(new[0, 1:], old[0, 1:])
+        if name.endswith(("index", "coef")):
+            assert torch.equal(new[0, 0, 5:], old[0, 0, 5:]) and not torch.equal(new[0, 0, 3:5], old[0, 0, 3:5])
+
+
+def test_a_scale_is_fitted_once(folder: Path) -> None:
+    csr, store = made(folder, coef="fp8")
+    write_all(csr, store, *tokens(C))
+    before, live, (keys, values) = copy(store), none_live(), tokens(1, seed=1)
+    live[:, 1:] = True
+    csr.write(store, keys * 100, values, at(4), flags(True), live)
+    assert torch.equal(store.codes.key_scale[:, 1:], before.codes.key_scale[:, 1:])
+    assert (store.codes.key_scale[:, 0] > 5 * before.codes.key_scale[:, 0]).all()
+    largest = store.codes.key_coef[:, 1:, 4].view(torch.float8_e4m3fn).float().abs()
+    assert largest.max() == 448, "clipped"
+    assert csr.keys(store, slice(0, C)).isfinite().all()
+
+
+def test_the_guard_takes_what_is_coded_worst(folder: Path) -> None:
+    csr, store = made(folder, guard=2, window=0)
+    plain, other = made(folder, window=0)
+    keys, values = tokens(C)
+    write_all(csr, store, keys, values)
+    write_all(plain, other, keys, values)
+    error = ((plain.keys(other, slice(0, C)) - keys).norm(dim=-1) / keys.norm(dim=-1)).flatten(1)
+    worst = error.topk(2, -1).indices
+    got = csr.keys(store, slice(0, C)).flatten(1, 2)
+    for b in range(B):
+        torch.testing.assert_close(got[b, worst[b]], keys.flatten(1, 2)[b, worst[b]], atol=2e-3, rtol=2e-3)
+    assert store.codes.key_guard.shape == (B, 1, 2, 16) and store.codes.value_guard.shape == (B, 1, 2, 8)
+    before, live = copy(store), none_live()
+    live[0, 2, 7] = True  # of row 0 alone
+    csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), live)
+    assert torch.equal(store.codes.key_guard[0], before.codes.key_guard[0])
+    assert not torch.equal(store.codes.key_guard[1], before.codes.key_guard[1])
+
+
+def test_a_guard_larger_than_what_is_coded(folder: Path) -> None:
+    csr, store = made(folder, guard=40)
+    write_all(csr, store, *tokens(C))
+    write_all(csr, store, *tokens(2))
+    assert store.codes.key_guard[:, :, :6].any(-1).all() and not store.codes.key_guard[:, :, 6:].any()
+    torch.testing.assert_close(csr.keys(store, slice(0, 2)), tokens(2)[0], atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
+    """Products of other shapes may round otherwise, so that codes could differ in noise; numbers here have no ties."""
+    csr, store = made(folder, **fields)
+    (keys, values), active = tokens(6), flags(*[True] * 6).clone()
+    active[0, :, :3] = active[1, 1, 4:] = False
+    csr.write(store, keys, values, at(*range(6)), active, none_live())
+    for b in range(B):
+        first = 3 if b == 0 else 0
+        _, batch = made(folder, **fields)
+        alone = row(batch, b)
+        key, value, slots, some = (t[b : b + 1, :, first:] for t in (keys, values, at(*range(6)), active))
+        csr.write(alone, key, value, slots, some, none_live()[b : b + 1])
+        for got, want in zip(alone.codes, store.codes, strict=True):
+            if want.dtype in (torch.int16, torch.uint8):
+                assert torch.equal(got[0], want[b])
+            else:
+                torch.testing.assert_close(got[0], want[b], atol=1e-5, rtol=2e-3)
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("scale", [0.0, 1e-7, 1e6, 1e30])
+def test_numbers_of_any_size_stay_finite(folder: Path, fields: dict[str, Any], scale: float) -> None:
+    csr, store = made(folder, **fields)
+    constant = torch.full((B, H, 4, 16), scale)
+    keys, values = tokens(4)
+    write_all(csr, store, torch.cat([keys * scale, constant], 2), torch.cat([constant, values * scale], 2))
+    assert all(part.isfinite().all() for part in store.codes if part.dtype == torch.float16)
+    for got in (csr.keys(store, slice(0, 8)), csr.values(store, slice(0, 8))):
+        assert got.isfinite().all() and (scale or not got.any())
+    if not scale:
+        assert not store.codes.key_index[:, :, :8].any() or csr.index == "packed"
+
+
+def test_nothing_to_write(folder: Path) -> None:
+    csr, store = made(folder)
+    before, empty = copy(store), torch.zeros(B, H, 0, 16)
+    write_all(csr, store, empty, empty)
+    assert same(store, before) and csr.keys(store, slice(0, 0)).shape == (B, H, 0, 16)
+
+
+@pytest.mark.parametrize("fields", [*FIELDS, {"top": 3}, {"frame": "post"}])
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> None:
+    csr, eager = made(folder, **fields)
+    compiled, counter, turn = copy(eager), CompileCounterWithBackend("aot_eager"), Quarter(C, 16)
+    queries, share = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    turned = None if csr.frame == "post" else turn
+
+    def step(store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> list[Tensor]:
+        csr.write(store, keys, values, slots, active, live)
+        read = csr.keys(store, slots), csr.values(store, slice(0, C))
+        return [*read, csr.score(store, queries, turned), csr.mix(store, share)]
+
+    fast = torch.compile(step, fullgraph=True, backend=counter)
+    live = none_live()
+    for seed in range(3):
+        new = (*tokens(4, seed=seed), at(*range(4)) + 4 * seed, flags(*[seed != 1] * 4), live)
+        for got, want in zip(fast(compiled, *new), step(eager, *new), strict=True):
+            torch.testing.assert_close(got, want)
+        assert same(compiled, eager)
+        live = live.clone()
+        live[..., :4] = True
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{}, {"coef": "fp8", "guard": 2, "solver": "refit", "index": "packed"}])
+@pytest.mark.filterwarnings("default")
+def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
+    csr, eager = made(folder, **fields)
+    compiled, new = copy(eager), (*tokens(C), at(*range(C)), flags(*[True] * C), none_live())
+    csr.write(eager, *new)
+    torch.compile(csr.write, fullgraph=True)(compiled, *new)
+    assert torch.equal(compiled.codes.key_index, eager.codes.key_index)
+    queries, share = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    torch.testing.assert_close(
+        torch.compile(csr.score, fullgraph=True)(eager, queries, None), csr.score(eager, queries, None)
+    )
+    torch.testing.assert_close(torch.compile(csr.mix, fullgraph=True)(eager, share), csr.mix(eager, share))
+    every = slice(0, C)
+    torch.testing.assert_close(csr.keys(compiled, every), csr.keys(eager, every), atol=2e-3, rtol=2e-3)

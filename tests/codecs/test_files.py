@@ -1,0 +1,160 @@
+"""Calibrations come back as they were written, and damaged or foreign ones are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs import _files
+from kvpolicy.codecs._files import FACTS, TENSORS, Calibrated, check_model, load, save
+from kvpolicy.protocols import ModelInfo
+
+META: dict[str, Any] = {"model": None, "head_dim": 4, "loss": 0.1, "groups": {"keys.pre": [[0], [1, 2]]}}
+INFO = ModelInfo(layers=3, heads=2, head_dim=4, weights=torch.linspace(-1, 1, 64))
+
+
+def some() -> dict[str, Tensor]:
+    return {"keys.pre.0": torch.randn(4, 8).half(), "values.sn1.0": torch.randn(8, 4).half().T}
+
+
+def written(folder: Path, meta: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    tensors = some()
+    save(folder, "csr", META if meta is None else meta, tensors)
+    return tensors
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    facts = json.loads((folder / FACTS).read_text()) | fields
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+def sealed(folder: Path, **fields: Any) -> None:
+    """Change fields so that the hash fits."""
+    facts = json.loads((folder / FACTS).read_text()) | fields
+    facts.pop("sha256")
+    (folder / FACTS).write_text(json.dumps(facts | {"sha256": _files._digest(facts)}))
+
+
+def model(**fields: Any) -> dict[str, Any]:
+    assert INFO.weights is not None
+    own = {"name": "m", "type": "llama", "layers": 3, "heads": 2, "head_dim": 4, "weights": INFO.weights.tolist()}
+    return own | fields
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    tensors = written(tmp_path / "new" / "folder")
+    found = load(str(tmp_path / "new" / "folder"), "csr")
+    assert found.meta == META
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(found.tensors[name], tensor, rtol=0, atol=0)
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == [FACTS, TENSORS]
+
+
+def test_read_once_until_it_changes(tmp_path: Path) -> None:
+    written(tmp_path)
+    found = load(str(tmp_path), "csr")
+    assert load(os.path.relpath(tmp_path), "csr") is found
+    written(tmp_path, META | {"loss": 0.2})
+    assert load(str(tmp_path), "csr").meta["loss"] == 0.2
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path)
+    found = load(str(tmp_path), "csr")
+
+    def fail(*args: Any) -> None:
+        raise OSError("disk")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk"):
+        written(tmp_path)
+    assert load(str(tmp_path), "csr") is found
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FACTS, TENSORS]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-3]), "truncated"),
+        (lambda f: (f / TENSORS).unlink(), "tensors.safetensors is missing"),
+        (lambda f: (f / FACTS).unlink(), "calibration.json is missing"),
+        (lambda f: (f / FACTS).write_text("{"), "not JSON"),
+        (lambda f: (f / FACTS).write_bytes(b"\xff\xfe\x00"), "not JSON"),
+        (lambda f: (f / FACTS).write_text("[" * 100_000), "not JSON"),
+        (lambda f: (f / FACTS).write_text("[1]"), "none that kvpolicy wrote"),
+        (lambda f: (f / FACTS).write_text("{}"), "none that kvpolicy wrote"),
+        (lambda f: edit(f, meta={"head_dim": 8}), "changed by hand"),
+        (lambda f: edit(f, method="kvquant"), "changed by hand"),
+        (lambda f: edit(f, format=2, kvpolicy="9.0"), "kvpolicy 9.0, which is newer"),
+        (lambda f: sealed(f, method="kvquant"), "for kvquant, not for csr"),
+    ],
+)
+def test_damage_is_told(tmp_path: Path, harm: Any, words: str) -> None:
+    written(tmp_path)
+    harm(tmp_path)
+    with pytest.raises(ValueError, match=words) as caught:
+        load(str(tmp_path), "csr")
+    assert str(caught.value).endswith(".")
+    assert "kvpolicy calibrate csr" in str(caught.value)
+
+
+def test_tensors_that_are_none_but_have_their_hash(tmp_path: Path) -> None:
+    import hashlib
+
+    written(tmp_path)
+    (tmp_path / TENSORS).write_bytes(b"nonsense")
+    sealed(tmp_path, tensors_sha256=hashlib.sha256(b"nonsense").hexdigest())
+    with pytest.raises(ValueError, match="cannot be read"):
+        load(str(tmp_path), "csr")
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_no_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is no folder"):
+        load(str(tmp_path / name), "csr")
+
+
+def test_the_embedded_models_own_is_found_by_its_name() -> None:
+    with pytest.raises(ValueError, match="'tiny' is no folder"):
+        load("tiny", "no-such-method")
+
+
+def test_without_a_model_only_the_head_dimension_counts() -> None:
+    found = Calibrated(META, {})
+    check_model(found, "f", INFO._replace(layers=9, weights=None))
+    with pytest.raises(ValueError, match="head dimension of 4, and the model's is 8"):
+        check_model(found, "f", INFO._replace(head_dim=8))
+
+
+def test_its_own_model_fits() -> None:
+    found = Calibrated({"model": model()}, {})
+    check_model(found, "f", INFO)
+    check_model(found, "f", INFO._replace(weights=None))
+    check_model(Calibrated({"model": model(weights=None)}, {}), "f", INFO)
+    assert INFO.weights is not None
+    tuned = INFO.weights + 0.03 * torch.randn(64, generator=torch.Generator().manual_seed(0))
+    check_model(found, "f", INFO._replace(weights=tuned))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layers": 4}, "has 3 layers, and this one has 4"),
+        ({"heads": 1}, "has 2 KV heads, and this one has 1"),
+        ({"head_dim": 8}, "has 4 numbers in a head, and this one has 8"),
+        ({"weights": torch.linspace(1, -1, 64)}, "weights differ"),
+        ({"weights": torch.ones(3)}, "weights differ"),
+        ({"weights": torch.full((64,), torch.nan)}, "weights differ"),
+    ],
+)
+def test_another_model_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match="'f' was made for another model.*" + words):
+        check_model(Calibrated({"model": model()}, {}), "f", INFO._replace(**fields))

@@ -1,0 +1,137 @@
+"""Matching pursuit against its definition, and attention on codes against what is read back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.codecs import _pursuit, _sparse
+from kvpolicy.codecs._pursuit import Solver, pursue
+from kvpolicy.codecs._sparse import Words, spell, unit
+
+B, D, N, M = 2, 16, 40, 12
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dictionary(own: int = M, count: int = N, width: int = D) -> Words:
+    return Words(unit(normal(count, width, seed=1)), unit(normal(B, own, width, seed=2)))
+
+
+def definition(x: Tensor, atoms: Tensor, pairs: int) -> tuple[list[int], list[float]]:
+    """Algorithm 1 with its mends, for one vector: signed coefficients, and pairs instead of places."""
+    rest, found, coefs = x.double(), list[int](), list[float]()
+    for _ in range(pairs):
+        products = atoms.double() @ rest
+        found.append(int(products.abs().argmax()))
+        coefs.append(float(products[found[-1]]))
+        rest = rest - coefs[-1] * atoms[found[-1]].double()
+    return found, coefs
+
+
+def left(x: Tensor, words: Words, pairs: int, solver: Solver) -> Tensor:
+    return (x - spell(words, words.table(), *pursue(x, words, pairs, solver))).norm(dim=-1)
+
+
+@pytest.mark.parametrize("own", [0, M])
+@pytest.mark.parametrize("area", [0, _pursuit._GRAM])
+def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pursuit, "_GRAM", area)  # 0: no products of atoms with each other
+    monkeypatch.setattr(_pursuit, "_AREA", (1000, 1000))  # several chunks
+    words, x = dictionary(own), normal(B, 30, D, seed=3)
+    index, coef = pursue(x, words, 6)
+    for b in range(B):
+        atoms = torch.cat([words.shared, words.own[b]])
+        for i in range(30):
+            found, coefs = definition(x[b, i], atoms, 6)
+            assert index[b, i].tolist() == found
+            torch.testing.assert_close(coef[b, i].double(), torch.tensor(coefs, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+def test_both_ways_are_taken() -> None:
+    assert _pursuit._gram_pays(1000, 500, 8)
+    assert not _pursuit._gram_pays(100, 500, 8), "a block of a decode step is too little"
+    assert not _pursuit._gram_pays(10**6, 8192, 8), "the products would not fit"
+
+
+def test_coefficients_have_a_sign_and_an_atom_may_come_again() -> None:
+    a = unit(torch.tensor([[1.0, 0.0], [0.8, 0.6]]))
+    words = Words(a, torch.zeros(1, 0, 2))
+    x = torch.tensor([[[-1.0, 0.9]]])
+    index, coef = pursue(x, words, 8)
+    assert index[0, 0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert coef[0, 0, 0] == -1
+    torch.testing.assert_close(spell(words, words.table(), index, coef), x, atol=0.25, rtol=0)
+    assert left(x, words, 8, "mp") < left(x, words, 4, "mp")
+
+
+@pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
+def test_zero_vectors_and_equal_atoms(solver: Solver) -> None:
+    words = Words(unit(torch.ones(3, 4)), torch.zeros(1, 2, 4))
+    x = torch.stack([torch.zeros(4), torch.full((4,), 3.0), torch.full((4,), 1e6)])[None]
+    index, coef = pursue(x, words, 3, solver)
+    assert index[0, 0].tolist() == [0, 0, 0] and not coef[0, 0].any()
+    assert index[0, 1, 0] == 0, "the first of equal atoms"
+    torch.testing.assert_close(spell(words, words.table(), index, coef), x, rtol=1e-5, atol=0)
+
+
+def test_a_fit_is_no_worse_and_omp_better_still() -> None:
+    words, x = dictionary(), normal(B, 200, D, seed=4)
+    errors = [left(x, words, 5, solver) for solver in ("mp", "refit", "omp")]
+    assert (errors[1] <= errors[0] + 1e-4).all() and errors[2].mean() < errors[1].mean() < errors[0].mean()
+
+
+def test_a_fit_is_least_squares() -> None:
+    words, x = dictionary(0), normal(B, 20, D, seed=5)
+    index, coef = pursue(x, words, 4, "refit")
+    want = torch.linalg.lstsq(words.shared[index].mT.double(), x.double()[..., None]).solution.squeeze(-1)
+    same = index.sort(-1).values.diff(dim=-1).bool().all(-1)  # else the solution is not unique
+    assert same.sum() > 10
+    torch.testing.assert_close(coef.double()[same], want[same], atol=1e-4, rtol=1e-4)
+
+
+def test_omp_is_that_of_scikit_learn() -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    words, x = dictionary(), normal(B, 25, D, seed=6)
+    index, coef = pursue(x, words, 5, "omp")
+    for b in range(B):
+        atoms = torch.cat([words.shared, words.own[b]]).double()
+        want = linear_model.orthogonal_mp_gram(
+            (atoms @ atoms.T).numpy(), (atoms @ x[b].double().T).numpy(), n_nonzero_coefs=5
+        )
+        got = torch.zeros(25, N + M).scatter_add(1, index[b], coef[b])
+        torch.testing.assert_close(got.double(), torch.from_numpy(want).T, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("solver", ["refit", "omp"])
+def test_nearly_equal_atoms_stay_finite(solver: Solver) -> None:
+    close = torch.ones(N, D) + 1e-4 * normal(N, D)
+    words = Words(unit(close), torch.zeros(B, 0, D))
+    index, coef = pursue(normal(B, 50, D, seed=7) * 1e6, words, 16, solver)
+    assert coef.isfinite().all() and int(index.max()) < N
+
+
+def test_unit_vectors_of_any_length() -> None:
+    x = normal(4, D) * torch.tensor([[0.0], [1e-30], [1.0], [1e30]])
+    torch.testing.assert_close(unit(x).norm(dim=-1), torch.tensor([0.0, 1, 1, 1]))
+
+
+@pytest.mark.parametrize("own", [0, M])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK", 7)
+    heads, group, slots, pairs = 3, 2, 20, 4
+    words = dictionary(own)
+    index = torch.randint(N + own, (B, heads, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
+    coef, queries, share = normal(*index.shape), normal(B, heads, group, D), normal(B, heads, group, slots)
+    dense = torch.stack([F.embedding(index[b], torch.cat([words.shared, words.own[b]])) for b in range(B)])
+    dense = (dense * coef[..., None]).sum(-2)  # [B, H, C, p, d]
+    torch.testing.assert_close(spell(words, words.table(), index, coef), dense)
+    got = _sparse.mix(words, share, lambda at: (index[:, :, at], coef[:, :, at]), parts)
+    torch.testing.assert_close(got, share @ dense.flatten(-2), atol=1e-5, rtol=1e-4)
+    got = _sparse.score(words, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
+    torch.testing.assert_close(got, queries @ dense[:, :, :, 0].mT, atol=1e-5, rtol=1e-4)

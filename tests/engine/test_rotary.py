@@ -1,0 +1,97 @@
+"""Rule 9: rotary embeddings are undone exactly, with the model's own functions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from kvpolicy.families import find_sites
+from kvpolicy.rotary import Rope, SlotTurn
+from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
+
+LENGTH = 17
+
+
+def scaled(kind: str) -> Any:
+    """A Llama whose rotary embedding is of another kind."""
+    torch.manual_seed(0)
+    more = {"yarn": {"original_max_position_embeddings": 64}, "linear": {}, "dynamic": {}}[kind]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+        intermediate_size=48, max_position_embeddings=256,
+        rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more},
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Rope]]:
+    """Of each layer: its keys before the rotary embedding, in the cache, and the embedding."""
+    sites, before = find_sites(model), list[Tensor]()
+    module = sys.modules[type(sites.layers[0].attention).__module__]
+    real = getattr(module, "apply_rotary_pos_emb", None)
+    if real is not None:
+
+        def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+            before.append(k.detach().clone())
+            return real(q, k, *args, **kwargs)
+
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", spy)
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    monkeypatch.undo()
+    layers: Any = cache.layers
+    after: list[Tensor] = [layer.keys for layer in layers]
+    before = before or after
+    ropes = [Rope.of(sites.decoder, site) for site in sites.layers]
+    return [(b[:, :, -a.shape[2] :], a, rope) for b, a, rope in zip(before, after, ropes, strict=True)]
+
+
+def places(keys: Tensor) -> Tensor:
+    """Positions of cached keys: a sliding layer has the newest alone."""
+    batch, heads, count, _ = keys.shape
+    return torch.arange(LENGTH - count, LENGTH).expand(batch, heads, -1)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
+def test_undone_keys_are_those_before(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full and partial, by halves and by pairs, scaled and not; and none where there is none."""
+    model = scaled(family) if family in ("yarn", "linear") else build(family)
+    for before, after, rope in keys_before_and_after(model, monkeypatch):
+        undone = rope.undo(after, places(after))
+        assert torch.allclose(undone[..., : before.shape[-1]], before, atol=2e-6)
+        assert torch.allclose(rope.apply(undone, places(after)), after, atol=2e-6)
+
+
+def test_yarn_has_a_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would not show that it is divided by."""
+    assert all(rope.scaling > 1.1 for _, _, rope in keys_before_and_after(scaled("yarn"), monkeypatch))
+
+
+def test_changing_frequencies_are_refused() -> None:
+    model = scaled("dynamic")
+    sites = find_sites(model)
+    with pytest.raises(ValueError, match=r"layer 0 \(LlamaRotaryEmbedding, dynamic\) cannot be undone"):
+        Rope.of(sites.decoder, sites.layers[0])
+
+
+def test_queries_at_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query moved to a fixed distance scores unrotated keys as it would score keys that far behind."""
+    before, after, rope = keys_before_and_after(build("llama"), monkeypatch)[1]
+    newest = torch.full((2,), LENGTH - 1)
+    turn = SlotTurn(rope, places(after), newest)
+    query = after[:, :, -1:]  # as good a query as any
+    far = rope.apply(before, torch.full_like(places(after), LENGTH - 1 - 5))
+    want = (query * far).sum(-1)
+    got = (turn.queries(query, 5) * before).sum(-1)
+    assert torch.allclose(got, want, atol=1e-5)
+    index = torch.tensor([3, 0, 9]).expand(2, after.shape[1], -1)
+    some = turn.keys(before.gather(2, index[..., None].expand(-1, -1, -1, before.shape[-1])), index)
+    assert torch.allclose(some, after[:, :, [3, 0, 9]], atol=2e-6)
+    assert torch.allclose(turn.keys(before[:, :, 2:6], slice(2, 6)), after[:, :, 2:6], atol=2e-6)

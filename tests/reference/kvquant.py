@@ -1,0 +1,83 @@
+"""Nearest of a few calibrated levels, with the outliers of every vector kept exact."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import numpy as np
+from torch import Tensor
+
+from .scalars import LARGEST_HALF, Coded, complete, descending, half, nearest, scalars, vector
+from .selectors import Config
+
+DEFAULTS: Config = {"bits": 3, "outliers": 0.01, "center": "median"}
+
+
+def clipped(x: Tensor) -> list[np.float32]:
+    """A vector's numbers, clipped to the range of fp16 first, since its outliers and frame are kept in fp16."""
+    return [min(max(v, np.float32(-LARGEST_HALF)), np.float32(LARGEST_HALF)) for v in scalars(x)]
+
+
+class Head:
+    """One KV head; nothing is fitted, all is calibrated."""
+
+    def __init__(
+        self,
+        config: Config,
+        head_dim: int,
+        offset: list[float],
+        range_: list[float],
+        key_levels: list[float],
+        value_levels: list[float],
+        key_norm: tuple[float, float] = (1.0, 0.0),
+        value_norm: tuple[float, float] = (1.0, 0.0),
+    ) -> None:
+        """Start.
+
+        Args:
+            config: `bits`, `outliers` (a share of the channels), `center`.
+            head_dim: Channels.
+            offset: Middle of each key channel.
+            range_: Half the width of each key channel.
+            key_levels: 2^bits levels, ascending, in about -1 to 1.
+            value_levels: The same for values.
+            key_norm: Scale and shift by which a key's levels are read back (Q-Norm).
+            value_norm: The same for values.
+        """
+        self.config = complete(DEFAULTS, config)
+        self.outliers = max(1, round(self.config["outliers"] * head_dim)) if self.config["outliers"] else 0
+        self.offset = [np.float32(x) for x in offset]
+        self.range = [np.float32(x) for x in range_]
+        self.key_levels, self.value_levels = key_levels, value_levels
+        self.key_norm, self.value_norm = key_norm, value_norm
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Nothing depends on the sequence."""
+
+    def code(self, key: Tensor, value: Tensor) -> Coded:
+        """Codes of a token, and what is read back of its key and value."""
+        key_codes, key_read = self._key(clipped(key))
+        value_codes, value_read = self._value(clipped(value))
+        return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
+
+    def _key(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
+        inner = [(x - o) / r for x, o, r in zip(xs, self.offset, self.range, strict=True)]
+        apart = set(descending([abs(float(x)) for x in inner])[: self.outliers])
+        codes = [nearest(x, self.key_levels) for x in inner]
+        scale, shift = self.key_norm
+        read = [np.float32(self.key_levels[code] * scale + shift) for code in codes]
+        read = [x * r + o for x, o, r in zip(read, self.offset, self.range, strict=True)]
+        return list(map(float, codes)), [half(x) if c in apart else read[c] for c, x in enumerate(xs)]
+
+    def _value(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
+        plain = [float(x) for x in xs]
+        center = statistics.median_low(plain) if self.config["center"] == "median" else math.fsum(plain) / len(plain)
+        apart = set(descending([abs(x - center) for x in plain])[: self.outliers])
+        rest = [x for c, x in enumerate(xs) if c not in apart]
+        low, high = min(rest), max(rest)
+        offset, width = half((low + high) / np.float32(2)), half((high - low) / np.float32(2))
+        codes = [nearest((x - offset) / width, self.value_levels) if width else 0 for x in xs]
+        scale, shift = self.value_norm
+        read = [np.float32(self.value_levels[code] * scale + shift) * width + offset for code in codes]
+        return list(map(float, codes)), [half(x) if c in apart else read[c] for c, x in enumerate(xs)]

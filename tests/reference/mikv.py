@@ -1,0 +1,45 @@
+"""Tokens of less importance in few bits, after keys were balanced against queries channel by channel."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from .scalars import Coded, column, complete, grouped, half, largest_divisor, scalars, vector
+from .selectors import Config
+
+DEFAULTS: Config = {"bits": 2, "group_size": 128}
+
+
+class Head:
+    """One KV head: its balancer."""
+
+    def __init__(self, config: Config, head_dim: int, peaks: list[float]) -> None:
+        """Start with a balancer of ones.
+
+        Args:
+            config: `bits` and `group_size`.
+            head_dim: Channels.
+            peaks: Largest |query| of each channel in the prompt.
+        """
+        self.config = complete(DEFAULTS, config)
+        self.width = largest_divisor(head_dim, self.config["group_size"])
+        self.peaks = peaks
+        self.balance = [np.float32(1)] * head_dim
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """b = sqrt(max |q| / max |k|): k * b and q / b then have the same peak in every channel."""
+        for c, peak in enumerate(self.peaks):
+            largest = max(abs(float(x)) for x in column(keys, c))
+            b = half(math.sqrt(peak / largest)) if peak and largest else np.float32(1)
+            self.balance[c] = b if b > 0 else np.float32(1)
+
+    def code(self, key: Tensor, value: Tensor) -> Coded:
+        """Codes of a token, and what is read back of its key and value."""
+        even = [x * b for x, b in zip(scalars(key), self.balance, strict=True)]
+        key_codes, inner = grouped(even, self.width, self.config["bits"])
+        value_codes, value_read = grouped(scalars(value), self.width, self.config["bits"])
+        key_read = [x / b for x, b in zip(inner, self.balance, strict=True)]
+        return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)

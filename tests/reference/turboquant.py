@@ -1,0 +1,79 @@
+"""Keys as a norm and a direction whose mixed channels are about normal; values token by token."""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor
+
+from .rotate import mixing, times, transposed
+from .scalars import Coded, complete, grouped, half, largest_divisor, nearest, scalars, vector
+from .selectors import Config
+
+DEFAULTS: Config = {"bits": 4}
+GROUP = 128
+
+
+def density(x: float) -> float:
+    """Of N(0, 1)."""
+    return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+
+def share_below(x: float) -> float:
+    """Of N(0, 1)."""
+    return math.erfc(-x / math.sqrt(2)) / 2
+
+
+@functools.cache
+def lloyd_max(bits: int) -> list[float]:
+    """The levels of least mean squared error for N(0, 1), ascending.
+
+    A level is the mean of what is nearest to it, and what is nearest to it ends half way to its neighbours.
+    """
+    count = 2**bits
+    levels = [4 * (j + 0.5) / count - 2 for j in range(count)]
+    for _ in range(20000):
+        edges = [-math.inf, *[(a + b) / 2 for a, b in pairwise(levels)], math.inf]
+        new = [(density(a) - density(b)) / (share_below(b) - share_below(a)) for a, b in pairwise(edges)]
+        moved = max(abs(a - b) for a, b in zip(new, levels, strict=True))
+        levels = new
+        if moved < 1e-13:
+            break
+    return levels
+
+
+class Head:
+    """One KV head; nothing is fitted."""
+
+    def __init__(self, config: Config, head_dim: int, signs: list[float]) -> None:
+        """Start.
+
+        Args:
+            config: `bits`.
+            head_dim: Channels.
+            signs: 1 or -1 for each channel, by which a key is multiplied before it is mixed.
+        """
+        self.config = complete(DEFAULTS, config)
+        self.width = largest_divisor(head_dim, GROUP)
+        self.signs = signs
+        self.matrix = mixing(head_dim)
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
+        """Nothing depends on the sequence."""
+
+    def code(self, key: Tensor, value: Tensor) -> Coded:
+        """Codes of a token, and what is read back of its key and value."""
+        bits = self.config["bits"]
+        xs = scalars(key)
+        levels, root = lloyd_max(bits), math.sqrt(len(xs))
+        size = math.sqrt(math.fsum(float(x) ** 2 for x in xs))
+        mixed = times([x * np.float32(sign) for x, sign in zip(xs, self.signs, strict=True)], self.matrix)
+        codes = [nearest(np.float32(float(x) / size * root), levels) if size else 0 for x in mixed]
+        norm = float(half(size))
+        unmixed = times([np.float32(norm * levels[code] / root) for code in codes], transposed(self.matrix))
+        key_read = [x * np.float32(sign) for x, sign in zip(unmixed, self.signs, strict=True)]
+        value_codes, value_read = grouped(scalars(value), self.width, bits)
+        return {"key": [float(code) for code in codes], "value": value_codes}, vector(key_read), vector(value_read)
