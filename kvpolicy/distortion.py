@@ -11,6 +11,7 @@ from kvpolicy.attention import Kernel
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, Selector
+from kvpolicy.rotary import Rope
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
 
@@ -64,26 +65,45 @@ def distortion(
         >>> four.bits, two.bits, 0 < four.keys < two.keys < 1
         (5.0, 3.0, True)
     """
-    ranked = codec.traits.order == "worth"
-    policy = Policy(codec=codec, selector=selector or (SlidingWindow() if ranked else KeepAll()), budget=1.0)
-    layer = PolicyLayer(policy, layer_idx, lambda _: None)
-    batch, _, count, dim = keys.shape
-    with torch.no_grad():
-        layer.forward(keys if queries is None else queries, keys, values, None, Kernel(dim**-0.5))
-        whole = torch.full((batch,), count)
-        layer.massive = torch.zeros(batch, count, dtype=torch.bool)
-        layer.settle(whole, torch.zeros_like(whole), count)
-        past = layer.past()
+    count, dim = keys.shape[2:]
+    layer = coded_layer(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
+    past = layer.past()
     assert past is not None
     coded = past.live.clone()
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
         raise ValueError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
     held, slots = layer.held(), sum(layer.layout.coded)
-    bits = 8 * (held["codes"] + held["scales"]) / (2 * batch * keys.shape[1] * slots * dim)
+    bits = 8 * (held["codes"] + held["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
     at = layer.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)
     lost = [_error(got, want.gather(2, at), coded) for got, want in ((past.keys, keys), (past.values, values))]
     return Distortion(lost[0], lost[1], bits, float(coded.sum()) / coded[..., 0].numel())
+
+
+def coded_layer(
+    codec: Codec,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    queries: Tensor | None = None,
+    layer_idx: int = 0,
+    selector: Selector | None = None,
+    rope: Rope | None = None,
+) -> PolicyLayer:
+    """A layer of a cache after a prompt of which all tokens are kept; the arguments are those of `distortion`.
+
+    With `rope`, keys are taken as attention sees them, and a codec whose frame is `pre` undoes the embedding.
+    """
+    ranked = codec.traits.order == "worth"
+    policy = Policy(codec=codec, selector=selector or (SlidingWindow() if ranked else KeepAll()), budget=1.0)
+    layer = PolicyLayer(policy, layer_idx, lambda _: None, rope if codec.traits.frame == "pre" else None)
+    batch, _, count, dim = keys.shape
+    with torch.no_grad():
+        layer.forward(keys if queries is None else queries, keys, values, None, Kernel(dim**-0.5))
+        whole = torch.full((batch,), count, device=keys.device)
+        layer.massive = torch.zeros(batch, count, dtype=torch.bool, device=keys.device)
+        layer.settle(whole, torch.zeros_like(whole), count)
+    return layer
 
 
 def _error(got: Tensor, want: Tensor, coded: Tensor) -> float:

@@ -41,6 +41,7 @@ def with_ranking(codec: str, ranking: str = "h2o") -> str:
     """A policy that keeps every token under this codec."""
     return f"{ranking}+{codec}" if codec.startswith(("mikv", "zipcache")) else codec
 
+
 _SHORT = {"residual_length": 8, "block_size": 8, "group_size": 16, "online": 16, "eight": 16, "four": 32}
 _BLOCKS = ("kivi", "gear", "staircase")
 

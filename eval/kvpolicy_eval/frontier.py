@@ -20,7 +20,7 @@ import kvpolicy
 from kvpolicy.distortion import distortion
 from kvpolicy.families import find_sites
 from kvpolicy.rotary import Rope
-from kvpolicy_eval.codecs import CODECS
+from kvpolicy_eval.codecs import CODECS, short_windows
 from kvpolicy_eval.data.text import held_out
 from kvpolicy_eval.markdown import fill, table
 from kvpolicy_eval.table import Examiner

@@ -27,10 +27,20 @@ def dictionary(folder: str, name: str, layer_idx: int, device: str) -> Tensor:
     Raises:
         ValueError: Where the calibration has none for that layer.
     """
+    return _loaded(_Key(load(folder, "csr")), name, _tensor(folder, name, layer_idx), device)
+
+
+def width(folder: str, name: str, layer_idx: int) -> int:
+    """Numbers of an atom of a layer's dictionary; raises as `dictionary`."""
+    return load(folder, "csr").tensors[_tensor(folder, name, layer_idx)].shape[0]
+
+
+def _tensor(folder: str, name: str, layer_idx: int) -> str:
+    """The name of the tensor that is a layer's dictionary."""
     found = load(folder, "csr")
     for group, layers in enumerate(found.meta["groups"].get(name, [])):
         if layer_idx in layers and f"{name}.{group}" in found.tensors:
-            return _loaded(_Key(found), name, group, device)
+            return f"{name}.{group}"
     raise ValueError(
         f"The calibration {folder!r} has no dictionary {name} for layer {layer_idx}: make one that has it with "
         "kvpolicy calibrate csr."
@@ -62,8 +72,8 @@ class _Key:
 
 
 @functools.cache
-def _loaded(key: _Key, name: str, group: int, device: str) -> Tensor:
+def _loaded(key: _Key, name: str, tensor: str, device: str) -> Tensor:
     tensors = key.found.tensors
     most = max(t.shape[1] for other, t in tensors.items() if other.rpartition(".")[0] == name)
-    atoms = unit(tensors[f"{name}.{group}"].mT)  # fp16 in the file, so that their norms are not quite 1
+    atoms = unit(tensors[tensor].mT)  # fp16 in the file, so that their norms are not quite 1
     return F.pad(atoms, (0, 0, 0, most - len(atoms))).contiguous().to(torch.device(device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._atoms import Side
 from kvpolicy.codecs._common import CHUNK, ordinary_layout, score_by_chunks
-from kvpolicy.codecs._dictionaries import dictionary, size
+from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
@@ -88,8 +88,8 @@ class CSR:
     pairs of a whole value, as in the paper's names (CSR-8 is s=8 for keys and s=4 in two chunks for values). `refit`,
     `omp`, `fp8`, `packed`, `post`, `top`, `residual_length` are not in the paper. Online atoms are the tokens that stay
     exact, so they take no bytes of their own; there are `online` tokens of every head, by default fewer than in the
-    paper (128 to 256). The paper's part for outliers is not described: `guard` is our reading, off by default. Tokens are
-    coded in blocks. The dictionary's own differences are those of its calibration.
+    paper (128 to 256). The paper's part for outliers is not described: `guard` is our reading, off by default. Tokens
+    are coded in blocks. The dictionary's own differences are those of its calibration.
     """
 
     s: int = 8
@@ -158,10 +158,10 @@ class CSR:
         check_model(load(self.dictionary, "csr"), self.dictionary, model)
         for name, chunks in zip(self._names, (1, self.sn), strict=True):
             for layer_idx in range(model.layers):
-                width = dictionary(self.dictionary, name, layer_idx, "cpu").shape[1]
-                if width != model.head_dim // chunks:
+                its = width(self.dictionary, name, layer_idx)
+                if its != model.head_dim // chunks:
                     raise ValueError(
-                        f"The dictionary {name} of {self.dictionary!r} has vectors of {width} numbers, and the model's "
+                        f"The dictionary {name} of {self.dictionary!r} has vectors of {its} numbers, and the model's "
                         f"have {model.head_dim // chunks}: make one for it with kvpolicy calibrate csr."
                     )
             self._checked(name, chunks, model.heads)

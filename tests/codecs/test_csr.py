@@ -111,6 +111,14 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     torch.testing.assert_close(every.score(store, queries, turn), exact)
 
 
+def test_a_slot_never_written_displaces_no_other(folder: Path) -> None:
+    csr, store = made(folder, top=3, distance=0)
+    key = tokens(1)[0]
+    write_all(csr, store, key.expand(-1, -1, 9, -1), tokens(9)[1])
+    got = csr.score(store, -key.expand(-1, -1, G, -1), Quarter(C, 16))  # below the 0 of an empty slot
+    assert got[..., :9].isfinite().sum() == B * H * G * 3 and not got[..., 9:].isfinite().any()
+
+
 def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
     csr, _ = made(folder)
     one, two, zero = csr.open(1, "cpu"), csr.open(2, torch.device("cpu")), csr.open(0, "cpu")

@@ -79,6 +79,13 @@ def test_zero_vectors_and_equal_atoms(solver: Solver) -> None:
     torch.testing.assert_close(spell(words, words.table(), index, coef), x, rtol=1e-5, atol=0)
 
 
+def test_of_opposite_atoms_the_first_is_taken() -> None:
+    axis = torch.eye(4)[:1]
+    for atoms in (torch.cat([axis, -axis]), torch.cat([-axis, axis])):
+        index, coef = pursue(3 * axis[None], Words(atoms, torch.zeros(1, 0, 4)), 1)
+        assert index.item() == 0 and coef.item() == 3 * atoms[0, 0]
+
+
 def test_a_fit_is_no_worse_and_omp_better_still() -> None:
     words, x = dictionary(), normal(B, 200, D, seed=4)
     errors = [left(x, words, 5, solver) for solver in ("mp", "refit", "omp")]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .selectors import Config
+from .stages import Given, Pair
 
 DEFAULTS: Config = {"bits": 2, "group_size": 32, "residual_length": 128}
 
@@ -73,56 +74,21 @@ def coded_key(key: Tensor, frames: list[Frame], bits: int) -> Tensor:
     return torch.tensor(read, dtype=torch.float32).to(key.dtype)
 
 
-class CodedPart:
-    """The coded slots of one KV head: who lives where, and each group's frozen frames."""
+class Head:
+    """One stage of one KV head: each group's frames, which stay until all of the group is dead."""
 
-    def __init__(self, config: Config, groups: int | None) -> None:
-        """Start empty.
+    def __init__(self, config: Config) -> None:
+        """Start without groups; `config` has `bits` and `group_size`."""
+        self.bits, self.size = config["bits"], config["group_size"]
+        self.frames: dict[int, list[Frame]] = {}
 
-        Args:
-            config: `bits`, `group_size`, `residual_length`.
-            groups: How many groups there are; None adds one whenever no group is empty.
-        """
-        self.bits = config["bits"]
-        self.size = config["group_size"]
-        self.endless = groups is None
-        self.slots: list[int | None] = []
-        self.frames: list[list[Frame]] = []
-        self.grow(groups or 0)
-
-    def grow(self, groups: int) -> None:
-        """Append empty groups until there are `groups`."""
-        while len(self.frames) < groups:
-            self.slots += [None] * self.size
-            self.frames.append([])
-
-    def live(self, group: int) -> int:
-        """How many slots of a group hold a token that stays."""
-        return sum(p is not None for p in self.slots[group * self.size : (group + 1) * self.size])
-
-    def drop(self, position: int) -> None:
-        """Forget a token; its slot is dead from now on."""
-        if position in self.slots:
-            self.slots[self.slots.index(position)] = None
-
-    def flush(self, positions: list[int], keys: list[Tensor], values: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Code one group of tokens, oldest first, and return what is read back of each key and value."""
-        assert len(positions) == self.size, "a flush moves exactly one group"
-        empty = [g for g in range(len(self.frames)) if self.live(g) == 0]
-        if not empty and self.endless:
-            self.grow(len(self.frames) + 1)
-            empty = [len(self.frames) - 1]
-        if empty:
-            self.frames[empty[0]] = key_frames(keys, self.bits)
-            slots = list(range(empty[0] * self.size, (empty[0] + 1) * self.size))
-        else:
-            dead = [s for s, p in enumerate(self.slots) if p is None]
-            live = [self.live(g) for g in range(len(self.frames))]
-            slots = sorted(dead, key=lambda s: (live[s // self.size], s))[: self.size]
-        assert len(slots) == self.size, "too few dead slots for a flush"
-        for slot, position in zip(slots, positions, strict=True):
-            self.slots[slot] = position
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """See `stages.Coder`."""
+        for group in {slot // self.size for slot in slots}:
+            if not any(live[group * self.size : (group + 1) * self.size]):
+                keys = [key for slot, (key, _) in zip(slots, tokens, strict=True) if slot // self.size == group]
+                self.frames[group] = key_frames(keys, self.bits)
         return [
             (coded_key(key, self.frames[slot // self.size], self.bits), coded_value(value, self.bits, self.size))
-            for slot, key, value in zip(slots, keys, values, strict=True)
+            for slot, (key, value) in zip(slots, tokens, strict=True)
         ]

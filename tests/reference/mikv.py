@@ -33,8 +33,8 @@ class Head:
         """b = sqrt(max |q| / max |k|): k * b and q / b then have the same peak in every channel."""
         for c, peak in enumerate(self.peaks):
             largest = max(abs(float(x)) for x in column(keys, c))
-            b = half(math.sqrt(peak / largest)) if peak and largest else np.float32(1)
-            self.balance[c] = b if b > 0 else np.float32(1)
+            b = math.sqrt(peak / largest) if peak and largest else 1.0
+            self.balance[c] = half(max(b, 2.0**-14))  # below, fp16 has fewer digits
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""

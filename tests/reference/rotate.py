@@ -47,9 +47,15 @@ def transposed(matrix: Matrix) -> Matrix:
 
 
 def integer_zero(xs: list[np.float32], bits: int) -> tuple[list[float], list[np.float32]]:
-    """Codes of one group whose zero is itself a code, and what is read back."""
+    """Codes of one group whose zero is itself a code, and what is read back; the range always includes 0.
+
+    Equal numbers are one step from the zero.
+    """
     clip, most = np.float32(0.8 if bits == 2 else 1.0), 2**bits - 1
-    low, high = min(xs) * clip, max(xs) * clip
+    if min(xs) == max(xs):
+        step = half(xs[0])
+        return [1.0 if step else 0.0] * len(xs), [step] * len(xs)
+    low, high = min(*xs, np.float32(0)) * clip, max(*xs, np.float32(0)) * clip
     scale = half((high - low) / np.float32(most))
     if scale == 0:
         return [0.0] * len(xs), [np.float32(0)] * len(xs)

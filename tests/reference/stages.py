@@ -287,9 +287,7 @@ class Mover:
         atoms = [other.atoms for other in self.heads if other.atoms is not None]
         given = Given(atoms, head.atoms, self.peaks[h])
         pairs = [t.stored or (self.undo(t.key.float(), t.position), t.value.float()) for t in tokens]
-        for token, slot, (key, value) in zip(
-            tokens, slots, part.coder.write(slots, pairs, live, given), strict=True
-        ):
+        for token, slot, (key, value) in zip(tokens, slots, part.coder.write(slots, pairs, live, given), strict=True):
             part.slots[slot] = token.position
             token.place, token.stored = (stage, slot), (key, value)
             token.read = self.apply(key, token.position).to(token.key.dtype), value.to(token.value.dtype)

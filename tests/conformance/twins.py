@@ -1,0 +1,270 @@
+"""Stages and their references, side by side: what is read back of every token must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.bfp import BFP
+from kvpolicy.codecs.csr import CSR, CSRBook
+from kvpolicy.codecs.kvquant import KVQuant, KVQuantBook
+from kvpolicy.codecs.mikv import MiKVStage
+from kvpolicy.codecs.rotate import RotateKV
+from kvpolicy.codecs.tokenwise import TokenWise
+from kvpolicy.codecs.turboquant import TurboQuant
+from kvpolicy.codecs.zipcache import ZipCacheStage
+from kvpolicy.protocols import Stage, Store
+from tests.reference import bfp, csr, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
+
+B, H, SLOTS = 2, 2, 8
+CLOSE = 1e-5
+"""Of a vector's largest number: the noise of fp32, and far less than one code."""
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Case(NamedTuple):
+    """A stage and its reference.
+
+    Attributes:
+        stage: The fast stage.
+        head: Makes the reference of one head, of a head dimension.
+        store: Makes the store, of a head dimension.
+        close: What two ways to read a vector may differ by, as a share of its largest number.
+    """
+
+    stage: Stage
+    head: Callable[[int, int, int], Any]
+    store: Callable[[Stage, int], Store]
+    close: float = CLOSE
+
+
+def plain_store(stage: Stage, dim: int) -> Store:
+    return Store(stage.alloc(B, H, SLOTS, dim, "cpu"), stage.open(0, "cpu"))
+
+
+def tokenwise_case(**config: Any) -> Case:
+    return Case(TokenWise(**config), lambda dim, b, h: tokenwise.Head(config, dim), plain_store)
+
+
+def bfp_case(**config: Any) -> Case:
+    return Case(BFP(**config), lambda dim, b, h: bfp.Head(config, dim), plain_store)
+
+
+def kvquant_case(scales: tuple[float, float], **config: Any) -> Case:
+    """Levels that are not even, and channels whose ranges do not fit too well."""
+    count = 2 ** config["bits"]
+    levels = [(2 * j / (count - 1) - 1) ** 3 * 0.6 + (2 * j / (count - 1) - 1) * 0.4 for j in range(count)]
+    levels = torch.tensor(levels).tolist()  # as fp32 has them
+    norm = (scales[0], scales[1])
+
+    def offset(dim: int, h: int) -> list[float]:
+        return [float((c + h) % 7) for c in range(dim)]
+
+    def width(dim: int, h: int) -> list[float]:
+        return [30.0 if c % 11 == 3 + h else 1.25 for c in range(dim)]
+
+    def head(dim: int, b: int, h: int) -> Any:
+        return kvquant.Head(config, dim, offset(dim, h), width(dim, h), levels, levels, norm, norm)
+
+    def store(stage: Stage, dim: int) -> Store:
+        read = torch.tensor(levels) * norm[0] + norm[1]
+        channels = [torch.tensor([some(dim, h) for h in range(H)])[None, :, None] for some in (offset, width)]
+        book = KVQuantBook(channels[0], channels[1], torch.tensor(levels), read, torch.tensor(levels), read)
+        return Store(stage.alloc(B, H, SLOTS, dim, "cpu"), book)
+
+    return Case(KVQuant(**config), head, store)
+
+
+def csr_case(atoms: int, **config: Any) -> Case:
+    """A dictionary of random atoms, and the prompt's newest tokens, one of which is missing."""
+    online: int = config.get("online", 0)
+    config = {"online": online, **config}
+
+    def random(count: int, dim: int, seed: int) -> Tensor:
+        return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
+
+    def dictionary(dim: int) -> list[Tensor]:
+        return [torch.nn.functional.normalize(random(atoms, width, 7), dim=-1) for width in (dim, dim // config["sn"])]
+
+    def prompt(dim: int) -> Pair:
+        keys, values = (random(B * H * online, dim, seed).reshape(B, H, online, dim) for seed in (8, 9))
+        keys[1, 0, :1], values[1, 0, :1] = 0, 0
+        return keys, values
+
+    def head(dim: int, b: int, h: int) -> Any:
+        offline = [list(side) for side in dictionary(dim)]
+        keys, values = ([*side[b].reshape(-1, dim)] for side in prompt(dim))
+        given = {key: value for key, value in config.items() if key != "online"}
+        return csr.Head(given, dim, offline[0], offline[1], keys, values)
+
+    def store(stage: Stage, dim: int) -> Store:
+        codes = stage.alloc(B, H, SLOTS, dim, "cpu")
+        return Store(codes, CSRBook(*dictionary(dim)), atoms=prompt(dim) if online else None)
+
+    return Case(CSR(**config), head, store, close=0.04 if config.get("guard") else 3e-3)
+
+
+def rotate_case(**config: Any) -> Case:
+    return Case(RotateKV(**config), lambda dim, b, h: rotate.Head(config, dim), plain_store)
+
+
+def signs(dim: int, seed: int) -> list[float]:
+    """The random signs of channels: each one's share of the mean of all, which is the first mixed channel."""
+    return mix(torch.eye(dim), seed)[:, 0].sign().tolist()
+
+
+def turboquant_case(seed: int, **config: Any) -> Case:
+    return Case(
+        TurboQuant(seed=seed, **config), lambda dim, b, h: turboquant.Head(config, dim, signs(dim, seed)), plain_store
+    )
+
+
+def mikv_case(**config: Any) -> Case:
+    def peaks(dim: int) -> Tensor:
+        largest = torch.rand(B, H, dim, generator=torch.Generator().manual_seed(5)) * 9
+        largest[:, :, 4] = 0
+        return largest
+
+    def store(stage: Stage, dim: int) -> Store:
+        return plain_store(stage, dim)._replace(peaks=peaks(dim))
+
+    return Case(MiKVStage(**config), lambda dim, b, h: mikv.Head(config, dim, peaks(dim)[b, h].tolist()), store)
+
+
+def zipcache_case(**config: Any) -> Case:
+    return Case(ZipCacheStage(**config), lambda dim, b, h: zipcache.Head(config, dim), plain_store)
+
+
+CASES: dict[str, Case] = {
+    **{f"tokenwise-{bits}": tokenwise_case(bits=bits) for bits in (2, 3, 4, 8, "fp8")},
+    "tokenwise-raw": tokenwise_case(bits=4, normalize=False, group_size=32),
+    "tokenwise-fp8-raw": tokenwise_case(bits="fp8", normalize=False, group_size=16),
+    **{f"bfp-{mantissa}": bfp_case(mantissa=mantissa) for mantissa in (3, 4, 5, 6, 8)},
+    **{f"kvquant-{bits}": kvquant_case((1.1, 0.05), bits=bits) for bits in (2, 3, 4)},
+    "kvquant-none": kvquant_case((1.0, 0.0), bits=3, outliers=0.0),
+    "kvquant-many": kvquant_case((1.0, 0.0), bits=2, outliers=0.1),
+    **{f"csr-{solver}": csr_case(40, s=4, sn=2, solver=solver) for solver in ("mp", "refit", "omp")},
+    "csr-fp8": csr_case(40, s=4, sn=1, coef="fp8"),
+    "csr-online": csr_case(40, s=8, sn=4, online=2),
+    "csr-guard": csr_case(30, s=2, sn=2, guard=2, online=1),
+    **{f"rotate-{bits}": rotate_case(bits=bits) for bits in (2, 3, 4)},
+    "rotate-groups": rotate_case(bits=3, group_size=16),
+    **{f"turboquant-{bits}": turboquant_case(seed=bits, bits=bits) for bits in (2, 3, 4)},
+    **{f"mikv-{bits}": mikv_case(bits=bits, group_size=128) for bits in (2, 3, 8)},
+    "mikv-groups": mikv_case(bits=4, group_size=24),
+    **{f"zipcache-{bits}": zipcache_case(bits=bits) for bits in (2, 3, 4, 8)},
+    "bfp-exact": bfp_case(block_channels=64, exact_values=True),
+}
+
+DATA: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal": lambda x: x,
+    "outliers": lambda x: (
+        x * torch.where(torch.arange(x.shape[-1]) % 11 == 3, 30.0, 0.5) + torch.arange(x.shape[-1]) % 7
+    ),
+    "constant": lambda x: torch.full_like(x, -3.25),
+    "channels": lambda x: torch.arange(x.shape[-1]).sub(9).mul(0.7).expand_as(x),
+    "zero": torch.zeros_like,
+    "huge": lambda x: x * 1e6,
+    "tiny": lambda x: x * 1e-7,
+    "bfloat16": lambda x: x.bfloat16(),
+}
+
+
+class Written(NamedTuple):
+    """Tokens that a stage was asked to write."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    active: Tensor
+
+
+def tokens(dim: int, kind: str, slots: list[int], idle: list[tuple[int, int, int]], seed: int = 0) -> Written:
+    """Tokens for `slots` of every head, of which those of `idle` (row, head, which) are garbage and not active."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (DATA[kind](torch.randn(B, H, len(slots), dim, generator=generator)).clone() for _ in range(2))
+    active = torch.ones(B, H, len(slots), dtype=torch.bool)
+    places = torch.tensor(slots).expand(B, H, -1).clone()
+    for row, head, which in idle:
+        active[row, head, which] = False
+        keys[row, head, which] = torch.inf
+        values[row, head, which] = -1e9
+        places[row, head, which] = slots[0]  # in use
+    return Written(keys, values, places, active)
+
+
+def sides(pairs: list[Pair]) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of pairs."""
+    return [key for key, _ in pairs], [value for _, value in pairs]
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    return float((got - want).abs().amax() / want.abs().amax().clamp(min=1e-30))
+
+
+class Twin:
+    """A fast stage, and what is read back of each live slot by its reference."""
+
+    def __init__(self, case: Case, dim: int) -> None:
+        self.stage, self.store, self.close = case.stage, case.store(case.stage, dim), case.close
+        self.heads = {(b, h): case.head(dim, b, h) for b in range(B) for h in range(H)}
+        self.want: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+
+    def live(self) -> Tensor:
+        live = torch.zeros(B, H, SLOTS, dtype=torch.bool)
+        for place in self.want:
+            live[place] = True
+        return live
+
+    def write(self, new: Written) -> None:
+        self.stage.write(self.store, *new, self.live())
+        for b in range(B):
+            row = self._active(new, b)
+            self._fit(b, row)
+            for h, some in enumerate(row):
+                for slot, pair in some.items():
+                    _, *read = self.heads[b, h].code(*pair)
+                    self.want[b, h, slot] = (read[0], read[1])
+
+    def _active(self, new: Written, b: int) -> list[dict[int, Pair]]:
+        """The tokens of each head of a row, by their slots."""
+        return [
+            {
+                int(new.slots[b, h, j]): (new.keys[b, h, j].float(), new.values[b, h, j].float())
+                for j in range(new.keys.shape[2])
+                if new.active[b, h, j]
+            }
+            for h in range(H)
+        ]
+
+    def _fit(self, b: int, row: list[dict[int, Pair]]) -> None:
+        """Fix what a head fixes by the first tokens it codes, and CSR's guard by those of a row."""
+        held = {place[1] for place in self.want if place[0] == b}
+        every = sides([pair for some in row for pair in some.values()])
+        for h, some in enumerate(row):
+            head = self.heads[b, h]
+            if isinstance(head, csr.Head) and every[0] and not held:
+                head.guard(*every)
+            if some and h not in held:
+                (head.scale if isinstance(head, csr.Head) else head.fit)(*sides([*some.values()]))
+
+    def drop(self, *slots: int) -> None:
+        self.want = {place: read for place, read in self.want.items() if place[2] not in slots}
+
+    def check(self) -> None:
+        """Compare every live slot, read as a range and by index."""
+        backwards = torch.arange(SLOTS - 1, -1, -1).expand(B, H, -1)
+        for which, read in enumerate((self.stage.keys, self.stage.values)):
+            got = read(self.store, slice(0, SLOTS))
+            assert got.dtype == torch.float32 and got.isfinite().all()
+            torch.testing.assert_close(read(self.store, backwards).flip(2), got, rtol=1e-6, atol=0)
+            for place, pair in self.want.items():
+                error = apart(got[place], pair[which])
+                assert error < self.close, f"{('key', 'value')[which]} of {place} is off by {error:.3g}"

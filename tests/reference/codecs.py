@@ -1,0 +1,251 @@
+"""Every codec as the reference engine sees it: its traits, its layout and a coder for each stage of each KV head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import bfp, csr, gear, kivi, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
+from .exact import ceil_share
+from .selectors import Config
+from .stages import Codec, Coder, Given, Pair
+
+Book = dict[str, Tensor]
+"""What was calibrated for one layer."""
+
+Layout = tuple[int, list[int]]
+Books = Callable[[int], Book]
+
+
+class Alone(Protocol):
+    """A coder whose slots do not depend on each other, once it is fitted."""
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None: ...
+
+    def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]: ...
+
+
+class Lone:
+    """Fits a coder anew whenever it has no live token; see `stages.Coder`."""
+
+    def __init__(self, make: Callable[[int, Given], Alone]) -> None:
+        """Start; `make` makes the coder, of a head dimension and of what is known when it is fitted."""
+        self.make = make
+        self.head: Alone | None = None
+
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """Code tokens wherever they go."""
+        if self.head is None or not any(live):
+            self.head = self.make(len(tokens[0][0]), given)
+            self.head.fit([key for key, _ in tokens], [value for _, value in tokens])
+        return [self.head.code(key, value)[1:] for key, value in tokens]
+
+
+class Grouped:
+    """GEAR's groups of slots; see `stages.Coder`."""
+
+    def __init__(self, config: Config) -> None:
+        """Start without groups."""
+        self.config, self.size = config, config["group_size"]
+        self.groups: dict[int, gear.Head] = {}
+
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """Fit a group that has no live token, and overwrite slots of any other."""
+        read: dict[int, Pair] = {}
+        for group in {slot // self.size for slot in slots}:
+            first = group * self.size
+            some = {slot - first: pair for slot, pair in zip(slots, tokens, strict=True) if slot // self.size == group}
+            some = dict(sorted(some.items()))
+            if any(live[first : first + self.size]):
+                pairs = [self.groups[group].overwrite(slot, *pair) for slot, pair in some.items()]
+            else:
+                self.groups[group] = gear.Head(self.config, len(tokens[0][0]))
+                pairs = self.groups[group].fit_block(
+                    [k for k, _ in some.values()], [v for _, v in some.values()], [*some]
+                )
+            read |= {first + slot: pair for slot, pair in zip(some, pairs, strict=True)}
+        return [read[slot] for slot in slots]
+
+
+def ordinary(tokens: int, block: int, grain: int, residual: int, pinned: int = 0, frozen: int = 0) -> Layout:
+    """Some tokens exact, and one stage for all others; frozen slots hold no others."""
+    exact = pinned + frozen + residual + block
+    if tokens < exact:
+        return tokens, []
+    return exact, [math.ceil((tokens - residual - pinned) / grain) * grain]
+
+
+def _only(config: Config, known: Config) -> Config:
+    return {key: config[key] for key in known if key in config}
+
+
+def _lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinned: int = 0, **more: Any) -> Codec:
+    """A codec of one stage whose slots are alone; `make` takes layer, head, head dimension and what is given."""
+    block, residual = config["block_size"], config["residual_length"]
+    held = {"frozen" if more.get("pins") == "newest" else "pinned": pinned}
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        return Lone(lambda dim, given: make(layer, head, dim, given))
+
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, block, 1, residual, **held),
+        coder=coder, block=block, residual=residual, pinned=pinned, **more,
+    )  # fmt: skip
+
+
+def _tokenwise(config: Config, book: Books) -> Codec:
+    own = _only(config, tokenwise.DEFAULTS)
+    return _lone(config, lambda layer, head, dim, given: tokenwise.Head(own, dim))
+
+
+def _bfp(config: Config, book: Books) -> Codec:
+    own = _only(config, bfp.DEFAULTS)
+    return _lone(config, lambda layer, head, dim, given: bfp.Head(own, dim))
+
+
+def _rotate(config: Config, book: Books) -> Codec:
+    own = _only(config, rotate.DEFAULTS)
+    return _lone(
+        config, lambda layer, head, dim, given: rotate.Head(own, dim),
+        frame="pre", pins="massive", pinned=config["sinks"],
+    )  # fmt: skip
+
+
+def _turboquant(config: Config, book: Books) -> Codec:
+    own = _only(config, turboquant.DEFAULTS)
+    return _lone(config, lambda layer, head, dim, given: turboquant.Head(own, dim, book(layer)["signs"].tolist()))
+
+
+def _kvquant(config: Config, book: Books) -> Codec:
+    own, bits = _only(config, kvquant.DEFAULTS), config["bits"]
+
+    def make(layer: int, head: int, dim: int, given: Given) -> Alone:
+        have = book(layer)
+        offset, width = (have[f"keys.{name}"].expand(head + 1, -1)[head].tolist() for name in ("offset", "range"))
+        sides = ("keys", "values")
+        levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in sides]
+        norms = [tuple(have[f"{side}.norm.b{bits}"].tolist()) if config["norm"] else (1.0, 0.0) for side in sides]
+        return kvquant.Head(own, dim, offset, width, *levels, *norms)
+
+    return _lone(config, make, frame="pre", pins="first" if config["sinks"] else "none", pinned=config["sinks"])
+
+
+def _csr(config: Config, book: Books) -> Codec:
+    own = _only(config, csr.DEFAULTS)
+
+    def make(layer: int, head: int, dim: int, given: Given) -> Alone:
+        names = f"keys.{config['frame']}", f"values.sn{config['sn']}"
+        offline = [[atom / atom.norm() for atom in book(layer)[name].float().T] for name in names]
+        online = [[x for pair in given.atoms for x in pair[side]] for side in (0, 1)]
+        return csr.Head(own, dim, *offline, *online)
+
+    assert not config["guard"] and not config["top"], "the reference has no guard shared by heads, and attends to all"
+    online = config["online"]
+    return _lone(config, make, frame=config["frame"], pins="newest" if online else "none", pinned=online)
+
+
+def _kivi(config: Config, book: Books) -> Codec:
+    size, residual = config["group_size"], config["residual_length"]
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        coder=lambda stage, layer, head: kivi.Head(config), block=size, grain=size, residual=residual,
+    )  # fmt: skip
+
+
+def _gear(config: Config, book: Books) -> Codec:
+    size, residual, own = config["group_size"], config["residual_length"], _only(config, gear.DEFAULTS)
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        coder=lambda stage, layer, head: Grouped(own), block=size, grain=size, residual=residual,
+    )  # fmt: skip
+
+
+def _staircase(config: Config, book: Books) -> Codec:
+    """KIVIs of 8, 4 and 2 bits; groups that are left over by one stage are the next one's."""
+    size, residual = config["group_size"], config["residual_length"]
+
+    def layout(tokens: int) -> Layout:
+        if tokens < residual + size:
+            return tokens, []
+        groups = math.ceil((tokens - residual) / size)
+        eight = min(math.ceil(config["eight"] / size), groups)
+        four = min(math.ceil(config["four"] / size), groups - eight)
+        return residual + size, [eight * size, four * size, (groups - eight - four) * size]
+
+    return Codec(
+        layout=layout, coder=lambda stage, layer, head: kivi.Head({"bits": (8, 4, 2)[stage], "group_size": size}),
+        block=size, grain=size, residual=residual,
+    )  # fmt: skip
+
+
+def _mikv(config: Config, book: Books) -> Codec:
+    block, residual, precise = config["block_size"], config["residual_length"], config["high_bits"] == 16
+    widths = [config["bits"]] if precise else [8, config["bits"]]
+
+    def layout(tokens: int) -> Layout:
+        high = ceil_share(config["high"], tokens)
+        exact = residual + block + (high if precise else 0)
+        if tokens < exact:
+            return tokens, []
+        if precise:
+            return exact, [tokens - residual - high]
+        first = max(min(high, tokens - residual), block)
+        return exact, [first, tokens - residual - first]
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        own = {"bits": widths[stage], "group_size": config["group_size"]}
+
+        def make(dim: int, given: Given) -> Alone:
+            assert given.peaks is not None
+            return mikv.Head(own, dim, given.peaks.tolist())
+
+        return Lone(make)
+
+    return Codec(layout=layout, coder=coder, block=block, residual=residual, order="worth")
+
+
+def _zipcache(config: Config, book: Books) -> Codec:
+    every, widths = config["recode_every"], (config["high_bits"], config["bits"])
+
+    def layout(tokens: int) -> Layout:
+        high = ceil_share(config["high"], tokens)
+        return (every, [high, tokens - high]) if tokens >= every else (tokens, [])
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        return Lone(lambda dim, given: zipcache.Head({"bits": widths[stage]}, dim))
+
+    return Codec(layout=layout, coder=coder, block=every, order="worth", recode=True)
+
+
+MAKERS: dict[str, Callable[[Config, Books], Codec]] = {
+    "kivi": _kivi,
+    "tokenwise": _tokenwise,
+    "bfp": _bfp,
+    "gear": _gear,
+    "kvquant": _kvquant,
+    "rotate": _rotate,
+    "turboquant": _turboquant,
+    "staircase": _staircase,
+    "csr": _csr,
+    "mikv": _mikv,
+    "zipcache": _zipcache,
+}
+
+
+def no_book(layer: int) -> Book:
+    """Of codecs that are not calibrated."""
+    return {}
+
+
+def make(name: str, config: Config, book: Books = no_book) -> Codec | None:
+    """A codec by its name; None for `plain`, which codes nothing.
+
+    Args:
+        name: A registered name.
+        config: All its parameters.
+        book: What was calibrated for each layer.
+    """
+    return None if name == "plain" else MAKERS[name](config, book)
