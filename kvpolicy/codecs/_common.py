@@ -9,8 +9,9 @@ from torch import Tensor
 
 from kvpolicy.protocols import At, Layout, Store, Traits, Turn
 
-CHUNK = 2048
-"""Slots that are decoded at a time: what attention on codes may hold in full precision."""
+CHUNK, CHUNKS = 1024, 16
+"""Attention on codes decodes at least so many slots at a time, and does so at most so many times: few enough for a
+compiled step to unroll, and a small part of what a dense copy would take."""
 
 
 def ordinary_layout(traits: Traits, tokens: int) -> Layout:
@@ -55,8 +56,8 @@ def coarse(at: At, size: int) -> At:
 
 
 def chunks(slots: int, grain: int = 1) -> list[slice]:
-    """Ranges of about `CHUNK` slots that together are all of them."""
-    size = max(CHUNK // grain, 1) * grain
+    """Ranges of slots that together are all of them."""
+    size = -(-max(CHUNK, -(-slots // CHUNKS)) // grain) * grain
     return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
 
 

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import Tensor
 
-_cached: dict[tuple[str, int, int | None, torch.device], Tensor] = {}
+from kvpolicy.codecs._constants import kept
 
 
 def mix(x: Tensor, seed: int | None = None) -> Tensor:
@@ -77,40 +77,28 @@ def _mixed(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
     return x.flatten(-2)
 
 
-# A compiled program takes what these make as a constant. They are made on the CPU, so that all devices agree.
-
-
 @torch.compiler.assume_constant_result
 def _matrix(width: int, seed: int | None, device: torch.device) -> Tensor:
-    key = ("matrix", width, seed, device)
-    if key not in _cached:
-        with torch.inference_mode(False), torch.no_grad():
-            eye = torch.eye(width, dtype=torch.float64, device="cpu")
-            rows = _mixed(eye, _odd(width), _cosine_matrix(_odd(width))).T
-            if seed is not None:
-                rows = rows * _signs(width, seed, eye.device)
-            _cached[key] = rows.float().contiguous().to(device)
-    return _cached[key]
+    def make() -> Tensor:
+        eye, odd = torch.eye(width, dtype=torch.float64, device="cpu"), _odd(width)
+        rows = _mixed(eye, odd, _cosine_matrix(odd)).T
+        return rows if seed is None else rows * _signs(width, seed, eye.device)
+
+    return kept(("matrix", width, seed), device, make)
 
 
 @torch.compiler.assume_constant_result
 def _signs(width: int, seed: int, device: torch.device) -> Tensor:
-    key = ("signs", width, seed, device)
-    if key not in _cached:
-        with torch.inference_mode(False), torch.no_grad():
-            generator = torch.Generator("cpu").manual_seed(seed)
-            bits = torch.randint(0, 2, (width,), generator=generator, device="cpu")
-            _cached[key] = (1.0 - 2.0 * bits).float().to(device)
-    return _cached[key]
+    def make() -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return 1.0 - 2.0 * torch.randint(0, 2, (width,), generator=generator, device="cpu")
+
+    return kept(("signs", width, seed), device, make)
 
 
 @torch.compiler.assume_constant_result
 def _cosines(odd: int, device: torch.device) -> Tensor:
-    key = ("cosines", odd, None, device)
-    if key not in _cached:
-        with torch.inference_mode(False), torch.no_grad():
-            _cached[key] = _cosine_matrix(odd).float().to(device)
-    return _cached[key]
+    return kept(("cosines", odd), device, lambda: _cosine_matrix(odd))
 
 
 def _cosine_matrix(size: int) -> Tensor:

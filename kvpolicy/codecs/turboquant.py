@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
@@ -181,16 +182,10 @@ def _norm(x: Tensor) -> Tensor:
     return square.sqrt()
 
 
-_on_device: dict[tuple[int, torch.device], Tensor] = {}
-
-
 @torch.compiler.assume_constant_result
 def _levels(bits: int, device: torch.device) -> Tensor:
-    """`normal_levels` on a device, fp32; a constant of a compiled program."""
-    if (bits, device) not in _on_device:
-        with torch.inference_mode(False):
-            _on_device[bits, device] = torch.tensor(normal_levels(bits), dtype=torch.float32, device="cpu").to(device)
-    return _on_device[bits, device]
+    """`normal_levels` as fp32."""
+    return kept(("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), device="cpu"))
 
 
 @cache

@@ -23,9 +23,9 @@ def made(bits: Any = 4, group_size: int = 8, **fields: Any) -> RotateKV:
 
 
 def formula(x: Tensor, bits: int) -> Tensor:
-    """A flat group that has numbers of both signs, quantized and back."""
+    """A flat group, quantized and back; 0 is always in its range."""
     clip, top = (0.8 if bits == 2 else 1.0), 2**bits - 1
-    low, high = x.min() * clip, x.max() * clip
+    low, high = x.min().clamp(max=0) * clip, x.max().clamp(min=0) * clip
     scale = ((high - low) / top).half().float()
     zero = (-low / scale).round()
     return (((x / scale).round() + zero).clamp(0, top) - zero) * scale

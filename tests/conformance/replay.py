@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,13 +13,19 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.attention import Kernel
+from kvpolicy.cache import PolicyCache
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.registry import name_of
-from tests.reference import selectors
+from tests.conformance.calibration import book
+from tests.reference import codecs, selectors, stages
 from tests.reference.engine import ReferenceLayer
 
 NOISE = 3e-6
 """Relative gap below which fp32 may order two scores in another way than fp64."""
+
+
+Slots = list[list[int | None]]
+"""The position in each slot of each stage, None where it is dead."""
 
 
 @dataclass(kw_only=True)
@@ -30,6 +36,8 @@ class Turn:
         kept: The positions that each row and head holds.
         keep: Tokens that each row may keep of its prompt.
         budget: The same with room for generated tokens.
+        coded: The position in each slot of each stage that a row and head holds, None where it is dead.
+        hidden: The layer's input, [B, P, M], where the codec looks at it.
     """
 
     q: Tensor
@@ -41,6 +49,12 @@ class Turn:
     kept: list[list[list[int]]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
     budget: list[int] = field(default_factory=list)
+    coded: list[list[Slots]] = field(default_factory=list)
+    hidden: Tensor | None = None
+
+    def own(self, b: int, t: Tensor) -> Tensor:
+        """A row's own tokens of `t` [B, P, ...], without padding."""
+        return t[b] if self.valid is None else t[b][self.valid[b]]
 
     def row(self, b: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A row's own queries, keys, values and output, without padding, [H, n, D]."""
@@ -57,18 +71,30 @@ def kept_positions(layer: PolicyLayer) -> list[list[list[int]]]:
     return [[sorted(p for p in head if p >= 0) for head in row] for row in layer.positions.tolist()]
 
 
+def coded_positions(layer: PolicyLayer) -> list[list[Slots]]:
+    """The position in each slot of each stage, for each row and head."""
+    ends = [(start, start + count) for start, count in zip(layer.layout.starts(), layer.layout.coded, strict=True)]
+
+    def head(positions: list[int]) -> Slots:
+        return [[p if p >= 0 else None for p in positions[start:stop]] for start, stop in ends]
+
+    return [[head(positions) for positions in row] for row in layer.positions.tolist()]
+
+
 class Recorder:
     """Fills a tape with every forward of a policy's layers."""
 
     def __init__(self) -> None:
         self.tape: Tape = {}
         self.keep: dict[int, list[int]] = {}
+        self.hidden: dict[int, Tensor] = {}
         self._open: list[tuple[PolicyLayer, Turn]] = []
 
     def close(self) -> None:
         """Note what layers hold now that the model's forward is over."""
         for layer, turn in self._open:
             turn.kept, turn.budget = kept_positions(layer), layer.budget.tolist()
+            turn.coded, turn.hidden = coded_positions(layer), self.hidden.pop(layer.layer_idx, None)
             turn.keep = self.keep[layer.layer_idx]
         self._open = []
 
@@ -81,6 +107,7 @@ class Recorder:
 def recording() -> Generator[Recorder]:
     """Record inside; call `close` after each forward of the model."""
     recorder, real, real_settle = Recorder(), PolicyLayer.forward, PolicyLayer.settle
+    real_note = PolicyCache.note_massive
 
     def settle(self: PolicyLayer, keep: Tensor, room: Tensor, tokens: int) -> None:
         recorder.keep[self.layer_idx] = keep.tolist()
@@ -93,7 +120,12 @@ def recording() -> Generator[Recorder]:
         recorder.note(self, Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone()))
         return out
 
+    def note_massive(self: PolicyCache, layer_idx: int, hidden: Tensor) -> None:
+        recorder.hidden[layer_idx] = hidden.detach().clone()
+        real_note(self, layer_idx, hidden)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PolicyCache, "note_massive", note_massive)
         patch.setattr(PolicyLayer, "forward", forward)
         patch.setattr(PolicyLayer, "settle", settle)
         yield recorder
@@ -109,11 +141,12 @@ def reference_selector(selector: Any) -> dict[str, Any]:
     return {"name": name} | {key: reference_selector(x) if key == "base" else x for key, x in fields.items()}
 
 
-def reference_codec(codec: Any) -> dict[str, Any] | None:
-    """A codec as the reference takes it."""
+def reference_codec(codec: Any) -> codecs.Codec | None:
+    """A codec as the reference takes it; as with selectors, all must have a slow version."""
     name = name_of(type(codec))
-    assert name in ("plain", "kivi"), f"tests/reference has no slow version of the codec {name}"
-    return None if name == "plain" else dataclasses.asdict(codec)
+    assert name == "plain" or name in codecs.MAKERS, f"tests/reference has no slow version of the codec {name}"
+    config = dataclasses.asdict(codec)
+    return codecs.make(name, config, lambda layer: book(name, layer, config.get("seed", 0)))
 
 
 class Verdict(NamedTuple):
@@ -129,7 +162,21 @@ class Verdict(NamedTuple):
         return Verdict(self.turns + turns, self.alike + alike, self.tokens + tokens, max(self.error, error))
 
 
-def replay(policy: Policy, tape: Tape, tolerance: float = 2e-5, exact: bool = True) -> Verdict:
+class Twin(NamedTuple):
+    """What the reference needs beside the policy.
+
+    Attributes:
+        codec: The reference codec.
+        turns: The rotary embedding of a layer's keys: how to undo it, and how to apply it.
+    """
+
+    codec: codecs.Codec | None
+    turns: Callable[[int], tuple[stages.Turn, stages.Turn]] = lambda layer: (stages.as_it_is, stages.as_it_is)
+
+
+def replay(
+    policy: Policy, tape: Tape, tolerance: float = 2e-5, exact: bool = True, twin: Twin | None = None
+) -> Verdict:
     """Hold every turn of every layer and row against the reference.
 
     Args:
@@ -137,16 +184,20 @@ def replay(policy: Policy, tape: Tape, tolerance: float = 2e-5, exact: bool = Tr
         tape: What was recorded.
         tolerance: Largest absolute error of an output.
         exact: Whether kept positions must be equal (but for choices within fp32's noise, after which a row is left).
+        twin: The codec's slow version; found by its name where it is registered.
     """
     total = Verdict(0, 0, 0, 0.0)
+    twin = twin or Twin(reference_codec(policy.codec))
     for layer_idx, turns in tape.items():
         for b in range(turns[0].q.shape[0]):
-            total += _replay_row(policy, turns, layer_idx, b, tolerance, exact)
+            slow = _reference(policy, turns[0], layer_idx, twin)
+            total += _replay_row(slow, turns, f"layer {layer_idx}, row {b}", b, tolerance, exact)
     return total
 
 
-def _replay_row(policy: Policy, turns: list[Turn], layer_idx: int, b: int, tolerance: float, exact: bool) -> Verdict:
-    slow = _reference(policy, turns[0], layer_idx)
+def _replay_row(
+    slow: ReferenceLayer, turns: list[Turn], where: str, b: int, tolerance: float, exact: bool
+) -> Verdict:
     compared, alike, tokens, error = 0, 0, 0, 0.0
     for number, turn in enumerate(turns):
         q, k, v, out = turn.row(b)
@@ -155,21 +206,35 @@ def _replay_row(policy: Policy, turns: list[Turn], layer_idx: int, b: int, toler
         want = slow.forward(
             q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
             softcap=turn.kernel.softcap, step=turn.q.shape[2] == 1,
+            hidden=None if turn.hidden is None else turn.own(b, turn.hidden),
         )  # fmt: skip
-        where = f"layer {layer_idx}, row {b}, turn {number}"
+        slow.tick()
         miss = float((out.double() - want).abs().max())
-        assert not exact or miss <= tolerance, f"{where}: the output is off by {miss}"
-        if exact and turn.kept[b] != slow.positions and slow.margin < NOISE:
+        wrong = [f"the output is off by {miss}"] if miss > tolerance else []
+        wrong += ["kept other tokens"] if turn.kept[b] != slow.positions else []
+        wrong += ["coded other tokens"] if _differ(turn.coded[b], slow.stage_slots) else []
+        if exact and wrong and min(slow.margin, slow.order_margin) < NOISE:
             break
-        assert not exact or turn.kept[b] == slow.positions, f"{where}: kept other tokens"
+        assert not exact or not wrong, f"{where}, turn {number}: {', '.join(wrong)}"
         compared, error = compared + 1, max(error, miss)
         for mine, its in zip(turn.kept[b], slow.positions, strict=True):
             alike, tokens = alike + len(set(mine) & set(its)), tokens + max(len(its), len(mine))
     return Verdict(compared, alike, tokens, error)
 
 
-def _reference(policy: Policy, turn: Turn, layer_idx: int) -> ReferenceLayer:
+def _differ(mine: list[Slots], its: list[Slots]) -> bool:
+    """Whether slots hold other tokens; a row alone has no more slots than it may use, and here all further are dead."""
+    for head, other in zip(mine, its, strict=True):
+        for at, stage in enumerate(head):
+            used = other[at] if at < len(other) else []
+            if stage[: len(used)] != used or any(p is not None for p in stage[len(used) :]):
+                return True
+    return False
+
+
+def _reference(policy: Policy, turn: Turn, layer_idx: int, twin: Twin) -> ReferenceLayer:
+    undo, apply = twin.turns(layer_idx)
     return ReferenceLayer(
         reference_selector(policy.selector), 1, num_heads=turn.q.shape[1], num_kv_heads=turn.k.shape[1],
-        decode=policy.selector.decode, codec=reference_codec(policy.codec), layer_idx=layer_idx, capacity=1,
+        decode=policy.decode, codec=twin.codec, layer_idx=layer_idx, capacity=1, undo=undo, apply=apply,
     )  # fmt: skip

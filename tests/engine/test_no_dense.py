@@ -23,4 +23,4 @@ def test_no_dense_copy(codec: str, what: str, tmp_path: Path) -> None:
         case = Case(codec, TOKENS, tmp_path)
         with Alive(torch.nn.Identity()) as watch:
             out = getattr(case, what)()
-    assert sum(part.nbytes for part in out) < watch.peak < DENSE / 2
+    assert sum(part.nbytes for part in out) < watch.peak < DENSE * 2 / 3

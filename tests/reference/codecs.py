@@ -119,15 +119,19 @@ def _turboquant(config: Config, book: Books) -> Codec:
     return _lone(config, lambda layer, head, dim, given: turboquant.Head(own, dim, book(layer)["signs"].tolist()))
 
 
+def _pair(numbers: Tensor) -> tuple[float, float]:
+    first, second = numbers.tolist()
+    return first, second
+
+
 def _kvquant(config: Config, book: Books) -> Codec:
     own, bits = _only(config, kvquant.DEFAULTS), config["bits"]
 
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
         have = book(layer)
         offset, width = (have[f"keys.{name}"].expand(head + 1, -1)[head].tolist() for name in ("offset", "range"))
-        sides = ("keys", "values")
-        levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in sides]
-        norms = [tuple(have[f"{side}.norm.b{bits}"].tolist()) if config["norm"] else (1.0, 0.0) for side in sides]
+        levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in ("keys", "values")]
+        norms = [_pair(have[f"{side}.norm.b{bits}"]) if config["norm"] else (1.0, 0.0) for side in ("keys", "values")]
         return kvquant.Head(own, dim, offset, width, *levels, *norms)
 
     return _lone(config, make, frame="pre", pins="first" if config["sinks"] else "none", pinned=config["sinks"])

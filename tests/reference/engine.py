@@ -69,7 +69,12 @@ class ReferenceLayer:
     @property
     def coded_slots(self) -> list[list[int | None]]:
         """The position in each coded slot of each KV head, stage after stage, None where it is dead."""
-        return [[position for part in head.parts for position in part.slots] for head in self.heads]
+        return [[position for stage in head for position in stage] for head in self.stage_slots]
+
+    @property
+    def stage_slots(self) -> list[list[list[int | None]]]:
+        """The position in each slot of each stage of each KV head, None where it is dead."""
+        return [[list(part.slots) for part in head.parts] for head in self.heads]
 
     @property
     def representatives(self) -> list[list[int]]:
@@ -99,7 +104,7 @@ class ReferenceLayer:
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
         layer's input, for codecs that look at it.
         """
-        self._tick()
+        self.tick()
         self.budget = self.budget if budget is None else budget
         self.capacity = self.capacity if capacity is None else capacity
         single = self.length > 0 and (k.shape[1] == 1 if step is None else step)
@@ -218,8 +223,8 @@ class ReferenceLayer:
         assert self.decode == "evict", "a row that grows must be told how far"
         return self.budget
 
-    def _tick(self) -> None:
-        """Do what is due between two steps."""
+    def tick(self) -> None:
+        """Do what is due between two steps; `forward` begins with it."""
         if self.mover and self.length:
             self.mover.tick(self.heads, self._order, self._most())
 

@@ -1,4 +1,4 @@
-"""The reference codecs that write a vector as a sum, GEAR and CSR, against numbers that are known and another library."""
+"""The reference codecs that write a vector as a sum, GEAR and CSR, against numbers that are known."""
 
 from __future__ import annotations
 

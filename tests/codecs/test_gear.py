@@ -1,0 +1,296 @@
+"""GEAR against its equations, and what every stage must keep to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs import _lowrank
+from kvpolicy.codecs._lowrank import basis, orthonormal
+from kvpolicy.codecs._outliers import extremes, fill
+from kvpolicy.codecs.gear import GEAR
+from kvpolicy.codecs.kivi import KIVI
+from kvpolicy.protocols import Codec, ModelInfo, Stage, Store
+from tests.codecs import stages
+from tests.codecs.stages import B, H, at, copy, draw, empty, error, flags, read
+
+C, D, N = 24, 20, 8
+LIVE = flags([True] * C)
+
+
+def made(bits: Any = 2, **fields: Any) -> GEAR:
+    return GEAR(bits=bits, **{"group_size": N, **fields})  # pyright: ignore[reportArgumentType]
+
+
+def quantized(x: Tensor, bits: int) -> Tensor:
+    """A group of numbers, quantized and back."""
+    zero = x.min().half().float()
+    scale = ((x.max() - x.min()) / (2**bits - 1)).half().float()
+    return zero.expand_as(x) if scale == 0 else ((x - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def apart(x: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    """Where a vector's outliers are, and the vector with the mean of the others in their place."""
+    order = x.argsort()
+    out = torch.zeros_like(x, dtype=torch.bool)
+    out[order[:each]] = out[order[len(x) - each :]] = True
+    return out, torch.where(out, x[~out].mean(), x)
+
+
+def formula(x: Tensor, bits: int, rank: int, each: int, width: int | None) -> Tensor:
+    """A block [n, D] by the equations: by channel, or by token in groups of `width` channels."""
+    lines = x.T if width is None else x
+    out, rest = (torch.stack(some) for some in zip(*(apart(line, each) for line in lines), strict=True))
+    step = lines.shape[1] if width is None else width
+    coded = torch.stack([torch.cat([quantized(part, bits) for part in line.split(step)]) for line in rest])
+    missing = (rest - coded).masked_fill(out, 0)
+    u, s, v = torch.linalg.svd(missing, full_matrices=False)
+    read_ = torch.where(out, lines.half().float(), coded + (u[:, :rank] * s[:rank]) @ v[:rank])
+    return read_.T if width is None else read_
+
+
+def fill_(codec: GEAR, *, dim: int = D, slots: int = C) -> tuple[Store, Tensor, Tensor]:
+    return stages.fill(codec, slots, dim)
+
+
+def test_it_is_a_codec_and_a_stage() -> None:
+    codec = GEAR()
+    assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
+    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (64, 64, 64)
+    assert [codec.layout(tokens) for tokens in (127, 128, 200)] == [(127, ()), (128, (64,)), (128, (192,))]
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("backbone", ["kivi", "kcvt"])
+@pytest.mark.parametrize("sparse", [0.0, 0.02, 0.4])
+def test_without_a_low_rank_it_is_the_formula(bits: int, backbone: str, sparse: float) -> None:
+    codec = made(bits, rank=0, sparse=sparse, backbone=backbone)
+    store, keys, values = fill_(codec)
+    got_keys, got_values = read(codec, store, C)
+    of_key, of_value = {0.0: (0, 0), 0.02: (1, 1), 0.4: (2, 4)}[sparse]
+    width = 5 if backbone == "kivi" else D
+    for b in range(B):
+        for h in range(H):
+            for some in (slice(first, first + N) for first in range(0, C, N)):
+                want = formula(keys[b, h, some], bits, 0, of_key, None)
+                torch.testing.assert_close(got_keys[b, h, some], want, atol=1e-5, rtol=1e-5)
+                want = formula(values[b, h, some], bits, 0, of_value, width)
+                torch.testing.assert_close(got_values[b, h, some], want, atol=1e-5, rtol=1e-5)
+
+
+def test_with_only_the_backbone_it_is_kivi() -> None:
+    codec, kivi = made(4, rank=0, sparse=0.0), KIVI(bits=4, group_size=N)
+    for got, want in zip(read(codec, fill_(codec)[0], C), read(kivi, stages.fill(kivi, C, D)[0], C), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("loops", "gap"), [(_lowrank.LOOPS, 0.2), (60, 0.01)])
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_the_low_rank_is_nearly_the_best(rank: int, loops: int, gap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lowrank, "LOOPS", loops)
+    codec = made(2, rank=rank, sparse=0.02)
+    store, keys, values = fill_(codec)
+    for got, x, width in zip(read(codec, store, C), (keys, values), (None, 5), strict=True):
+        missed = best = none = 0.0
+        for b in range(B):
+            for h in range(H):
+                some = x[b, h, :N]
+                missed += float((got[b, h, :N] - some).square().sum())
+                best += float((formula(some, 2, rank, 1, width) - some).square().sum())
+                none += float((formula(some, 2, 0, 1, width) - some).square().sum())
+        assert best * 0.999 <= missed < best + gap * (none - best)
+
+
+def test_each_part_lowers_the_error() -> None:
+    parts = ({"rank": 0, "sparse": 0.0}, {"sparse": 0.0}, {"rank": 2}, {"rank": 8})
+    for side in (0, 1):
+        errors: list[float] = []
+        for fields in parts:
+            codec = GEAR(group_size=64, **fields)  # pyright: ignore[reportArgumentType]
+            store, *x = fill_(codec, dim=64, slots=128)
+            errors.append(error(read(codec, store, 128)[side], x[side]))
+        assert errors == sorted(errors, reverse=True)
+
+
+def test_a_low_rank_error_is_found() -> None:
+    generator = torch.Generator().manual_seed(1)
+    parts = torch.randn(B, H, 3, 16, 2, generator=generator) @ torch.randn(B, H, 3, 2, 12, generator=generator)
+    rows = basis(parts, 2)
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(2).expand(B, H, 3, 2, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(parts @ rows.mT @ rows, parts, atol=1e-4, rtol=1e-4)
+    third = basis(parts, 3)[..., 2, :]
+    assert ((third.norm(dim=-1) - 1).abs().minimum(third.norm(dim=-1)) < 1e-5).all(), "of length one, or nothing"
+    assert not basis(torch.zeros_like(parts), 2).any()
+    same = torch.ones(5)
+    assert not orthonormal([same, same * 1e20])[1].any()
+
+
+def test_outliers_are_distinct_and_the_earlier_of_equal_ones() -> None:
+    assert extremes(torch.tensor([5.0, 5, 1, 1, 1, 5]), 2, -1).tolist() == [0, 1, 2, 3]
+    few = extremes(torch.tensor([5.0, 4, 3, 2]), 2, -1, torch.tensor([False, True, False, False]))
+    assert sorted(few.tolist()) == [0, 1, 2, 3] and few[0] == 1
+    third = torch.full((7,), 0.1)
+    assert torch.equal(fill(third, torch.arange(7) > 0, -1), third), "rounding of a mean widens no range"
+    assert not fill(third, third > 1, -1).any()
+
+
+def test_outliers_are_exact() -> None:
+    codec = made(2, sparse=0.02)
+    store, (keys, values) = empty(codec, C, D), draw(C, D)
+    keys[:, :, 3, 7], keys[:, :, 5, 7], values[:, :, 4, 2], values[:, :, 4, 3] = 1e4, -1e4, 300.0, -300.0
+    codec.write(store, keys, values, at(range(C)), LIVE, ~LIVE)
+    got_keys, got_values = read(codec, store, C)
+    assert got_keys[0, 0, [3, 5], 7].tolist() == [1e4, -1e4] and got_values[0, 0, 4, [2, 3]].tolist() == [300, -300]
+    assert (got_keys - keys).abs().max() < 100 and (got_values - values).abs().max() < 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"rank": 0}, {"sparse": 0.0}, {"backbone": "kcvt", "rank": 3, "sparse": 0.3}])
+def test_a_stage_like_others(fields: dict[str, Any]) -> None:
+    codec = made(**fields)
+    stages.check_rows(codec, C, D)
+    stages.check_inactive(codec, C, D)
+    stages.check_ways_to_read(codec, C, D, N)
+    stages.check_finite(codec, C, D)
+
+
+def test_values_without_a_low_rank_are_free() -> None:
+    stages.check_overwrite(made(rank=0), C, D, ("key_scale", "key_zero", "key_places"))
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
+def test_head_dimensions(dim: int) -> None:
+    codec = GEAR(group_size=32)
+    codec.check(ModelInfo(1, H, dim))
+    stages.check_rows(codec, 64, dim)
+    store, keys, values = fill_(codec, dim=dim, slots=64)
+    got_keys, got_values = read(codec, store, 64)
+    assert error(got_keys, keys) < 0.1 and error(got_values, values) < 0.25
+    assert store.codes.value_places.dtype == torch.uint8
+
+
+def test_a_block_with_a_live_token_is_frozen() -> None:
+    codec = made(4, sparse=0.3)
+    store, _, _ = fill_(codec)
+    before, (keys, values) = copy(store), draw(1, D, seed=1)
+    keys *= 3
+    live = LIVE.clone()
+    live[:, :, 8:15] = False  # slot 15 lives on
+    codec.write(store, keys, values, at([10]), flags([True]), live)
+    codes, old = store.codes, before.codes
+    for name in ("key_scale", "key_zero", "key_places", "key_right", "value_right"):
+        assert torch.equal(getattr(codes, name), getattr(old, name)), name
+    scale, zero = old.key_scale[:, :, 1].float(), old.key_zero[:, :, 1].float()
+    mine = old.key_places[:, :, 1] == 2  # [B, H, k, D]
+    key, is_mine = keys[:, :, 0], mine.any(2)
+    coded = ((key - zero) / scale).round().clamp(0, 15) * scale + zero
+    rows = old.key_right[:, :, 1].float()
+    missed = (key - coded).masked_fill(is_mine, 0)
+    low = (missed[:, :, None] @ rows.mT) @ rows
+    want = torch.where(is_mine, key.half().float(), coded + low[:, :, 0])
+    got_keys, got_values = read(codec, store, C)
+    torch.testing.assert_close(got_keys[:, :, 10], want, atol=0.02, rtol=2e-3)
+    assert is_mine.any() and not is_mine.all()
+    others = [slot for slot in range(C) if slot != 10]
+    for now, then in zip((got_keys, got_values), read(codec, before, C), strict=True):
+        assert torch.equal(now[:, :, others], then[:, :, others])
+    assert error(got_values[:, :, 10:11], values) < 1 and (got_values[:, :, 10] - values[:, :, 0]).abs().max() < 0.2
+
+
+def test_a_dead_block_starts_anew_beside_frozen_ones() -> None:
+    codec = made(2)
+    store, _, _ = fill_(codec)
+    before, (keys, values) = copy(store), draw(N + 1, D, seed=3)
+    live = LIVE.clone()
+    live[:, :, 0] = live[:, :, 8:16] = False
+    slots = [9, 8, 11, 0, 10, 12, 13, 15, 14]
+    codec.write(store, keys, values, at(slots), flags([True] * 9), live)
+    alone, rest = empty(codec, N, D), [token for token in range(9) if token != 3]
+    where = at([slots[token] - 8 for token in rest])
+    codec.write(alone, keys[:, :, rest], values[:, :, rest], where, flags([True] * N), flags([False] * N))
+    for got, want in zip(read(codec, store, C), read(codec, alone, N), strict=True):
+        assert torch.equal(got[:, :, 8:16], want)
+    for block in (0, 2):
+        assert torch.equal(store.codes.key_scale[:, :, block], before.codes.key_scale[:, :, block])
+        assert torch.equal(store.codes.key_right[:, :, block], before.codes.key_right[:, :, block])
+
+
+def test_a_block_that_is_begun_with_few_tokens() -> None:
+    codec = made(4, sparse=0.3)
+    store, (keys, values) = empty(codec, C, D), draw(5, D)
+    codec.write(store, keys[:, :, :3], values[:, :, :3], at([4, 1, 6]), flags([True] * 3), ~LIVE)
+    got, _ = read(codec, store, C)
+    torch.testing.assert_close(got[:, :, [4, 1, 6]], keys[:, :, :3], atol=0.01, rtol=0.1)
+    live = ~LIVE
+    live[:, :, [4, 1, 6]] = True
+    codec.write(store, keys[:, :, 3:], values[:, :, 3:], at([0, 7]), flags([True] * 2), live)
+    again, _ = read(codec, store, C)
+    assert torch.equal(again[:, :, [4, 1, 6]], got[:, :, [4, 1, 6]]) and again.isfinite().all()
+
+
+def test_a_group_of_equal_numbers_is_exact() -> None:
+    for fields in ({}, {"sparse": 0.0}, {"rank": 0}):
+        codec = made(2, **fields)
+        store, x = empty(codec, C, D), torch.full((B, H, C, D), -3.25)
+        codec.write(store, x, x, at(range(C)), LIVE, ~LIVE)
+        assert all(torch.equal(got, x) for got in read(codec, store, C))
+
+
+def test_bytes_are_known_without_memory() -> None:
+    codes = GEAR().alloc(2, 8, 4096, 128, "meta")
+    assert all(part.device.type == "meta" for part in codes)
+    key, value = 2 + 32 / 64 + 2 * 24 / 64 + 32 / 64 + 32 / 128, 2 + 32 / 64 + 2 * 24 / 128 + 32 / 64 + 32 / 128
+    assert sum(part.nbytes for part in codes) * 8 == 2 * 8 * 4096 * 128 * (key + value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bits": 3},
+        {"group_size": 1},
+        {"rank": -1},
+        {"rank": 9, "group_size": 8},
+        {"sparse": 1.0},
+        {"sparse": -0.1},
+        {"residual_length": -1},
+        {"backbone": "other"},
+    ],
+)
+def test_it_refuses(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        GEAR(**fields)
+
+
+def test_the_rank_must_fit_the_head() -> None:
+    GEAR(rank=8).check(ModelInfo(1, 1, 8))
+    with pytest.raises(ValueError, match="rank of at most 8"):
+        GEAR(rank=9).check(ModelInfo(1, 1, 8))
+
+
+def test_nothing_to_write() -> None:
+    codec, nothing = made(), torch.zeros(B, H, 0, D)
+    store = empty(codec, 0, D)
+    codec.write(store, nothing, nothing, at([]), flags([]), flags([]))
+    assert all(part.shape == (B, H, 0, D) for part in read(codec, store, 0))
+
+
+@pytest.mark.filterwarnings("default")  # the compiler warns about itself
+def test_it_compiles_whole() -> None:
+    stages.check_compiled(made(), C, D, "aot_eager", lambda got, want: torch.testing.assert_close(got, want))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_it_compiles_to_kernels() -> None:
+    codec, eager = made(4), empty(made(4), C, D)
+    compiled, (keys, values) = copy(eager), draw(C, D)
+    given = (keys, values, at(range(C)), LIVE, ~LIVE)
+    codec.write(eager, *given)
+    torch.compile(codec.write, fullgraph=True)(compiled, *given)
+    for name in ("keys", "key_scale", "key_zero", "key_places", "key_outliers", "values", "value_places"):
+        assert torch.equal(getattr(eager.codes, name), getattr(compiled.codes, name)), name
+    got = torch.compile(lambda store: read(codec, store, C), fullgraph=True)(compiled)
+    for one, other in zip(got, read(codec, eager, C), strict=True):  # sums of errors are rounded in another order
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=1e-3)

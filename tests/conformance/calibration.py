@@ -1,0 +1,74 @@
+"""Calibrations that fit tiny models of a head dimension of 8, random but fixed."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._files import save
+from kvpolicy.codecs._rotation import mixing
+from tests.reference.codecs import Book
+
+DIM, LAYERS = 8, 6
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _csr() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Dictionaries that the even and the odd layers share."""
+    widths = {"keys.pre": DIM, "keys.post": DIM, **{f"values.sn{sn}": DIM // sn for sn in (1, 2, 4)}}
+    groups = {name: [[*range(0, LAYERS, 2)], [*range(1, LAYERS, 2)]] for name in widths}
+    tensors = {
+        f"{name}.{group}": torch.nn.functional.normalize(_random(width, 24 - group, seed=width + group), dim=0).half()
+        for name, width in widths.items()
+        for group in (0, 1)
+    }
+    return {"groups": groups}, tensors
+
+
+def _kvquant() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Ranges of channels, and levels that are not even."""
+    tensors: dict[str, Tensor] = {}
+    for layer in range(LAYERS):
+        tensors[f"keys.offset.{layer}"] = _random(1, DIM, seed=layer) / 4
+        tensors[f"keys.range.{layer}"] = 1.5 + _random(1, DIM, seed=layer + 10).abs()
+        for bits in (2, 3, 4):
+            even = torch.linspace(-1, 1, 2**bits)
+            for side, bend in (("keys", 0.6), ("values", 0.3)):
+                tensors[f"{side}.levels.b{bits}.{layer}"] = even**3 * bend + even * (1 - bend)
+                tensors[f"{side}.norm.b{bits}.{layer}"] = torch.tensor([1 + bend / 8, bend / 16])
+    return {}, tensors
+
+
+_MADE = {"csr": _csr, "kvquant": _kvquant}
+
+
+@functools.cache
+def folder(method: str) -> Path:
+    """The folder of a method's calibration, made when it is first asked for."""
+    path = Path(tempfile.mkdtemp(prefix="kvpolicy-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    meta, tensors = _MADE[method]()
+    save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)
+    return path
+
+
+def book(method: str, layer: int, seed: int = 0) -> Book:
+    """What the reference needs to know of a layer's calibration."""
+    if method == "turboquant":  # whose signs are any
+        return {"signs": (mixing(DIM, seed, torch.device("cpu")) / mixing(DIM, None, torch.device("cpu")))[:, 0].sign()}
+    if method not in _MADE:
+        return {}
+    meta, tensors = _MADE[method]()
+    if method == "kvquant":
+        return {name.rpartition(".")[0]: t for name, t in tensors.items() if name.endswith(f".{layer}")}
+    return {name: tensors[f"{name}.{layer % 2}"] for name in meta["groups"]}
