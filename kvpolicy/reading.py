@@ -45,9 +45,8 @@ def codec_keys(layer: PolicyLayer, keys: Tensor, positions: Tensor) -> Tensor:
 def _turn(layer: PolicyLayer, stage: int) -> SlotTurn | None:
     if layer.rope is None or layer.rows is None:
         return None
-    shift = layer.rows.shift
-    positions = layer.positions[..., stage_range(layer, stage)] + shift[:, None, None]
-    return SlotTurn(layer.rope, positions, layer.length - 1 + shift)
+    positions = layer.positions[..., stage_range(layer, stage)]
+    return SlotTurn(layer.rope, positions, layer.length - 1, layer.rows.shift)
 
 
 class Coded:

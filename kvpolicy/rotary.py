@@ -85,9 +85,10 @@ class Rope:
 class SlotTurn:
     """The rotary embedding of one stage's slots; implements `protocols.Turn`."""
 
-    def __init__(self, rope: Rope, positions: Tensor, newest: Tensor) -> None:
-        """Rotate to `positions` [B, H, C], the newest token's being `newest` [B], as the embedding counts them."""
-        self._rope, self._positions, self._newest = rope, positions, newest
+    def __init__(self, rope: Rope, positions: Tensor, newest: Tensor, shift: Tensor) -> None:
+        """Rotate to `positions` [B, H, C], the newest token's being `newest` [B]; the embedding adds `shift` [B]."""
+        self._rope, self._positions, self._newest = rope, positions + shift[:, None, None], newest + shift
+        self.live = positions >= 0
 
     def keys(self, keys: Tensor, at: At) -> Tensor:
         """Rotate keys of the slots `at` to their positions, fp32; see `protocols.Turn`."""

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvpolicy.families import Site, Sites, describe, find_sites
+from kvpolicy.backend import PREFIX
+from kvpolicy.configs import configs_of
+from kvpolicy.families import describe, find_sites
 from kvpolicy.rotary import Rope
 
 
@@ -25,24 +27,27 @@ class Samples:
         pre: Keys with the rotary embedding undone; empty where not asked for.
         post: Keys as attention sees them; empty where not asked for.
         values: Values.
+        fisher: Squared gradients of the loss, of keys (of frame `pre` where asked for) and of values, [2, H, n, D];
+            empty where not asked for.
     """
 
     pre: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     post: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    fisher: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def parts(self) -> dict[str, dict[int, Tensor]]:
         """By the names of the parts in a calibration: `keys.pre`, `keys.post`, `values`."""
         return {"keys.pre": self.pre, "keys.post": self.post, "values": self.values}
 
 
-@torch.no_grad()
 def collect(
     model: nn.Module,
     windows: Sequence[Tensor],
     *,
     tokens: int = 16_384,
     frames: Sequence[str] = ("pre", "post"),
+    fisher: bool = False,
     seed: int = 0,
     progress: bool = False,
 ) -> Samples:
@@ -54,6 +59,7 @@ def collect(
         tokens: About how many tokens are kept in all, drawn from every window alike: memory is bounded by
             layers * heads * tokens * head_dim numbers, for each frame and for the values.
         frames: Which keys: `pre`, `post` or both.
+        fisher: Whether to keep squared gradients too, for which every window takes the memory of a training step.
         seed: Of the draw.
         progress: Whether to show a bar.
 
@@ -65,12 +71,11 @@ def collect(
         >>> collect(kvpolicy.tiny()[0], [torch.arange(3, 40)], tokens=20).pre[0].shape
         torch.Size([4, 20, 32])
     """
-    if hasattr(model, "_kvpolicy"):
+    if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
         raise ValueError("A policy is attached to this model: detach it before calibrating.")
     if not windows:
         raise ValueError("There are no tokens to calibrate on: give a longer text.")
-    sites, layers = find_sites(model), describe(model.config).evictable
-    ropes = {i: Rope.of(sites.decoder, site) for i, site in _at(sites, layers)} if "pre" in frames else {}
+    reader = _Reader(model, frames, fisher)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
@@ -78,39 +83,62 @@ def collect(
     try:
         for ids in tqdm(windows, desc="collect", disable=not progress):
             draw = torch.randperm(len(ids), generator=generator)[: -(-tokens // len(windows))].sort().values
-            for part, vectors in _run(model, sites, ids, layers, frames, ropes).items():
+            for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
-                    kept.setdefault(part, {}).setdefault(layer, []).append(x[:, draw.to(x.device)].float().cpu())
+                    some = x.index_select(-2, draw.to(x.device)).float().cpu()
+                    kept.setdefault(part, {}).setdefault(layer, []).append(some)
     finally:
         model.train(was_training)
-    joined = {part: {i: torch.cat(xs, 1) for i, xs in vectors.items()} for part, vectors in kept.items()}
+    return Samples(**_joined(kept))
+
+
+def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Tensor]]:
+    joined = {part: {layer: torch.cat(xs, -2) for layer, xs in vectors.items()} for part, vectors in kept.items()}
     for part, vectors in joined.items():
         for layer, x in vectors.items():
             if not x.isfinite().all():
-                raise ValueError(
-                    f"The {part} of layer {layer} are not all finite numbers: load the model in bf16 or fp32."
-                )
-    return Samples(**joined)
+                raise ValueError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
+    return joined
 
 
-def _at(sites: Sites, layers: list[int]) -> list[tuple[int, Site]]:
-    return [(site.layer_idx, site) for site in sites.layers if site.layer_idx in layers]
+class _Reader:
+    """Runs a model and looks into its cache."""
 
+    def __init__(self, model: nn.Module, frames: Sequence[str], fisher: bool) -> None:
+        self.model, self.frames, self.fisher = model, frames, fisher
+        self.sites, self.layers = find_sites(model), describe(model.config).evictable
+        own = [site for site in self.sites.layers if site.layer_idx in self.layers]
+        self.ropes = {site.layer_idx: Rope.of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
 
-def _run(
-    model: nn.Module, sites: Sites, ids: Tensor, layers: list[int], frames: Sequence[str], ropes: dict[int, Rope]
-) -> dict[str, dict[int, Tensor]]:
-    """Every token's vectors of one window, each [H, n, D]."""
-    cache: Any = DynamicCache(config=model.config)
-    device = next(sites.decoder.parameters()).device
-    sites.decoder(input_ids=ids[None].to(device), past_key_values=cache, use_cache=True)
-    found: dict[str, dict[int, Tensor]] = {part: {} for part in (*frames, "values")}
-    for layer in layers:
-        keys: Tensor = cache.layers[layer].keys
-        found["values"][layer] = cache.layers[layer].values[0]
-        if "post" in frames:
-            found["post"][layer] = keys[0]
-        if "pre" in frames:
-            positions = torch.arange(len(ids), device=keys.device)[None, None]
-            found["pre"][layer] = ropes[layer].undo(keys, positions)[0]
-    return found
+    def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
+        """Every token's vectors of one window [n], by part and layer, each [H, n, D]."""
+        cache: Any = DynamicCache(config=self.model.config)
+        ids = ids[None].to(next(self.sites.decoder.parameters()).device)
+        slopes = self._slopes(ids, cache) if self.fisher else {}
+        if not self.fisher:
+            with torch.no_grad():
+                self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        keys = {layer: cache.layers[layer].keys.detach() for layer in self.layers}
+        found = {"values": {layer: cache.layers[layer].values[0].detach() for layer in self.layers}}
+        if "post" in self.frames:
+            found["post"] = {layer: x[0] for layer, x in keys.items()}
+        if "pre" in self.frames:
+            found["pre"] = {layer: self._undo(layer, x)[0] for layer, x in keys.items()}
+        if self.fisher:
+            found["fisher"] = {layer: torch.cat(both).square() for layer, both in slopes.items()}
+        return found
+
+    def _undo(self, layer: int, keys: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.ropes[layer].undo(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
+
+    def _slopes(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        """Gradients of the loss in keys and values; rotating is orthogonal, so a gradient turns back as its key does."""
+        with torch.enable_grad():
+            loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
+            tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
+            both = [g.float() for g in torch.autograd.grad(loss, tensors)]
+        keys = dict(zip(self.layers, both[::2], strict=True))
+        turned = {layer: self._undo(layer, g) if self.ropes else g for layer, g in keys.items()}
+        values = dict(zip(self.layers, both[1::2], strict=True))
+        return {layer: (turned[layer], values[layer]) for layer in self.layers}

@@ -85,14 +85,19 @@ def _sample(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
     """Centres of a weighted k-means, [count] ascending; the last repeated where there are fewer numbers."""
-    distinct = x[weight > 0].unique()
+    distinct, which = x.unique(return_inverse=True)
+    mass = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, weight.double())
+    distinct, mass = distinct[mass > 0], mass[mass > 0]
     if len(distinct) <= count:
         return torch.cat([distinct, distinct[-1:].expand(count - len(distinct))])
     from sklearn.cluster import KMeans
 
-    ranks = torch.linspace(0, len(distinct) - 1, 2 * count + 1)[1::2].round().long()
-    means = KMeans(count, init=distinct[ranks, None].double().numpy(), n_init=1)  # pyright: ignore[reportArgumentType]
-    means.fit(x[:, None].double().numpy(), sample_weight=weight.double().numpy())
+    share, step = mass.cumsum(0) / mass.sum(), torch.arange(count)
+    ranks = torch.searchsorted(share, (step + 0.5).double() / count)
+    ranks = ((ranks - step).cummax(0).values.clamp(max=len(distinct) - count) + step).tolist()  # no two alike
+    numbers = distinct[:, None].double().numpy()
+    means = KMeans(count, init=numbers[ranks], n_init=1)  # pyright: ignore[reportArgumentType]
+    means.fit(numbers, sample_weight=mass.numpy())
     return torch.from_numpy(means.cluster_centers_[:, 0]).float().sort().values
 
 

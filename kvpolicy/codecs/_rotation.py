@@ -32,7 +32,7 @@ def mix(x: Tensor, seed: int | None = None) -> Tensor:
     [1.0, 1.0, 1.0, 1.0]
     """
     if seed is not None:
-        x = x * _signs(operator.index(x.shape[-1]), seed, x.device)
+        x = x * _signs(operator.index(x.shape[-1]), operator.index(seed), x.device)
     odd = _odd(x.shape[-1])
     return _mixed(x, odd, _cosines(odd, x.device))
 
@@ -45,7 +45,7 @@ def unmix(y: Tensor, seed: int | None = None) -> Tensor:
     """
     odd = _odd(y.shape[-1])
     x = _mixed(y, odd, _cosines(odd, y.device).T)
-    return x if seed is None else x * _signs(operator.index(y.shape[-1]), seed, y.device)
+    return x if seed is None else x * _signs(operator.index(y.shape[-1]), operator.index(seed), y.device)
 
 
 def mixing(width: int, seed: int | None, device: torch.device) -> Tensor:
@@ -53,7 +53,8 @@ def mixing(width: int, seed: int | None, device: torch.device) -> Tensor:
 
     For many vectors at once, whose last bits do not matter.
     """
-    return _matrix(operator.index(width), seed, device)  # the index is no symbol while this is traced
+    number = None if seed is None else operator.index(seed)  # an index is no symbol while this is traced
+    return _matrix(operator.index(width), number, device)
 
 
 def _odd(width: int) -> int:

@@ -214,7 +214,7 @@ class CSR:
             return score_by_chunks(lambda _, at: side.spell(words, table, at), store, queries, turn, side.slots)
         near = turn.queries(queries, self.distance)
         rough = side.score(words, near).amax(2)
-        rough = rough.masked_fill(~side.coef.any(-1), -torch.inf)  # a slot never written must not displace others
+        rough = rough.masked_fill(~turn.live, -torch.inf)  # an empty slot must not displace others
         best = rough.topk(self.top, -1).indices  # [B, H, top]
         exact: list[Tensor] = []
         for at in best.split(CHUNK, -1):

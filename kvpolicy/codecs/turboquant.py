@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -132,7 +133,7 @@ class TurboQuant:
         mixed = mix(keys.float(), self.seed)
         norm = _norm(mixed)
         normal = mixed / norm.masked_fill(norm == 0, 1) * mixed.shape[-1] ** 0.5
-        levels = _levels(self.bits, mixed.device)
+        levels = _levels(operator.index(self.bits), mixed.device)
         code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
         put(codes.keys, pack(code, self.bits), slots, active)
         put(codes.key_scale, norm.clamp(max=FP16).half(), slots, active)
@@ -167,7 +168,7 @@ class TurboQuant:
         codes: TurboQuantCodes = store.codes
         width = self._width(codes)
         code = unpack(take(codes.keys, at), self.bits, width)
-        levels = _levels(self.bits, codes.keys.device)
+        levels = _levels(operator.index(self.bits), codes.keys.device)
         return levels[code.int()] * (take(codes.key_scale, at).float() * width**-0.5)
 
 

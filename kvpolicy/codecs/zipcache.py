@@ -106,8 +106,8 @@ class ZipCache:
     token's range; then a token has one scale and one zero. The newest tokens stay exact until there are `recode_every`
     of them; then all tokens are decoded, rated and coded anew, those rated highest in more bits.
 
-    This is the codec alone. What makes a token salient is the policy's selector: ZipCache's own (attention of some
-    probe queries, divided by how many of them can see the token) would be a selector of its own.
+    This is the codec alone. What makes a token salient is up to the policy's selector: ZipCache's own measure (the
+    attention of some probe queries, divided by how many of them can see the token) is the selector `probe`.
 
     Args:
         high: Share of the tokens that gets `high_bits`, 0 to 1.

@@ -102,6 +102,11 @@ At = slice | Tensor
 class Turn(Protocol):
     """Rotary embedding of the keys of a stage, for codecs whose frame is `pre`."""
 
+    @property
+    def live(self) -> Tensor:
+        """Which slots hold a token, [B, H, C] bool."""
+        ...
+
     def keys(self, keys: Tensor, at: At) -> Tensor:
         """Rotate keys of the slots `at` [B, H, n, D] to their positions, as attention sees them."""
         ...

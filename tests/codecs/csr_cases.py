@@ -89,7 +89,8 @@ def pursued(x: Tensor, atoms: Tensor, pairs: int) -> Tensor:
 class Quarter:
     """A turn that swaps the halves of a key by a token's place, as a rotary embedding does."""
 
-    def __init__(self, slots: int, dim: int) -> None:
+    def __init__(self, slots: int, dim: int, held: int | None = None) -> None:
+        self.live = (torch.arange(slots) < (slots if held is None else held)).expand(B, H, -1)
         self.angle = torch.linspace(0, 2, slots).expand(B, H, -1)
         self.half = dim // 2
 

@@ -100,7 +100,7 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     csr, store = made(folder, top=3, distance=1)
     keys, values = tokens(9)
     write_all(csr, store, keys, values)
-    queries, turn = normal(B, H, G, 16, seed=1), Quarter(C, 16)
+    queries, turn = normal(B, H, G, 16, seed=1), Quarter(C, 16, held=9)
     read = csr.keys(store, slice(0, C))
     rough = (turn.queries(queries, 1) @ read.mT).amax(2)[..., :9]
     chosen = torch.zeros(B, H, C, dtype=torch.bool).scatter(-1, rough.topk(3).indices, True)
@@ -111,11 +111,11 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     torch.testing.assert_close(every.score(store, queries, turn), exact)
 
 
-def test_a_slot_never_written_displaces_no_other(folder: Path) -> None:
+def test_an_empty_slot_displaces_no_other(folder: Path) -> None:
     csr, store = made(folder, top=3, distance=0)
     key = tokens(1)[0]
     write_all(csr, store, key.expand(-1, -1, 9, -1), tokens(9)[1])
-    got = csr.score(store, -key.expand(-1, -1, G, -1), Quarter(C, 16))  # below the 0 of an empty slot
+    got = csr.score(store, -key.expand(-1, -1, G, -1), Quarter(C, 16, held=9))  # below the 0 of an empty slot
     assert got[..., :9].isfinite().sum() == B * H * G * 3 and not got[..., 9:].isfinite().any()
 
 

@@ -196,7 +196,7 @@ def test_a_block_with_a_live_token_is_frozen() -> None:
     others = [slot for slot in range(C) if slot != 10]
     for now, then in zip((got_keys, got_values), read(codec, before, C), strict=True):
         assert torch.equal(now[:, :, others], then[:, :, others])
-    assert error(got_values[:, :, 10:11], values) < 1 and (got_values[:, :, 10] - values[:, :, 0]).abs().max() < 0.2
+    assert (got_values[:, :, 10] - values[:, :, 0]).abs().max() < 0.2
 
 
 def test_a_dead_block_starts_anew_beside_frozen_ones() -> None:

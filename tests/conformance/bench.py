@@ -11,7 +11,6 @@ from kvpolicy import Policy
 from kvpolicy.attention import Kernel
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.rows import massive_tokens
-from tests.conformance.policies import parse
 from tests.conformance.replay import Turn, Twin, Verdict, coded_positions, kept_positions, replay
 
 DIM = 8
@@ -35,7 +34,7 @@ class Bench:
         rope: Any = None,
         twin: Twin | None = None,
     ) -> None:
-        self.policy = parse(policy) if isinstance(policy, str) else policy
+        self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         self.layer = PolicyLayer(self.policy, layer_idx, self._settle, rope)
         self.budgets, self.turns, self._new, self._twin = budgets, list[Turn](), new, twin
 

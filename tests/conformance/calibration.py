@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import shutil
+import getpass
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs._rotation import mixing
+from kvpolicy.codecs._rotation import mix
 from tests.reference.codecs import Book
 
 DIM, LAYERS = 8, 6
@@ -54,9 +53,11 @@ _MADE = {"csr": _csr, "kvquant": _kvquant}
 
 @functools.cache
 def folder(method: str) -> Path:
-    """The folder of a method's calibration, made when it is first asked for."""
-    path = Path(tempfile.mkdtemp(prefix="kvpolicy-"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    """The folder of a method's calibration, written when it is first asked for.
+
+    It has the same name in every run and every process, since names of tests have it.
+    """
+    path = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}" / method
     meta, tensors = _MADE[method]()
     save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)
     return path
@@ -65,7 +66,7 @@ def folder(method: str) -> Path:
 def book(method: str, layer: int, seed: int = 0) -> Book:
     """What the reference needs to know of a layer's calibration."""
     if method == "turboquant":  # whose signs are any
-        return {"signs": (mixing(DIM, seed, torch.device("cpu")) / mixing(DIM, None, torch.device("cpu")))[:, 0].sign()}
+        return {"signs": mix(torch.eye(DIM), seed)[:, 0].sign()}
     if method not in _MADE:
         return {}
     meta, tensors = _MADE[method]()

@@ -10,14 +10,27 @@ from pathlib import Path
 from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.registry import lookup, names
+from tests.conformance.calibration import folder
 
 _WORDS = {
     "streaming": "streaming:sinks=2",
     "snapkv": "snapkv:window=6:kernel=3",
     "kvcrush": "kvcrush/snapkv:window=6:kernel=3",
-    "kivi": "kivi:group_size=4:residual_length=4",
+    "probe": "probe:recent=0.2:random=0.2",
     "pyramid": "pyramid:beta=4",
+    "kivi": "kivi:group_size=4:residual_length=4",
+    "tokenwise": "tokenwise:group_size=4:residual_length=4:block_size=4",
+    "bfp": "bfp:block_channels=4:residual_length=3:block_size=4",
+    "gear": "gear:bits=4:group_size=4:rank=0:residual_length=4",
+    "kvquant": f"kvquant:outliers=0.1:sinks=2:residual_length=2:block_size=3:calibration={folder('kvquant')}",
+    "rotate": "rotate:group_size=4:sinks=2:residual_length=2:block_size=4",
+    "turboquant": "turboquant:residual_length=2:block_size=4",
+    "staircase": "staircase:eight=4:four=4:group_size=4:residual_length=2",
+    "csr": f"csr:s=4:online=2:residual_length=1:block_size=4:dictionary={folder('csr')}",
+    "mikv": "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
+    "zipcache": "zipcache:recode_every=5",
 }
+"""GEAR's basis is anyone's, so that only without one it can be compared number by number."""
 
 ALLOCATORS = [*names("allocator")]
 SELECTORS = [name for name in names("selector") if name != "full"]

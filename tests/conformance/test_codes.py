@@ -81,3 +81,28 @@ def test_attention_is_that_of_what_is_read(name: str) -> None:
     torch.testing.assert_close(twin.stage.score(twin.store, queries, None), want, rtol=1e-4, atol=1e-3)
     want = share @ twin.stage.values(twin.store, every)
     torch.testing.assert_close(twin.stage.mix(twin.store, share), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("tokenwise-4", 4.25),
+        ("tokenwise-2", 2.25),
+        ("tokenwise-fp8", 8.125),
+        ("bfp-4", 4.25),
+        ("zipcache-2", 2.25),
+        ("mikv-2", 2.25),
+        ("turboquant-4", 4.1875),
+        ("turboquant-3", 3.1875),
+        ("rotate-2", 2.1875),
+        ("kvquant-3", 3.3125),
+        ("csr-online", 2.0),
+        ("csr-fp8", 0.75),
+    ],
+)
+def test_bits_of_a_number(name: str, bits: float) -> None:
+    """What one more token takes, per number of key and value, where the head dimension is 128."""
+    few, more = (
+        sum(part.nbytes for part in CASES[name].stage.alloc(1, 1, slots, 128, "meta")) for slots in (1000, 2000)
+    )
+    assert (more - few) * 8 / 1000 / 256 == bits

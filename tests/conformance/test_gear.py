@@ -116,3 +116,20 @@ def test_gear_keeps_a_group_that_lives(name: str) -> None:
     twin.drop(*range(4))
     twin.write(tokens(64, "normal", [0, 1, 2, 3], [], seed=3))
     twin.check()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("name", GEARS)
+def test_gear_of_a_group_that_is_not_full(name: str, count: int) -> None:
+    twin = gear_twin(name, 32)
+    twin.write(tokens(32, "outliers", list(range(4, 4 + count)), [], seed=3))
+    twin.check()
+    twin.write(tokens(32, "normal", [7], [], seed=4))
+    twin.check()
+
+
+@pytest.mark.parametrize(("rank", "sparse", "bits"), [(2, 0.0, 3.25), (2, 0.02, 3.25 + 0.75 * 24 / 32), (0, 0.0, 2.5)])
+def test_bits_of_a_number(rank: int, sparse: float, bits: float) -> None:
+    """b + 32 / g + 16 r (1 / d + 1 / g); an outlier takes 24 bits here, and there are 2 in 64 and 2 in 128 numbers."""
+    codes = GEAR(group_size=64, rank=rank, sparse=sparse).alloc(1, 1, 640, 128, "meta")
+    assert sum(part.nbytes for part in codes) * 8 / 640 / 256 == bits

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Layout
-from tests.conformance.bench import DIM, Bench, draw, padding
+from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.policies import CODECS, SELECTORS, words
 
 GROWING = [f"{name}:decode=grow" for name in ("window", "streaming:sinks=2", "h2o", "snapkv:window=6", "tova")]
@@ -121,11 +120,3 @@ def test_budget_holds(method: str) -> None:
         bench.forward(*draw(size, number, batch=2), padding(15, 15, 8) if number == 0 else None)
         for row, budget in zip(bench.turns[-1].kept, bench.budgets, strict=True):
             assert all(len(head) == budget and len(set(head)) == budget for head in row)
-
-
-def test_layout_of_kivi() -> None:
-    codec = Bench("window+kivi:group_size=4:residual_length=8@0.5", [9]).policy.codec
-    assert [codec.layout(n) for n in (5, 11, 12, 13, 17)] == [
-        Layout(5, 0), Layout(11, 0), Layout(12, 4), Layout(12, 8), Layout(12, 12),
-    ]  # fmt: skip
-    assert DIM % 4 == 0  # what two bits need

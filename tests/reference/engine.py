@@ -142,14 +142,23 @@ class ReferenceLayer:
     def _query_heads(self, h: int) -> list[int]:
         return list(range(h * self.group, (h + 1) * self.group))
 
-    def _base_budget(self) -> int:
-        """What the selector, or the selector inside a refiner, may keep."""
+    def _base_budget(self, budget: int | None = None) -> int:
+        """What of a budget, the row's by default, the selector or the selector inside a refiner may keep."""
+        budget = self.budget if budget is None else budget
         if self.selector["name"] != "kvcrush":
-            return self.budget
-        return self.budget - kvcrush.representatives(self.selector, self.budget)
+            return budget
+        return budget - kvcrush.representatives(self.selector, budget)
 
-    def _priorities(self, head: list[Token]) -> list[float]:
-        share = self._base_budget()
+    def _precise(self, head: Head) -> int:
+        """How many tokens of a head stay precise: what a ranking of its tokens by worth is asked for."""
+        assert self.mover is not None
+        tokens, floor = self._most(), selectors.smallest_budget(self.base)
+        while self._base_budget(floor) < selectors.smallest_budget(self.base):
+            floor += 1
+        return min(max(self.mover.precise(head, tokens), floor), tokens)
+
+    def _priorities(self, head: list[Token], budget: int | None = None) -> list[float]:
+        share = self._base_budget(budget)
         return [selectors.priority(self.base, t.position, t.score, self.length, share) for t in head]
 
     def _make_room(self) -> None:
@@ -210,7 +219,7 @@ class ReferenceLayer:
         codec, pins = self.mover.codec, self.mover.pins
         if codec.order == "age":
             return sorted(head.tokens, key=lambda t: (t.position in pins, t.position))
-        worth = _never_standing(head.tokens, self._priorities(head.tokens))
+        worth = _never_standing(head.tokens, self._priorities(head.tokens, self._precise(head)))
         self.order_margin = min(self.order_margin, selectors.margin(worth))
         pairs = sorted(zip(worth, head.tokens, strict=True), key=lambda pair: (pair[0], -pair[1].position))
         newest = self.length - codec.residual

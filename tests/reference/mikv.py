@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from torch import Tensor
 
@@ -32,8 +30,8 @@ class Head:
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """b = sqrt(max |q| / max |k|): k * b and q / b then have the same peak in every channel."""
         for c, peak in enumerate(self.peaks):
-            largest = max(abs(float(x)) for x in column(keys, c))
-            b = math.sqrt(peak / largest) if peak and largest else 1.0
+            largest = max(abs(x) for x in column(keys, c))
+            b = np.sqrt(np.float32(peak) / largest) if peak and largest else np.float32(1)
             self.balance[c] = half(max(b, 2.0**-14))  # below, fp16 has fewer digits
 
     def code(self, key: Tensor, value: Tensor) -> Coded:

@@ -232,6 +232,11 @@ class Mover:
             else:
                 self._place(h, 0, [t for t in order(head) if t in head.exact()][: self.codec.block], order)
 
+    def precise(self, head: Head, tokens: int) -> int:
+        """How many tokens stay exact, or in the first of several stages, of a row of so many tokens."""
+        exact, coded = self.codec.layout(tokens)
+        return exact - self._frozen(head) - self.codec.block + (coded[0] if len(coded) > 1 else 0)
+
     def _pin(self, massive: set[int], *, frozen: bool) -> None:
         """Fix what never leaves the exact part."""
         if self.codec.pins == "first":
@@ -268,14 +273,19 @@ class Mover:
         assert stop == 0, "the stages have room for all"
 
     def _place(self, h: int, stage: int, tokens: list[Token], order: Callable[[Head], list[Token]]) -> None:
-        """Code tokens in a stage; where it is full, its own go on to the next stage first."""
+        """Code tokens in a stage; where it is full, its own go on to the next stage first.
+
+        Where there are more tokens than the stage has slots at all, the first of them pass it by.
+        """
         head, part = self.heads[h], self.heads[h].parts[stage]
         lacking = len(tokens) - len(part.dead())
         if lacking > 0:
             gone = [token for token in order(head) if token.place is not None and token.place[0] == stage][:lacking]
             for token in gone:
                 head.leave(token)
-            self._place(h, stage + 1, gone, order)
+            past = lacking - len(gone)
+            self._place(h, stage + 1, gone + tokens[:past], order)
+            tokens = tokens[past:]
         self._write(h, stage, tokens, part.dead()[: len(tokens)])
 
     def _write(self, h: int, stage: int, tokens: list[Token], slots: list[int]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from torch import Tensor
 
@@ -15,7 +13,7 @@ DEFAULTS: Config = {"bits": 2}
 
 def roots(tokens: list[Tensor]) -> list[np.float32]:
     """c = sqrt(max |x|) of each channel, 1 where that is 0."""
-    cs = [half(math.sqrt(max(abs(float(x)) for x in column(tokens, c)))) for c in range(len(tokens[0]))]
+    cs = [half(np.sqrt(max(abs(x) for x in column(tokens, c)))) for c in range(len(tokens[0]))]
     return [c if c > 0 else np.float32(1) for c in cs]
 
 

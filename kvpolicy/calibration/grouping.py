@@ -1,0 +1,106 @@
+"""Which layers are alike enough to share a dictionary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.codecs._sparse import unit
+
+
+class Directions(NamedTuple):
+    """A layer's vectors as unit vectors, and their sums, from which those of two layers together follow.
+
+    Attributes:
+        vectors: [n, D] fp32.
+        total: Their sum, [D] fp64.
+        moment: The sum of their outer products, [D, D] fp64.
+    """
+
+    vectors: Tensor
+    total: Tensor
+    moment: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> Directions:
+        """Of vectors [H, n, D], all heads together."""
+        vectors = unit(x.flatten(0, 1))
+        return cls(vectors, vectors.double().sum(0), vectors.double().mT @ vectors.double())
+
+
+def divergence(a: Directions, b: Directions, bins: int = 200) -> float:
+    """Jensen-Shannon divergence of two layers, 0 where they are alike to 1 where they share nothing.
+
+    Both layers' unit vectors are projected on the two main directions of both together, and counted in `bins` times
+    `bins` fields between the least and the most of both.
+    """
+    count = len(a.vectors) + len(b.vectors)
+    mean = (a.total + b.total) / count
+    spread = (a.moment + b.moment) / count - torch.outer(mean, mean)
+    axes = torch.linalg.eigh(spread).eigenvectors[:, -2:].float()
+    flat = [each.vectors @ axes for each in (a, b)]
+    least = torch.minimum(flat[0].amin(0), flat[1].amin(0))
+    width = (torch.maximum(flat[0].amax(0), flat[1].amax(0)) - least).clamp_min(1e-12) / bins
+    fields = [((each - least) / width).long().clamp(0, bins - 1) for each in flat]
+    p, q = (
+        torch.bincount(each[:, 0] * bins + each[:, -1], minlength=bins * bins).double() / len(each) for each in fields
+    )
+    middle = (p + q) / 2
+    bits = sum((torch.xlogy(each, each) - torch.xlogy(each, middle)).sum() / 2 for each in (p, q))
+    return max(float(bits) / 0.6931471805599453, 0.0)
+
+
+def group_layers(
+    layers: Sequence[int], between: Callable[[int, int], float], pair: float = 0.2, chain: float = 1.0
+) -> list[list[int]]:
+    """Put neighbours together from left to right, as long as they are alike.
+
+    Args:
+        layers: In ascending order.
+        between: The divergence of two layers.
+        pair: The most that any two layers of a group may differ.
+        chain: The most that the differences of neighbours in a group may sum to.
+
+    Example:
+        >>> group_layers([0, 1, 2, 3], lambda a, b: 0.0 if a else 1.0)
+        [[0], [1, 2, 3]]
+    """
+    groups: list[list[int]] = []
+    length = 0.0
+    for layer in layers:
+        step = between(groups[-1][-1], layer) if groups else 0.0
+        if groups and length + step <= chain and all(between(other, layer) <= pair for other in groups[-1]):
+            groups[-1].append(layer)
+            length += step
+        else:
+            groups.append([layer])
+            length = 0.0
+    return groups
+
+
+def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
+    """Read groups such as `0,1,2-4`; `each` and `all` are one per layer and one for all.
+
+    Raises:
+        ValueError: Where a layer is missing, there twice or unknown.
+
+    Example:
+        >>> parse_groups("0,1-3", [0, 1, 2, 3])
+        [[0], [1, 2, 3]]
+    """
+    if text in ("each", "all"):
+        return [[layer] for layer in layers] if text == "each" else [list(layers)]
+    groups: list[list[int]] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            raise ValueError(f"{part!r} is no group of layers: write groups as 0,1,2-4, or auto, each or all.")
+        first, last = int(match[1]), int(match[2] or match[1])
+        groups.append([layer for layer in layers if first <= layer <= last])
+    if sorted(layer for group in groups for layer in group) != sorted(layers) or not all(groups):
+        raise ValueError(f"The groups {text} do not name each of the layers {', '.join(map(str, layers))} once.")
+    return groups

@@ -1,0 +1,74 @@
+"""Fit what KVQuant must know of each layer of a model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from kvpolicy.calibration.collect import collect
+from kvpolicy.calibration.identity import identity
+from kvpolicy.calibration.kvquant import fit_kvquant
+from kvpolicy.codecs import _files
+
+
+def calibrate_kvquant(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    out: str | Path,
+    *,
+    bits: Sequence[int] = (2, 3, 4),
+    outliers: float = 0.01,
+    tokens: int = 16_384,
+    fisher: bool = True,
+    seed: int = 0,
+    name: str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Fit KVQuant's ranges and levels to a model's keys and values, and write them to a folder.
+
+    Args:
+        model: A causal language model that no policy is attached to.
+        windows: Token ids, each [n]; see `token_windows`.
+        out: The folder.
+        bits: For which widths of codes.
+        outliers: Share of numbers that will be kept exact, as in `KVQuant`.
+        tokens: About how many tokens' vectors are looked at.
+        fisher: Whether a number's error matters by the squared gradient of the loss, as in the paper; else all alike.
+        seed: Of the draw of tokens.
+        name: What to call the model.
+        progress: Whether to show a bar.
+
+    Returns:
+        What was written beside the tensors.
+
+    Raises:
+        ValueError: Where the model is not supported or the text too short.
+    """
+    facts = identity(model, name)
+    if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
+        raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
+    if not 0 <= outliers < 1:
+        raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
+    samples = collect(model, windows, tokens=tokens, frames=("pre",), fisher=fisher, seed=seed, progress=progress)
+    tensors: dict[str, Tensor] = {}
+    for layer, keys in tqdm(samples.pre.items(), desc="fit", disable=not progress):
+        weights = samples.fisher.get(layer)
+        fitted = fit_kvquant(keys, samples.values[layer], bits=tuple(bits), weights=weights, outliers=outliers)
+        tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}
+    meta = {
+        "model": facts,
+        "head_dim": facts["head_dim"],
+        "text_sha256": hashlib.sha256(b"|".join(window.numpy().tobytes() for window in windows)).hexdigest(),
+        "bits": list(bits),
+        "outliers": outliers,
+        "fisher": fisher,
+        "tokens": next(iter(samples.values.values())).shape[1],
+        "seed": seed,
+    }
+    _files.save(out, "kvquant", meta, tensors)
+    return meta

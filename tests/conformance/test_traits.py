@@ -1,0 +1,40 @@
+"""What codecs tell the engine, against the reference: traits and layouts of every number of tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpolicy import Policy
+from kvpolicy.protocols import Layout
+from tests.conformance.policies import CODECS, words
+from tests.conformance.replay import reference_codec
+
+MORE = [
+    "kivi:group_size=3:residual_length=7",
+    "tokenwise",
+    "rotate:sinks=0",
+    "staircase",
+    "staircase:eight=1:four=7:group_size=3:residual_length=1",
+    "mikv",
+    "mikv:high=0.07:high_bits=8",
+    "mikv:high=1.0:block_size=5",
+    "mikv:high=1.0:high_bits=8",
+    "mikv:high=0.0:high_bits=8:residual_length=0",
+    "zipcache",
+    "zipcache:high=0.29:recode_every=1",
+]
+
+
+@pytest.mark.parametrize("method", [*(words("h2o", codec) for codec in CODECS), *(f"h2o+{more}@0.5" for more in MORE)])
+def test_traits_and_layouts(method: str) -> None:
+    fast = Policy.parse(method).codec
+    slow, traits = reference_codec(fast), fast.traits
+    if slow is None:
+        assert fast.layout(7) == Layout(7)
+        return
+    for name in ("block", "grain", "residual", "frame", "order", "pins", "pinned", "recode"):
+        assert getattr(traits, name) == getattr(slow, name), name
+    assert len(fast.stages) == len(slow.layout(10**4)[1]) or not slow.layout(10**4)[1]
+    for tokens in [*range(1, 300), 999, 1000, 1001, 10**4]:
+        exact, coded = slow.layout(tokens)
+        assert fast.layout(tokens) == Layout(exact, tuple(coded)), tokens
