@@ -238,7 +238,8 @@ class PolicyCache(Cache):
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
             left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
-            note=explain(self.policy, self._tokens.keep, length), resident_nbytes=planned_resident(self.policy, tuple(indices)),
+            note=explain(self.policy, self._tokens.keep, length),
+            resident_nbytes=planned_resident(self.policy, tuple(indices)),
         )  # fmt: skip
 
     def alone_bytes(self) -> dict[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.attention import Kernel, Tail, tail_rows
 from kvpolicy.probing import probe_sums
 from kvpolicy.protocols import Seen, State, View
-from kvpolicy.slots import Loose
+from kvpolicy.slots import Loose, open_slots
 from kvpolicy.state import join_states, map_state, tensors
 
 if TYPE_CHECKING:
@@ -140,16 +140,18 @@ def _split(
 ) -> Loose:  # fmt: skip
     """Empty the slots that were not chosen, and hand back what must find a place."""
     assert layer.keys is not None and layer.values is not None
-    exact = slice(layer.frozen, layer.layout.exact)
+    exact = layer.layout.exact
 
     def outer(t: Tensor) -> Tensor:
-        return torch.cat([t[..., exact], t[..., held:]], -1)
+        return torch.cat([t[..., :exact], t[..., held:]], -1)
 
     layer.positions = positions[..., :held].masked_fill(~chosen[..., :held], -1)
     layer.state = map_state(lambda t: t[..., :held], state)
-    keys = torch.cat([layer.keys[:, :, exact], prompt.keys], 2)
-    values = torch.cat([layer.values[:, :, exact], prompt.values], 2)
-    return Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
+    keys, values = torch.cat([layer.keys, prompt.keys], 2), torch.cat([layer.values, prompt.values], 2)
+    loose = Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
+    if layer.frozen:  # these stay where they are
+        loose.chosen[..., :exact] &= open_slots(layer)
+    return loose
 
 
 def _is_left_padded(valid: Tensor) -> bool:

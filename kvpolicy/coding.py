@@ -5,19 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import Store
 from kvpolicy.reading import codec_keys, stage_range, store_of
-from kvpolicy.slots import FAR, Loose, leaving_order
+from kvpolicy.room import exact_count
+from kvpolicy.slots import FAR, Loose, frozen_rows, leaving_order, open_slots
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
 
 
-def settle_loose(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
+def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Give every chosen token a slot: those that leave first are coded, the others stay exact.
+
+    Args:
+        layer: Whose slots.
+        loose: The tokens.
+        idle: Rows that got no token, [B] bool, of which nothing is coded: alone they would not have been called.
 
     Returns:
         The exact keys and values, [B, H, E, D].
@@ -33,6 +40,7 @@ def settle_loose(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
         traits = layer.policy.codec.traits
         stays = layer.rows.full - traits.block
         moved = (count - stays).clamp_min(0).div(traits.grain, rounding_mode="floor") * traits.grain
+        moved = moved if idle is None else moved.masked_fill(idle[:, None], 0)
         _code(layer, loose.take(order), moved)
     return _place_exact(layer, loose, order, moved)
 
@@ -53,7 +61,7 @@ def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
     width = min(traits.pinned, loose.positions.shape[-1])
     newest = torch.where(loose.chosen, loose.positions, -1).argsort(dim=-1, descending=True, stable=True)[..., :width]
     taken = loose.take(newest)
-    gone = ~taken.chosen
+    gone = ~taken.chosen | (layer.rows.full == FAR)[..., None]  # alone such a row would have no codes, so no atoms
     layer.positions[..., :width] = layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
     for slot, item in zip(tensors(layer.state), tensors(taken.state), strict=True):
         slot[..., :width] = item.masked_fill(gone, 0)
@@ -73,22 +81,35 @@ def _pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
 def _place_exact(layer: PolicyLayer, loose: Loose, order: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
     """Put what is left behind the frozen slots, by position."""
     assert layer.keys is not None and layer.values is not None
-    start, size, most = layer.frozen, layer.layout.exact - layer.frozen, order.shape[-1]
-    rank = torch.arange(size, device=order.device)
-    index = order.gather(-1, (moved[..., None] + rank).clamp_max(most - 1))
-    there = moved[..., None] + rank < loose.chosen.sum(-1, keepdim=True)
-    positions = loose.positions.gather(-1, index)
-    again = torch.where(there, positions, FAR).argsort(dim=-1, stable=True)
-    rest, there = loose.take(index.gather(-1, again)), there.gather(-1, again)
-    end = layer.layout.exact
-    layer.positions[..., start:end] = rest.positions.masked_fill(~there, -1)
-    for slot, item in zip(tensors(layer.state), tensors(rest.state), strict=True):
-        slot[..., start:end] = item.masked_fill(~there, 0)
-    blank = ~there[..., None]
-    keys, values = rest.keys.masked_fill(blank, 0), rest.values.masked_fill(blank, 0)
-    if not start:
-        return keys, values
-    return torch.cat([layer.keys[:, :, :start], keys], 2), torch.cat([layer.values[:, :, :start], values], 2)
+    size, most, count = layer.layout.exact, order.shape[-1], loose.chosen.sum(-1, keepdim=True)
+    slot = torch.arange(size, device=order.device).expand(*order.shape[:2], -1)
+    index = order.gather(-1, (moved[..., None] + slot).clamp_max(most - 1))
+    there = moved[..., None] + slot < count
+    positions = torch.where(there, loose.positions.gather(-1, index), FAR)
+    index = index.gather(-1, positions.argsort(dim=-1, stable=True))  # by position
+    first = layer.frozen * frozen_rows(layer) if layer.frozen else 0
+    rest = loose.take(index.gather(-1, (slot - first).clamp_min(0)))
+    there = (slot >= first) & (moved[..., None] + slot - first < count)
+    own = open_slots(layer)
+    held = layer.positions[..., :size]
+    layer.positions[..., :size] = torch.where(own, rest.positions.masked_fill(~there, -1), held)
+    for old, item in zip(tensors(layer.state), tensors(rest.state), strict=True):
+        old[..., :size] = torch.where(own, item.masked_fill(~there, 0), old[..., :size])
+    return tuple(
+        _beside(t, new.masked_fill(~there[..., None], 0), own, layer.frozen)
+        for t, new in (
+            (layer.keys, rest.keys),
+            (layer.values, rest.values),
+        )
+    )  # pyright: ignore[reportReturnType]
+
+
+def _beside(held: Tensor, new: Tensor, own: Tensor, frozen: int) -> Tensor:
+    """Exact keys or values: the frozen ones as they are, elsewhere `new` [B, H, E, D]."""
+    if not frozen:
+        return new
+    pad = F.pad(held[:, :, :frozen], (0, 0, 0, new.shape[2] - frozen))
+    return torch.where(own[..., None], new, pad)
 
 
 def _code(layer: PolicyLayer, loose: Loose, moved: Tensor) -> None:
@@ -140,52 +161,69 @@ def _live(layer: PolicyLayer) -> list[Tensor]:
 def flush(layer: PolicyLayer) -> None:
     """Code the first block to leave, in every head whose exact part is full. Traceable, no sync."""
     assert layer.keys is not None and layer.values is not None and layer.rows is not None
-    exact = slice(layer.frozen, layer.layout.exact)
-    positions = layer.positions[..., exact]
-    live, state = positions >= 0, map_state(lambda t: t[..., exact], layer.state)
+    exact = layer.layout.exact
+    positions = layer.positions[..., :exact]
+    live, state = (positions >= 0) & open_slots(layer), map_state(lambda t: t[..., :exact], layer.state)
     active = live.sum(-1) >= layer.rows.full
-    loose = Loose(layer.keys[:, :, exact], layer.values[:, :, exact], positions, state, live)
+    loose = Loose(layer.keys, layer.values, positions, state, live)
     index = leaving_order(layer, loose)[..., : layer.policy.codec.traits.block]
     taken = loose.take(index)
     there = active[..., None].expand_as(index)
-    layer.positions.scatter_(-1, index + layer.frozen, taken.positions.masked_fill(there, -1))
+    layer.positions.scatter_(-1, index, taken.positions.masked_fill(there, -1))
     _place(layer, 0, _in_frame(layer, taken), there)
 
 
 def recode(layer: PolicyLayer) -> None:
     """Code all tokens anew in every head whose exact part is full."""
     assert layer.keys is not None and layer.values is not None and layer.rows is not None
-    due = (layer.positions[..., : layer.layout.exact] >= 0).sum(-1) >= layer.rows.full
+    due = exact_count(layer) >= layer.rows.full
     past = layer.past()
     assert past is not None
     before, before_state = layer.positions.clone(), map_state(torch.clone, layer.state)
-    loose = Loose(past.keys, past.values, before, before_state, past.live & due[..., None])
-    layer.positions.masked_fill_(due[..., None], -1)
+    moves = past.live & due[..., None]
+    moves[..., : layer.layout.exact] &= open_slots(layer)
+    loose = Loose(past.keys, past.values, before, before_state, moves)
+    layer.positions.masked_fill_(moves, -1)
     keys, values = settle_loose(layer, loose)
-    wide = due[..., None, None]
-    layer.keys, layer.values = torch.where(wide, keys, layer.keys), torch.where(wide, values, layer.values)
-    layer.positions = torch.where(due[..., None], layer.positions, before)
-    held = tensors(before_state)
-    layer.state = map_state(lambda t: torch.where(due[..., None], t, next(held)), layer.state)
+    again = due[..., None]
+    for now, new in ((layer.keys, keys), (layer.values, values)):
+        now.copy_(torch.where(again[..., None], new, now))
+    layer.positions.copy_(torch.where(again, layer.positions, before))
+    for now, then in zip(tensors(layer.state), tensors(before_state), strict=True):
+        now.copy_(torch.where(again, now, then))
 
 
 def _place(layer: PolicyLayer, stage: int, block: Loose, there: Tensor) -> None:
     """Code tokens into a stage, where `there` [B, H, n]; what it has no room for moves on to the next stage first."""
     assert layer.rows is not None
     if any(layer.layout.coded[stage + 1 :]):
-        _move_on(layer, stage, there)
+        block, there = _move_on(layer, stage, block, there)
     size = layer.policy.codec.traits.grain
     live = _live(layer)[stage]
     crowd = live.unflatten(-1, (-1, size)).sum(-1, keepdim=True).expand(*live.shape[:2], -1, size).flatten(-2)
     # A row has the slots that it would have alone, however many its neighbours need.
     other = torch.arange(live.shape[-1], device=live.device) >= layer.rows.room[:, stage, None, None]
     order = torch.where(live | other, size + 1 + other.long(), crowd).argsort(dim=-1, stable=True)
-    count = min(there.shape[-1], live.shape[-1])
-    _write(layer, stage, _first(block, 0, count), order[..., :count], there[..., :count], live)
+    block, there = _compact(block, there, min(there.shape[-1], live.shape[-1]))
+    _write(layer, stage, block, order[..., : there.shape[-1]], there, live)
 
 
-def _move_on(layer: PolicyLayer, stage: int, there: Tensor) -> None:
-    """Make dead slots in a stage for `there` [B, H, n] tokens: its first to leave are read and placed further down."""
+def _compact(block: Loose, there: Tensor, width: int) -> tuple[Loose, Tensor]:
+    """The tokens `there` [B, H, n] in front, in their order, cut to `width`, which is enough for them."""
+    if width == there.shape[-1]:
+        return block, there
+    index = (~there).int().argsort(dim=-1, stable=True)[..., :width]
+    return block.take(index), there.gather(-1, index)
+
+
+def _move_on(layer: PolicyLayer, stage: int, block: Loose, there: Tensor) -> tuple[Loose, Tensor]:
+    """Make dead slots in a stage for tokens `there` [B, H, n]: its first to leave are read and placed further down.
+
+    Where the whole stage is too small for a block, the first of the block go further down as well.
+
+    Returns:
+        The block, and which of it are for this stage.
+    """
     assert layer.rows is not None
     at = stage_range(layer, stage)
     positions = layer.positions[..., at]
@@ -200,9 +238,15 @@ def _move_on(layer: PolicyLayer, stage: int, there: Tensor) -> None:
         keys, values, positions.gather(-1, index), map_state(lambda t: t.gather(-1, index), state),
         live.gather(-1, index),
     )  # fmt: skip
-    leaves = torch.arange(index.shape[-1], device=index.device) < lack[..., None]
+    leaves = (torch.arange(index.shape[-1], device=index.device) < lack[..., None]) & taken.chosen
     layer.positions.scatter_(-1, index + at.start, taken.positions.masked_fill(leaves, -1))
-    _place(layer, stage + 1, taken, leaves)
+    passes = there & (there.long().cumsum(-1) <= (lack - leaves.sum(-1))[..., None])
+    parts = zip(
+        tensors(taken), tensors(block._replace(keys=block.keys.float(), values=block.values.float())), strict=True
+    )
+    both = map_state(lambda _: torch.cat(next(parts), 2), taken)
+    _place(layer, stage + 1, *_compact(both, torch.cat([leaves, passes], -1), there.shape[-1]))
+    return block, there & ~passes
 
 
 def _write(layer: PolicyLayer, stage: int, block: Loose, slots: Tensor, there: Tensor, live: Tensor) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.attention import Kernel, attend_slots
 from kvpolicy.protocols import View
+from kvpolicy.slots import open_slots
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
         positions.scatter_(-1, victim, positions.gather(-1, victim).masked_fill(full, -1))
     else:
         _insist(~full.any(), "the cache has no room left: call cache.tick() between steps")
-    free = positions[..., layer.frozen : layer.layout.exact] < 0
+    free = (positions[..., : layer.layout.exact] < 0) & open_slots(layer)
     if layer.can_run_out:
         _insist(free.any(-1).all(), "the cache has no free slot: call cache.tick() between steps")
-    return layer.frozen + free.to(torch.uint8).argmax(-1, keepdim=True)
+    return free.to(torch.uint8).argmax(-1, keepdim=True)
 
 
 def _insist(condition: Tensor, message: str) -> None:

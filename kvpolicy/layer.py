@@ -206,7 +206,7 @@ class PolicyLayer(CacheLayerMixin):
         self.short = self.tokens < int(self.budget.amax())
         if self.rows is not None and not self.pinned:
             pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive)
-        self.keys, self.values = settle_loose(self, loose)
+        self.keys, self.values = settle_loose(self, loose, prompt.idle)
         self.pinned, self.massive = True, None
         self._code_full()
 

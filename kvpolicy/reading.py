@@ -31,7 +31,8 @@ def _atoms(layer: PolicyLayer) -> tuple[Tensor, Tensor] | None:
     if not layer.frozen or layer.rows is None:
         return None
     assert layer.keys is not None and layer.values is not None
-    keys, values = layer.keys[:, :, : layer.frozen], layer.values[:, :, : layer.frozen]
+    none = (layer.rows.pins < 0)[..., None]
+    keys, values = (t[:, :, : layer.frozen].masked_fill(none, 0) for t in (layer.keys, layer.values))
     return codec_keys(layer, keys, layer.rows.pins).to(keys.dtype), values
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.slots import FAR, lay_out
+from kvpolicy.slots import FAR, lay_out, open_slots
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def exact_count(layer: PolicyLayer) -> Tensor:
     """Exact tokens of each head, those in frozen slots left out, [B, H]."""
-    return (layer.positions[..., layer.frozen : layer.layout.exact] >= 0).sum(-1)
+    return ((layer.positions[..., : layer.layout.exact] >= 0) & open_slots(layer)).sum(-1)
 
 
 def free_steps(layer: PolicyLayer) -> float:
@@ -27,7 +27,7 @@ def free_steps(layer: PolicyLayer) -> float:
         return math.inf
     count = (layer.positions >= 0).sum(-1)
     limit = layer.budget[:, None] if layer.grows else layer.tokens if layer.short else FAR
-    exact = torch.full_like(count, layer.layout.exact - layer.frozen)
+    exact = open_slots(layer).sum(-1).expand_as(count)
     exact = exact if layer.rows is None else torch.minimum(exact, layer.rows.full)
     return int(torch.minimum(exact - exact_count(layer), limit - count).amin())
 

@@ -47,7 +47,8 @@ def alloc_rows(codec: Codec, batch: int, heads: int, head_dim: int, device: torc
 def with_budget(rows: Rows, codec: Codec, budget: Tensor, frozen: int) -> Rows:
     """The same rows for budgets [B]: each row has the slots that it would have alone. Reads the budgets on the host."""
     layouts = [codec.layout(int(tokens)) for tokens in budget.tolist()]
-    full = [[at.exact - frozen if sum(at.coded) else FAR] for at in layouts]
+    held = (rows.pins[:, 0] >= 0).any(-1).tolist() if frozen else [False] * len(layouts)
+    full = [[at.exact - frozen * own if sum(at.coded) else FAR] for at, own in zip(layouts, held, strict=True)]
     room = [[*at.coded, *[0] * (rows.room.shape[1] - len(at.coded))] for at in layouts]
     return rows._replace(full=rows.full.new_tensor(full), room=rows.room.new_tensor(room))
 

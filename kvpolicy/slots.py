@@ -44,6 +44,18 @@ class Loose(NamedTuple):
         )  # fmt: skip
 
 
+def frozen_rows(layer: PolicyLayer) -> Tensor:
+    """Which rows have frozen slots, [B, 1, 1] bool: those that had room for codes when the first prompt was settled."""
+    assert layer.rows is not None
+    return layer.rows.pins[:, :1, :1] >= 0
+
+
+def open_slots(layer: PolicyLayer) -> Tensor:
+    """Which exact slots any token may take, [B or 1, 1, E] bool: all but frozen ones."""
+    slots = torch.arange(layer.layout.exact, device=layer.positions.device)[None, None]
+    return (slots >= layer.frozen) | ~frozen_rows(layer) if layer.frozen else slots >= 0
+
+
 def lay_out(layer: PolicyLayer, layout: Layout) -> None:
     """Make room for a layout, at least as large as the one before; exact slots come out empty but for frozen ones."""
     old = layer.layout
@@ -58,6 +70,8 @@ def lay_out(layer: PolicyLayer, layout: Layout) -> None:
         positions[..., now : now + size] = layer.positions[..., then : then + size]
         for empty, full in zip(tensors(state), tensors(layer.state), strict=True):
             empty[..., now : now + size] = full[..., then : then + size]
+    if layer.frozen:
+        positions[..., : layer.frozen].masked_fill_(~frozen_rows(layer), -1)
     layer.positions, layer.state = positions, state
     if new.coded != old.coded:
         layer.codes = tuple(_longer(layer, number, size) for number, size in enumerate(new.coded))

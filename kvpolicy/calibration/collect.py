@@ -112,7 +112,8 @@ class _Reader:
 
     def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
         """Every token's vectors of one window [n], by part and layer, each [H, n, D]."""
-        cache: Any = DynamicCache(config=self.model.config)
+        config: Any = self.model.config
+        cache: Any = DynamicCache(config=config)
         ids = ids[None].to(next(self.sites.decoder.parameters()).device)
         slopes = self._slopes(ids, cache) if self.fisher else {}
         if not self.fisher:
@@ -133,9 +134,13 @@ class _Reader:
             return self.ropes[layer].undo(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
 
     def _slopes(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        """Gradients of the loss in keys and values; rotating is orthogonal, so a gradient turns back as its key does."""
+        """Gradients of the loss in keys and values; rotations turn a gradient back as they do a key."""
         with torch.enable_grad():
             loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
+            if not loss.requires_grad:
+                raise ValueError(
+                    "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
+                )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
             both = [g.float() for g in torch.autograd.grad(loss, tensors)]
         keys = dict(zip(self.layers, both[::2], strict=True))

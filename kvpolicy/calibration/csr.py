@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,7 +175,7 @@ def _groups(
             return seen[a, b]
 
         groups[part] = group_layers(layers, between, options.pair, options.chain)
-        steps[part] = [between(a, b) for a, b in zip(layers, layers[1:], strict=False)]
+        steps[part] = [between(a, b) for a, b in pairwise(layers)]
     return groups, steps
 
 
@@ -193,7 +194,7 @@ def _run(
     x = vectors.unflatten(-1, (job.chunks, -1)).flatten(0, 1).to(device)
     state = states.load(job.name)
     if state is not None:
-        state = State(*(t.to(device) for t in state[:4]), state.losses)
+        state = State(**{key: t.to(device) for key, t in state.tensors().items()}, losses=state.losses)
     before = 0 if state is None else len(state.losses) - 1
     with tqdm(total=options.training.epochs, initial=before, desc=job.name, disable=not progress) as bar:
 

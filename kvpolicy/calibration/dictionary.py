@@ -91,7 +91,7 @@ def losses(x: Tensor, atoms: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 
 
 def balance(error: Tensor, diversity: Tensor, most: float) -> Tensor:
-    """The weight of the diversity term: it adds at most the share `most` of the error, and has a weight of at most 1."""
+    """The weight of the diversity term: at most 1, and such that it adds at most `most` of the error."""
     return (most * error.detach() / diversity.detach().clamp_min(1e-30)).clamp(0, 1)
 
 
@@ -135,7 +135,8 @@ def train(
     test, own = x[order[:held].to(x.device)], x[order[held:].to(x.device)]
     if state is None:
         atoms = start(own, count, training.seed)
-        state = State(atoms, *(torch.zeros_like(atoms) for _ in range(2)), atoms, [left(test, atoms, pairs)])
+        zero = torch.zeros_like(atoms)
+        state = State(atoms, zero, zero, atoms, [left(test, atoms, pairs)])
         if after is not None:
             after(state)
     while len(state.losses) <= training.epochs and not _waited(state.losses, training.patience):

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from kvpolicy import Policy, PolicyCache
+from tests.conformance.calibration import DIM
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, play
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, every, words
-from tests.conformance.replay import Tape, replay
+from tests.conformance.replay import Tape, Twin, reference_codec, replay
+from tests.conformance.turning import turns
 from tests.reference import allocators
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -21,17 +23,19 @@ AXES = (ALLOCATORS, SELECTORS, CODECS, [*FAMILIES, *UNNAMED], [*ROWS], [*DTYPES]
 
 def compare(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     policy = Policy.parse(words(allocator, selector, codec))
-    tape, cache, logits = play(build(family, DTYPES[dtype]), policy, ROWS[rows])
+    model = build(family, DTYPES[dtype])
+    tape, cache, logits = play(model, policy, ROWS[rows])
+    twin = Twin(reference_codec(policy.codec), turns(build(family), DIM))
     assert torch.isfinite(logits).all()
     check_budgets(policy, cache, tape, ROWS[rows])
     if dtype == "fp32":
-        verdict = replay(policy, tape)
+        verdict = replay(policy, tape, twin=twin)
         assert verdict.turns >= len(tape) * 5, "most choices were within fp32's noise"
     else:
-        prompt = replay(policy, {layer: turns[:1] for layer, turns in tape.items()}, exact=False)
+        prompt = replay(policy, {layer: some[:1] for layer, some in tape.items()}, exact=False, twin=twin)
         # One bit that rounding turns moves a token, and with it every cut of KVCrush's order behind it.
         assert prompt.alike >= (0.9 if selector == "kvcrush" else 0.95) * prompt.tokens, prompt
-        verdict = replay(policy, tape, exact=False)  # a token that rounding evicted is gone for the rest of it
+        verdict = replay(policy, tape, exact=False, twin=twin)  # a token that rounding evicted is gone for the rest of it
         assert verdict.alike >= 0.9 * verdict.tokens, verdict
 
 
@@ -43,7 +47,7 @@ def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[
         for b, length in enumerate(lengths):
             seen[b] += length if number == 0 else turn.q.shape[2]
             if turn.q.shape[2] > 1:
-                got = [turns[number].keep[b] for turns in tape.values()]
+                got = [some[number].keep[b] for some in tape.values()]
                 cosines = None if measures is None else measures[b].tolist()
                 assert got == expected_budgets(policy, cosines, seen[b], coming, len(got)), (number, b)
 

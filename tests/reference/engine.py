@@ -247,7 +247,7 @@ class ReferenceLayer:
             assert hidden is not None, "this codec looks at hidden states"
             sizes = [(-abs(x), t) for t, row in enumerate(hidden.tolist()) for x in row]
             massive = {t for _, t in sorted(sizes)[: self.mover.codec.pinned]}
-        self.mover.settle(self.heads, self._order, self._most(), massive)
+        self.mover.settle(self.heads, self._order, self._most(), self.length, massive)
 
 
 def _never_standing(tokens: list[Token], worth: list[float]) -> list[float]:

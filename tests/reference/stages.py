@@ -189,13 +189,16 @@ class Mover:
             peak, old = some.abs().amax(0).float(), self.peaks[h]
             self.peaks[h] = peak if old is None else torch.maximum(peak, old)
 
-    def settle(self, heads: list[Head], order: Callable[[Head], list[Token]], tokens: int, massive: set[int]) -> None:
+    def settle(
+        self, heads: list[Head], order: Callable[[Head], list[Token]], tokens: int, seen: int, massive: set[int]
+    ) -> None:
         """Code what does not fit the exact parts after a prompt.
 
         Args:
             heads: With the tokens that were chosen.
             order: All tokens of a head that may leave the exact part, in the order in which they leave.
             tokens: The most that the row may hold.
+            seen: How many tokens there were so far.
             massive: Positions that hold the largest hidden numbers of this prompt.
         """
         self.heads = heads
@@ -206,7 +209,7 @@ class Mover:
             for part, count in zip(head.parts, coded, strict=False):
                 part.grow(count)
         if not self.settled:
-            self._pin(massive, frozen=any(coded))
+            self._pin(seen, massive, frozen=any(coded))
         if any(coded):
             for h, head in enumerate(heads):
                 leaving = self._overflow(head, exact, order(head))
@@ -237,10 +240,10 @@ class Mover:
         exact, coded = self.codec.layout(tokens)
         return exact - self._frozen(head) - self.codec.block + (coded[0] if len(coded) > 1 else 0)
 
-    def _pin(self, massive: set[int], *, frozen: bool) -> None:
+    def _pin(self, seen: int, massive: set[int], *, frozen: bool) -> None:
         """Fix what never leaves the exact part."""
         if self.codec.pins == "first":
-            self.pins = set(range(self.codec.pinned))
+            self.pins = set(range(min(self.codec.pinned, seen)))
         elif self.codec.pins == "massive":
             self.pins = massive
         elif self.codec.pins == "newest" and frozen:

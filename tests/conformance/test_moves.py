@@ -1,0 +1,103 @@
+"""How tokens move between the exact part and stages, with codecs that were made for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+import pytest
+import torch
+
+from kvpolicy import Policy
+from kvpolicy.allocators.uniform import Uniform
+from tests.conformance.bench import Bench, draw, padding
+from tests.conformance.fakes import Fake, Roll, apply, undo
+from tests.conformance.policies import SELECTORS, every, words
+from tests.conformance.replay import Twin, Verdict
+
+CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
+PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
+AXES = (
+    [*CAPS], ["1", "4"], ["age", "worth"], [*PINS], ["0", "3"], ["flush", "recode"], ["post", "pre"],
+    ["evict", "grow"], SELECTORS,
+)  # fmt: skip
+
+
+def fake(caps: str, grain: str, order: str, pins: str, residual: str, recode: str, frame: str) -> Fake:
+    return Fake(
+        caps=CAPS[caps], grain=int(grain), order="worth" if order == "worth" else "age", residual=int(residual),
+        pins=PINS[pins][0], pinned=PINS[pins][1], recode=recode == "recode",  # pyright: ignore[reportArgumentType]
+        frame="pre" if frame == "pre" else "post", peaks=frame == "post",
+    )  # fmt: skip
+
+
+def bench_of(codec: Fake, selector: str, decode: str, budgets: list[int], new: int, layer_idx: int = 0) -> Bench:
+    """A bench of a codec; where generated tokens are to be kept, so is all that does not compete."""
+    chosen = Policy.parse(words(selector)).selector
+    base = getattr(chosen, "base", None)
+    if base is None:
+        chosen = dataclasses.replace(chosen, decode=decode)  # pyright: ignore[reportArgumentType]
+    else:
+        chosen = dataclasses.replace(chosen, base=dataclasses.replace(base, decode=decode))  # pyright: ignore
+    policy = Policy(allocator=Uniform(), selector=chosen, codec=codec, budget=0.5)
+    twin = Twin(codec.slow(), lambda layer: (undo, apply))
+    rope = Roll() if codec.frame == "pre" else None
+    budgets = [max(budget, chosen.floor) for budget in budgets]
+    return Bench(policy, budgets, new=new, layer_idx=layer_idx, rope=rope, twin=twin)
+
+
+def converse(bench: Bench, seed: int, sizes: list[int], first: torch.Tensor | None) -> Verdict:
+    for number, size in enumerate(sizes):
+        q, k, v = draw(size, 1000 * seed + number, batch=len(bench.budgets))
+        bench.forward(q, k, v, first if number == 0 else None)
+    return bench.check()
+
+
+@pytest.mark.parametrize("options", every(*AXES), ids="-".join)
+def test_traits(options: tuple[str, ...]) -> None:
+    """A padded prompt, many steps, continuations and steps."""
+    codec, sizes = fake(*options[:7]), [30, *[1] * 14, 9, *[1] * 6, 2, 1, 1, 1]
+    bench = bench_of(codec, options[8], options[7], [22, 15, 9, 5], sum(sizes))
+    done = converse(bench, 0, sizes, padding(30, 30, 17, 12, 6))
+    assert done.turns >= 3 * len(sizes)
+
+
+def draw_fake(dice: Random) -> Fake:
+    """A codec of any traits."""
+    grain, pins = dice.choice([1, 1, 2, 4]), dice.choice(["none", "first", "massive", "newest"])
+    caps = tuple(grain * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
+    return Fake(
+        caps=caps, block=grain * dice.randint(1, 3), grain=grain, residual=dice.choice([0, 0, 1, 5]),
+        frame=dice.choice(["post", "pre"]), order=dice.choice(["age", "worth"]),
+        pins=pins, pinned=0 if pins == "none" else dice.randint(1, 4),
+        recode=dice.random() < 0.25, peaks=dice.random() < 0.3,
+    )  # fmt: skip
+
+
+def random_conversation(seed: int) -> None:
+    """Any codec, any selector, rows that are padded anywhere and budgets that rise."""
+    dice = Random(seed)
+    codec, selector = draw_fake(dice), dice.choice(SELECTORS)
+    sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 14)]) for _ in range(dice.randint(5, 30)))]
+    budgets = [dice.randint(1, 26) for _ in range(dice.randint(1, 3))]
+    bench = bench_of(codec, selector, dice.choice(["evict", "evict", "grow"]), budgets, sum(sizes), dice.randint(0, 2))
+    for number, size in enumerate(sizes):
+        valid = torch.ones(len(budgets), size, dtype=torch.bool)
+        if number == 0 or dice.random() < 0.3:
+            for row in range(len(budgets)):
+                valid[row, : dice.randint(0, size - (number == 0))] = False
+        if size > 1 and dice.random() < 0.5:
+            bench.budgets = [b + dice.randint(0, 5) * bool(valid[r].any()) for r, b in enumerate(bench.budgets)]
+        bench.forward(*draw(size, 1000 * seed + number, batch=len(budgets)), None if bool(valid.all()) else valid)
+    bench.check()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_some(seed: int) -> None:
+    random_conversation(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60, 3000))
+def test_many(seed: int) -> None:
+    random_conversation(seed)

@@ -1,0 +1,47 @@
+"""The rotary embedding of a model's layers as matrices, found by trying the model's own function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.reference.stages import Turn, as_it_is
+
+
+def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
+    """How to undo and apply the embedding of a layer's keys [dim]."""
+    tables: Any = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    if tables is None:
+        return lambda layer: (as_it_is, as_it_is)
+
+    @functools.cache
+    def matrix(layer: int, position: int) -> Tensor:
+        """What a key is multiplied by on the right, [dim, dim] fp64."""
+        named = "layer_type" in inspect.signature(tables.forward).parameters
+        more = {"layer_type": model.config.layer_types[layer]} if named else {}
+        with torch.no_grad():
+            cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor([[position]]), **more)
+        apply = sys.modules[type(tables).__module__].apply_rotary_pos_emb
+        width = cos.shape[-1]
+        basis = torch.eye(width)[:, None, None]  # a batch of keys of one token and one head
+        whole = torch.eye(dim, dtype=torch.float64)
+        whole[:width, :width] = apply(basis, basis, cos.expand(width, 1, -1), sin.expand(width, 1, -1))[1][:, 0, 0]
+        return whole
+
+    @functools.cache
+    def inverse(layer: int, position: int) -> Tensor:
+        return torch.linalg.inv(matrix(layer, position))
+
+    def of(layer: int) -> tuple[Turn, Turn]:
+        return (
+            lambda key, position: (key.double() @ inverse(layer, position)).float(),
+            lambda key, position: (key.double() @ matrix(layer, position)).float(),
+        )
+
+    return of
