@@ -16,6 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         args.run(args)
+    except ImportError as error:
+        print(f"kvpolicy: {error}: pip install 'kvpolicy[hf]' scikit-learn.", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"kvpolicy: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -67,9 +70,9 @@ def _add_csr(methods: Any) -> None:
         "--chain", type=float, default=1.0, help="with auto, the most that a group's neighbours add up to"
     )
     parser.add_argument("--epochs", type=int, default=20, help="rounds over all vectors, at most")
-    parser.add_argument("--batch", type=int, default=2048, help="vectors of a step")
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate at the start")
-    parser.add_argument("--patience", type=int, default=3, help="epochs without gain after which training stops")
+    parser.add_argument("--batch", type=int, default=1024, help="vectors of a step")
+    parser.add_argument("--rate", type=float, default=1e-2, help="learning rate at the start")
+    parser.add_argument("--patience", type=int, default=5, help="epochs without gain after which training stops")
 
 
 def _add_kvquant(methods: Any) -> None:

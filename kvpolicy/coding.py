@@ -204,14 +204,13 @@ def _place(layer: PolicyLayer, stage: int, block: Loose, there: Tensor) -> None:
     # A row has the slots that it would have alone, however many its neighbours need.
     other = torch.arange(live.shape[-1], device=live.device) >= layer.rows.room[:, stage, None, None]
     order = torch.where(live | other, size + 1 + other.long(), crowd).argsort(dim=-1, stable=True)
-    block, there = _compact(block, there, min(there.shape[-1], live.shape[-1]))
+    if len(layer.layout.coded) > 1:
+        block, there = _compact(block, there, min(there.shape[-1], live.shape[-1]))
     _write(layer, stage, block, order[..., : there.shape[-1]], there, live)
 
 
 def _compact(block: Loose, there: Tensor, width: int) -> tuple[Loose, Tensor]:
     """The tokens `there` [B, H, n] in front, in their order, cut to `width`, which is enough for them."""
-    if width == there.shape[-1]:
-        return block, there
     index = (~there).int().argsort(dim=-1, stable=True)[..., :width]
     return block.take(index), there.gather(-1, index)
 

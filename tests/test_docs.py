@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SOURCE = re.compile(r'^```python title="half.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 EXAMPLES = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 if not DOCS.is_dir():
@@ -23,7 +24,10 @@ def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text(encoding="utf-8")
     examples = EXAMPLES.findall(text)
     assert len(examples) == text.count("```pycon"), "a block of examples is not closed"
-    test = doctest.DocTestParser().get_doctest("\n".join(examples), {"__name__": "docs"}, str(page), str(page), 0)
+    names = {"__name__": "docs"}
+    for source in SOURCE.findall(text):  # what the examples of a page on extending use
+        exec(source, names)
+    test = doctest.DocTestParser().get_doctest("\n".join(examples), names, str(page), str(page), 0)
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
     assert result.attempted
     assert not result.failed, capsys.readouterr().out

@@ -32,9 +32,9 @@ class Training:
     """
 
     epochs: int = 20
-    batch: int = 2048
-    rate: float = 1e-3
-    patience: int = 3
+    batch: int = 1024
+    rate: float = 1e-2
+    patience: int = 5
     held_out: float = 0.05
     diverse: float = 0.1
     seed: int = 0

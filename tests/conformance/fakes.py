@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._common import coarse, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
-from tests.reference import stages
+from tests.reference import coding
 
 STEPS = (2.0**-7, 2.0**-4, 2.0**-2)
 """What numbers are rounded to multiples of, stage by stage."""
@@ -65,13 +65,13 @@ class FakeStage:
         codes.peak.copy_(torch.where(live.any(-1)[..., None, None] | (peak < 0), codes.peak, peak))
         keys = _clip(keys, take(codes.top, group))
         keys = keys if store.peaks is None else _clip(keys, store.peaks[:, :, None])
-        values = values if store.atoms is None else _clip(values, store.atoms[1].float().abs().amax(2, keepdim=True))
+        values = values if store.atoms is None else _clip(values, _largest(store.atoms[1]))
         put(codes.keys, keys, slots, active)
         put(codes.values, _clip(values, codes.peak), slots, active)
 
     def keys(self, store: Store, at: At) -> Tensor:
         keys = take(store.codes.keys, at)
-        return keys if store.atoms is None else _clip(keys, store.atoms[0].float().abs().amax(2, keepdim=True))
+        return keys if store.atoms is None else _clip(keys, _largest(store.atoms[0]))
 
     def values(self, store: Store, at: At) -> Tensor:
         return take(store.codes.values, at)
@@ -127,7 +127,7 @@ class Fake:
     def check(self, model: ModelInfo) -> None:
         return None
 
-    def slow(self) -> stages.Codec:
+    def slow(self) -> coding.Codec:
         """The same for the reference."""
 
         def layout(tokens: int) -> tuple[int, list[int]]:
@@ -135,13 +135,13 @@ class Fake:
             return at.exact, list(at.coded)
 
         fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name != "peaks"}
-        return stages.Codec(
+        return coding.Codec(
             layout=layout, coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.grain, self.peaks), **fields
         )
 
 
 class FakeHead:
-    """The reference of a stage; see `stages.Coder`."""
+    """The reference of a stage; see `coding.Coder`."""
 
     def __init__(self, step: float, grain: int, peaks: bool) -> None:
         self.step, self.grain, self.peaks = step, grain, peaks
@@ -149,8 +149,8 @@ class FakeHead:
         self.peak: Tensor | None = None
 
     def write(
-        self, slots: list[int], tokens: list[stages.Pair], live: list[bool], given: stages.Given
-    ) -> list[stages.Pair]:
+        self, slots: list[int], tokens: list[coding.Pair], live: list[bool], given: coding.Given
+    ) -> list[coding.Pair]:
         near = [(self._round(key), self._round(value)) for key, value in tokens]
         for group in {slot // self.grain for slot in slots}:
             if not any(live[group * self.grain : (group + 1) * self.grain]):
@@ -159,14 +159,14 @@ class FakeHead:
         if not any(live):
             self.peak = torch.stack([value for _, value in near]).abs().amax(0)
         assert self.peak is not None
-        read: list[stages.Pair] = []
+        read: list[coding.Pair] = []
         for slot, (key, value) in zip(slots, near, strict=True):
             key, value = _clip(key, self.top[slot // self.grain]), _clip(value, self.peak)
             if self.peaks:
                 assert given.peaks is not None
                 key = _clip(key, given.peaks)
             if given.own is not None:
-                key, value = (_clip(x, atoms.abs().amax(0)) for x, atoms in zip((key, value), given.own, strict=True))
+                key, value = (_clip(x, _largest(atoms)[0]) for x, atoms in zip((key, value), given.own, strict=True))
             read.append((key, value))
         return read
 
@@ -199,6 +199,12 @@ def undo(key: Tensor, position: int) -> Tensor:
 def apply(key: Tensor, position: int) -> Tensor:
     """What `Roll.apply` does, of one key."""
     return key.roll(position)
+
+
+def _largest(atoms: Tensor) -> Tensor:
+    """The largest number of each channel of atoms [..., W, D], [..., 1, D]; zeros say that there are none."""
+    most = atoms.float().abs().amax(-2, keepdim=True)
+    return most.masked_fill(most == 0, torch.inf)
 
 
 def _clip(x: Tensor, most: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 
 from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw
-from tests.conformance.policies import SELECTORS
+from tests.conformance.calibration import folder
+from tests.conformance.policies import CODECS, SELECTORS
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
 
@@ -36,11 +37,41 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
     return ":".join([name, *options, f"decode={dice.choice(['evict', 'evict', 'grow'])}"])
 
 
+_OPTIONS: dict[str, dict[str, list[object]]] = {
+    "tokenwise": {"bits": [2, 3, 4, 8, "fp8"], "group_size": [2, 4, 8], "normalize": ["true", "false"]},
+    "bfp": {"mantissa": [3, 4, 5, 6, 8], "block_channels": [1, 3, 8], "exact_values": ["true", "false"]},
+    "kvquant": {"bits": [2, 3, 4], "outliers": [0.0, 0.1, 0.3], "sinks": [0, 1, 4], "norm": ["true", "false"]},
+    "rotate": {"bits": [2, 3, 4], "group_size": [2, 8], "sinks": [0, 1, 5]},
+    "turboquant": {"bits": [2, 4], "seed": [0, 3]},
+    "csr": {
+        "s": [4], "sn": [1, 2, 4], "frame": ["pre", "post"], "online": [0, 1, 3], "index": ["int16", "packed"],
+        "solver": ["mp", "refit", "omp"],
+    },
+    "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
+}  # fmt: skip
+
+
 def draw_codec(dice: Random) -> str:
-    if dice.random() < 0.4:
-        return "plain"
+    """The words of a codec with options drawn at random."""
+    name = dice.choice([*CODECS, "plain", "kivi"])
     sizes = f"group_size={dice.choice([1, 2, 3, 4, 8])}:residual_length={dice.choice([0, 1, 4, 9])}"
-    return f"kivi:bits={dice.choice([2, 4, 8])}:{sizes}"
+    if name == "plain":
+        return name
+    if name == "kivi":
+        return f"kivi:bits={dice.choice([2, 4, 8])}:{sizes}"
+    if name == "gear":
+        backbone, bits = dice.choice(["kivi", "kcvt"]), dice.choice([2, 4, 8])
+        size = f"group_size={dice.choice([2, 3, 4])}:residual_length={dice.choice([0, 1, 4, 9])}"
+        return f"gear:rank=0:bits={bits}:backbone={backbone}:sparse={dice.choice(['0.0', '0.1', '0.3'])}:{size}"
+    if name == "staircase":
+        return f"staircase:eight={dice.randint(1, 9)}:four={dice.randint(1, 9)}:{sizes}"
+    if name == "zipcache":
+        return f"zipcache:high={dice.choice(['0.0', '0.3', '1.0'])}:bits=3:recode_every={dice.randint(1, 9)}"
+    options = {key: dice.choice(values) for key, values in _OPTIONS[name].items()}
+    options |= {"residual_length": dice.choice([0, 1, 4]), "block_size": dice.randint(1, 6)}
+    if name in ("csr", "kvquant"):
+        options["dictionary" if name == "csr" else "calibration"] = folder(name)
+    return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
 def converse(seed: int, *, idle: bool = False) -> None:
@@ -73,7 +104,7 @@ def converse(seed: int, *, idle: bool = False) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(150))
 def test_some(seed: int) -> None:
     converse(seed)
 
@@ -85,6 +116,6 @@ def test_rows_that_get_nothing(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60, 2000))
+@pytest.mark.parametrize("seed", range(150, 3000))
 def test_many(seed: int) -> None:
     converse(seed, idle=seed % 2 == 0)

@@ -35,7 +35,9 @@ def compare(allocator: str, selector: str, codec: str, family: str, rows: str, d
         prompt = replay(policy, {layer: some[:1] for layer, some in tape.items()}, exact=False, twin=twin)
         # One bit that rounding turns moves a token, and with it every cut of KVCrush's order behind it.
         assert prompt.alike >= (0.9 if selector == "kvcrush" else 0.95) * prompt.tokens, prompt
-        verdict = replay(policy, tape, exact=False, twin=twin)  # a token that rounding evicted is gone for the rest of it
+        verdict = replay(
+            policy, tape, exact=False, twin=twin
+        )  # a token that rounding evicted is gone for the rest of it
         assert verdict.alike >= 0.9 * verdict.tokens, verdict
 
 

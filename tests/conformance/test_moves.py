@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from random import Random
+from typing import Literal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.conformance.fakes import Fake, Roll, apply, undo
 from tests.conformance.policies import SELECTORS, every, words
 from tests.conformance.replay import Twin, Verdict
 
+PINNED: list[Literal["none", "first", "massive", "newest"]] = ["none", "first", "massive", "newest"]
 CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
 PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
 AXES = (
@@ -64,7 +66,8 @@ def test_traits(options: tuple[str, ...]) -> None:
 
 def draw_fake(dice: Random) -> Fake:
     """A codec of any traits."""
-    grain, pins = dice.choice([1, 1, 2, 4]), dice.choice(["none", "first", "massive", "newest"])
+    grain = dice.choice([1, 1, 2, 4])
+    pins = dice.choice(PINNED)
     caps = tuple(grain * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
     return Fake(
         caps=caps, block=grain * dice.randint(1, 3), grain=grain, residual=dice.choice([0, 0, 1, 5]),

@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import SELECTORS, every
+from tests.conformance.policies import CODECS, SELECTORS, every, words
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
@@ -81,10 +81,10 @@ def test_kivi(options: tuple[str, ...], selector: str) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("selector", [*SELECTORS, "kvcrush:page=4/h2o"])
-def test_selection_does_not_depend_on_the_codec(selector: str) -> None:
+@pytest.mark.parametrize(("selector", "codec"), every([*SELECTORS, "kvcrush:page=4/h2o"], CODECS), ids="-".join)
+def test_selection_does_not_depend_on_the_codec(selector: str, codec: str) -> None:
     """What a prompt keeps is chosen before anything is coded."""
-    plain, coded = (Bench(f"{selector}{codec}@0.5", [12, 9]) for codec in ("", "+kivi:group_size=4:residual_length=0"))
+    plain, coded = (Bench(words(selector, name), [12, 9]) for name in ("plain", codec))
     for bench in (plain, coded):
         bench.forward(*draw(30, 5, batch=2), padding(30, 30, 22))
     assert plain.turns[0].kept == coded.turns[0].kept

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.stages import Turn, as_it_is
+from tests.reference.coding import Turn, as_it_is
 
 
 def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:

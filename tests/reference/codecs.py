@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from . import bfp, csr, gear, kivi, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
+from .coding import Codec, Coder, Given, Pair
 from .exact import ceil_share
 from .selectors import Config
-from .stages import Codec, Coder, Given, Pair
 
 Book = dict[str, Tensor]
 """What was calibrated for one layer."""
@@ -132,7 +132,7 @@ def _kvquant(config: Config, book: Books) -> Codec:
         offset, width = (have[f"keys.{name}"].expand(head + 1, -1)[head].tolist() for name in ("offset", "range"))
         levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in ("keys", "values")]
         norms = [_pair(have[f"{side}.norm.b{bits}"]) if config["norm"] else (1.0, 0.0) for side in ("keys", "values")]
-        return kvquant.Head(own, dim, offset, width, *levels, *norms)
+        return kvquant.Head(own, dim, offset, width, levels[0], levels[1], norms[0], norms[1])
 
     return _lone(config, make, frame="pre", pins="first" if config["sinks"] else "none", pinned=config["sinks"])
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from . import kvcrush, selectors
+from .coding import Codec, Token, Turn, as_it_is
 from .selectors import Config
-from .stages import Codec, Head, Mover, Token, Turn, as_it_is
+from .stages import Head, Mover
 
 
 class ReferenceLayer:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .coding import Given, Pair
 from .selectors import Config
-from .stages import Given, Pair
 
 DEFAULTS: Config = {"bits": 2, "group_size": 32, "residual_length": 128}
 

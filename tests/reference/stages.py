@@ -4,102 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]
-"""A key and a value, each [D]."""
-
-Turn = Callable[[Tensor, int], Tensor]
-"""Rotates a key [D] that stands at a position."""
-
-
-@dataclass(eq=False)
-class Token:
-    """A kept token of one KV head.
-
-    Attributes:
-        position: Its original position.
-        key: As it came, [D].
-        value: As it came, [D].
-        score: What the selector remembers of it.
-        stays: Whether it stands in for others and is never evicted in decode.
-        place: Its stage and slot once it is coded.
-        stored: What its stage reads back of it, key in the codec's frame.
-        read: What attention reads once it is coded: key and value.
-    """
-
-    position: int
-    key: Tensor
-    value: Tensor
-    score: complex = 0.0
-    stays: bool = False
-    place: tuple[int, int] | None = None
-    stored: Pair | None = None
-    read: Pair | None = None
-
-    @property
-    def seen_key(self) -> Tensor:
-        """The key that attention reads, fp64."""
-        return (self.read[0] if self.read else self.key).double()
-
-    @property
-    def seen_value(self) -> Tensor:
-        """The value that attention reads, fp64."""
-        return (self.read[1] if self.read else self.value).double()
-
-
-class Given(NamedTuple):
-    """What a codec may know beside the tokens it codes.
-
-    Attributes:
-        atoms: Keys and values of the frozen slots of every head of the row; none where nothing was frozen.
-        own: Those of the head itself, [W, D] each.
-        peaks: Largest |query| of each channel in the prompts, [D].
-    """
-
-    atoms: list[Pair] = []  # noqa: RUF012  # never changed
-    own: Pair | None = None
-    peaks: Tensor | None = None
-
-
-class Coder(Protocol):
-    """One stage of one KV head."""
-
-    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
-        """Code tokens, keys in the codec's frame, and say what is read back of each.
-
-        Args:
-            slots: Where each goes.
-            tokens: Keys and values.
-            live: Which slots hold a token that stays.
-            given: What else may be known.
-        """
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Codec:
-    """A codec as the engine sees it; the fields say what those of `kvpolicy.protocols.Traits` say.
-
-    Attributes:
-        layout: Exact slots and those of each stage, for a row of so many tokens.
-        coder: Makes the coder of a stage, for a layer and a KV head.
-    """
-
-    layout: Callable[[int], tuple[int, list[int]]]
-    coder: Callable[[int, int, int], Coder]
-    block: int
-    grain: int = 1
-    residual: int = 0
-    frame: Literal["post", "pre"] = "post"
-    order: Literal["age", "worth"] = "age"
-    pins: Literal["none", "first", "massive", "newest"] = "none"
-    pinned: int = 0
-    recode: bool = False
-
+from .coding import Codec, Coder, Given, Pair, Token, Turn, as_it_is
 
 T = TypeVar("T")
 
@@ -304,7 +214,3 @@ class Mover:
             part.slots[slot] = token.position
             token.place, token.stored = (stage, slot), (key, value)
             token.read = self.apply(key, token.position).to(token.key.dtype), value.to(token.value.dtype)
-
-
-def as_it_is(key: Tensor, position: int) -> Tensor:
-    return key

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from . import codecs, kivi, selectors
+from .coding import Given
 from .engine import ReferenceLayer
-from .stages import Given, Part
+from .stages import Part
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 

@@ -1,0 +1,92 @@
+"""The command: what it writes, and how it tells users what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvpolicy
+from kvpolicy.calibration import model_info
+from kvpolicy.cli import main
+from kvpolicy.codecs._files import load
+from kvpolicy.codecs.csr import CSR
+from kvpolicy.codecs.kvquant import KVQuant
+
+
+def words(tmp_path: Path, codec: str, *more: str, model: str = "tiny") -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("tiger=4821\nlion=1234\n" * 60)
+    out = str(tmp_path / "out")
+    return ["calibrate", codec, "--model", model, "--text", str(text), "--out", out, "--quiet", *more]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--atoms", "16", "--epochs", "1", "--key-groups", "all", "--value-groups", "0,1-7", "--sn", "1,4"]
+    assert main(words(tmp_path, "csr", *more, "--length", "128", "--windows", "2", "--tokens", "64")) == 0
+    assert "keys.pre of layers 0,1,2,3,4,5,6,7: error" in capsys.readouterr().out
+    found = load(str(tmp_path / "out"), "csr")
+    assert found.meta["model"]["name"] == "tiny"
+    assert sorted(found.tensors) == ["keys.pre.0", "values.sn1.0", "values.sn1.1", "values.sn4.0", "values.sn4.1"]
+
+
+def test_kvquant(tmp_path: Path) -> None:
+    more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "1"]
+    assert main(words(tmp_path, "kvquant", *more)) == 0
+    assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--key-groups", "0-3"], "do not name each"),
+        (["--atoms", "99999", "--windows", "1", "--length", "64"], "fewer atoms"),
+        (["--dtype", "nonsense"], "dtype nonsense"),
+        (["--text", "no-such-file.txt"], "no-such-file.txt cannot be read"),
+        (["--rate", "0"], "rate"),
+        (["--frames", "mid"], "frames mid"),
+    ],
+)
+def test_what_the_user_can_put_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+) -> None:
+    assert main(words(tmp_path, "csr", *more)) == 2
+    *loading, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("kvpolicy: ") and told in error
+    assert all("Loading" in line for line in loading if line)  # transformers' own bar
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(words(tmp_path, "kvquant", model=str(tmp_path / "empty"))) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line", ["", "calibrate", "calibrate csr", "calibrate gear", "calibrate csr --tokens 0", "calibrate csr --sn x"]
+)
+def test_a_wrong_line_shows_the_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 2
+    assert "usage: kvpolicy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--help", "calibrate --help", "calibrate csr --help", "calibrate kvquant --help"])
+def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(line.split())
+    assert caught.value.code == 0
+    assert "usage: kvpolicy" in capsys.readouterr().out
+
+
+def test_the_embedded_model_has_both() -> None:
+    info = model_info(kvpolicy.tiny()[0])
+    for frame in ("pre", "post"):
+        for sn in (1, 2, 4):
+            CSR(frame=frame, sn=sn).check(info)
+    KVQuant().check(info)
+    for method in ("csr", "kvquant"):
+        model = load("tiny", method).meta["model"]
+        assert (model["name"], model["layers"], model["heads"], model["head_dim"]) == ("tiny", 8, 4, 32)

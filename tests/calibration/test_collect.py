@@ -1,0 +1,176 @@
+"""What is collected is what the model computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+from kvpolicy.calibration import collect, identity, model_info, read_texts, token_windows
+from kvpolicy.codecs._files import Calibrated, check_model
+from kvpolicy.families import find_sites
+
+
+def llama(seed: int = 0, **fields: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    more: dict[str, Any] = {"intermediate_size": 32, "vocab_size": 40} | sizes | fields
+    return LlamaForCausalLM(LlamaConfig(**more)).eval()
+
+
+def windows(count: int = 3, length: int = 20) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 40, (length,), generator=generator) for _ in range(count)]
+
+
+def projected(model: LlamaForCausalLM, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What each layer's projections give, [H, n, D]."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        hidden: Tensor = kwargs["hidden_states"]
+        shape = (hidden.shape[1], 2, -1)
+        keys, values = module.k_proj(hidden), module.v_proj(hidden)
+        found.append((keys[0].reshape(shape).transpose(0, 1), values[0].reshape(shape).transpose(0, 1)))
+
+    handles = [site.attention.register_forward_pre_hook(keep, with_kwargs=True) for site in find_sites(model).layers]
+    with torch.no_grad():
+        model(ids[None])
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 100.0},
+        {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+)
+def test_keys_without_the_embedding_are_the_projections(rope: dict[str, Any]) -> None:
+    model, texts = llama(rope_parameters=rope), windows(2)
+    samples = collect(model, texts, tokens=1000)
+    expected = [projected(model, ids) for ids in texts]
+    for layer in range(2):
+        keys = torch.cat([each[layer][0] for each in expected], 1)
+        torch.testing.assert_close(samples.pre[layer], keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(samples.values[layer], torch.cat([each[layer][1] for each in expected], 1))
+        assert not torch.allclose(samples.post[layer], keys, atol=1e-2)
+
+
+def test_memory_is_bounded_and_the_draw_is_fixed() -> None:
+    model = llama()
+    one, again, other = (collect(model, windows(), tokens=10, seed=seed) for seed in (0, 0, 1))
+    assert one.pre[1].shape == one.post[0].shape == one.values[1].shape == (2, 12, 8)
+    assert torch.equal(one.pre[1], again.pre[1])
+    assert not torch.equal(one.pre[1], other.pre[1])
+    assert not collect(model, windows(), frames=("post",)).pre
+
+
+def test_squared_gradients_are_those_of_the_loss() -> None:
+    """Against finite differences of what the values projection adds."""
+    model, ids = llama(initializer_range=0.5), windows(1, 6)[0]
+    layer, head, token, channel = 1, 1, 2, 3
+    fisher = collect(model, [ids], fisher=True).fisher[layer]
+    assert fisher.shape == (2, 2, 6, 8)
+
+    def loss(amount: float, side: str) -> float:
+        def add(module: Any, args: Any, output: Tensor) -> Tensor:
+            changed = output.clone()
+            changed[0, token, head * 8 + channel] += amount
+            return changed
+
+        handle = getattr(find_sites(model).layers[layer].attention, side).register_forward_hook(add)
+        with torch.no_grad():
+            result: Any = model(ids[None], labels=ids[None]).loss
+        handle.remove()
+        return float(result)
+
+    for which, side in enumerate(("k_proj", "v_proj")):
+        slope = (loss(1e-2, side) - loss(-1e-2, side)) / 2e-2
+        assert float(fisher[which, head, token, channel]) == pytest.approx(slope**2, rel=0.02, abs=1e-12)
+
+
+def test_the_model_comes_back_as_it_was() -> None:
+    model = llama().train()
+    collect(model, windows(), fisher=True)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_cannot_be_collected_is_told() -> None:
+    model = llama()
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="detach it"):
+        collect(model, windows())
+    with pytest.raises(ValueError, match="no tokens"):
+        collect(model, [])
+    with pytest.raises(ValueError, match="requires_grad_"):
+        collect(llama().requires_grad_(False), windows(), fisher=True)
+    with torch.no_grad():
+        for parameter in find_sites(model).layers[0].attention.parameters():
+            parameter.fill_(torch.inf)
+    with pytest.raises(ValueError, match="not finite"):
+        collect(model, windows())
+
+
+def test_a_calibration_knows_its_model() -> None:
+    model = llama()
+    info = model_info(model)
+    assert info[:3] == (2, 2, 8)
+    assert info.weights is not None and len(info.weights) == 64
+    found = Calibrated({"model": identity(model)}, {})
+    check_model(found, "f", model_info(model.bfloat16()))
+    with pytest.raises(ValueError, match="weights differ"):
+        check_model(found, "f", model_info(llama(seed=1)))
+    with pytest.raises(ValueError, match="has 2 layers, and this one has 3"):
+        check_model(found, "f", model_info(llama(num_hidden_layers=3)))
+
+
+def test_no_folder_of_this_machine_is_written_down() -> None:
+    assert identity(kvpolicy.tiny()[0])["name"] == "tiny"
+    assert identity(llama())["name"] == "LlamaForCausalLM"
+
+
+def letters(bos: int | None = 1) -> Any:
+    def encode(text: str, **_: Any) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    return SimpleNamespace(bos_token_id=bos, encode=encode)
+
+
+def test_windows_begin_with_bos_and_miss_nothing() -> None:
+    texts = ["abcdefghijklmnopqrstuvwxyz" * 2, "A" * 19]
+    cut = token_windows(letters(), texts, 21, 99, 0)
+    assert [len(window) for window in cut] == [21, 21, 20]
+    assert all(int(window[0]) == 1 for window in cut)
+    assert "".join(chr(token) for window in cut for token in window[1:].tolist()) == texts[0][:40] + texts[1]
+    assert len(token_windows(letters(None), texts, 21, 99, 0)[0]) == 21
+    assert token_windows(letters(), ["ab"], 21, 99, 0)[0].tolist() == [1, 97, 98]  # better than nothing
+
+
+def test_fewer_windows_are_drawn_by_the_seed() -> None:
+    texts = [chr(97 + number) * 20 for number in range(20)]
+    picks = [[window.tolist() for window in token_windows(letters(), texts, 21, 5, seed)] for seed in (0, 0, 1)]
+    assert len(picks[0]) == 5
+    assert picks[0] == picks[1] != picks[2]
+
+
+def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "two"), ("a.txt", "one"), ("c.md", "no")):
+        (tmp_path / name).write_text(text)
+    assert read_texts([tmp_path, tmp_path / "c.md"]) == ["one", "two", "no"]
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match=r"bad\.txt cannot be read"):
+        read_texts([tmp_path])
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_texts([tmp_path / "none.txt"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no text"):
+        read_texts([tmp_path / "empty"])

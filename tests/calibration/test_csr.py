@@ -1,0 +1,128 @@
+"""CSR's calibration from a model to a file that the codec reads, also by the command and after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info
+from kvpolicy.calibration.progress import UNFINISHED, Progress
+from kvpolicy.codecs._files import TENSORS, load
+from kvpolicy.codecs.csr import CSR
+from kvpolicy.codecs.kvquant import KVQuant
+
+OPTIONS = Dictionaries(
+    frames=("pre", "post"), sn=(1, 2), atoms=16, pairs=4, key_groups="0,1-2", training=Training(epochs=3, batch=64)
+)
+
+
+def llama(seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=32,
+        vocab_size=40,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def windows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 40, (40,), generator=generator) for _ in range(5)]
+
+
+def test_the_codec_reads_what_was_written(tmp_path: Path) -> None:
+    model = llama()
+    meta = calibrate_csr(model, windows(), tmp_path, OPTIONS)
+    found = load(str(tmp_path), "csr")
+    assert found.meta["groups"]["keys.pre"] == found.meta["groups"]["keys.post"] == [[0], [1, 2]]
+    assert sorted({layer for group in meta["groups"]["values.sn2"] for layer in group}) == [0, 1, 2]
+    assert found.tensors["keys.post.1"].shape == (8, 16)
+    assert found.tensors["values.sn2.0"].shape == (4, 16)
+    for tensor in found.tensors.values():
+        assert tensor.dtype == torch.float16
+        torch.testing.assert_close(tensor.float().norm(dim=0), torch.ones(16), rtol=0, atol=2e-3)
+    for name, losses in meta["losses"].items():
+        assert min(losses) <= losses[0], name
+    for sn in (1, 2):
+        codec = CSR(s=4, sn=sn, online=0, dictionary=str(tmp_path))  # pyright: ignore[reportArgumentType]
+        codec.check(model_info(model))
+    with pytest.raises(ValueError, match="another model"):
+        CSR(s=4, online=0, dictionary=str(tmp_path)).check(model_info(llama(1)))
+    assert not (tmp_path / UNFINISHED).exists()
+
+
+def test_an_interrupted_run_gives_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrate_csr(llama(), windows(), tmp_path / "whole", OPTIONS)
+    trained, save = list[str](), Progress.save
+
+    def interrupted(self: Progress, name: str, state: Any) -> None:
+        save(self, name, state)
+        trained.append(name)
+        if len(trained) == 7:  # in the middle of the second dictionary
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_csr(llama(), windows(), tmp_path / "parts", OPTIONS)
+    assert not (tmp_path / "parts" / TENSORS).exists()
+    before = trained.copy()
+    calibrate_csr(llama(), windows(), tmp_path / "parts", OPTIONS)
+    assert before[0] not in trained[7:]
+    assert trained[7:].count(before[-1]) < before.count(before[0])
+    assert (tmp_path / "parts" / TENSORS).read_bytes() == (tmp_path / "whole" / TENSORS).read_bytes()
+    assert load(str(tmp_path / "parts"), "csr").meta == load(str(tmp_path / "whole"), "csr").meta
+
+
+def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(self: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Progress, "clear", stop)
+        calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
+    with pytest.raises(ValueError, match="another model, text or options"):
+        calibrate_csr(llama(1), windows(), tmp_path, OPTIONS)
+    with pytest.raises(ValueError, match="another model, text or options"):
+        calibrate_csr(llama(), windows()[:4], tmp_path, OPTIONS)
+    file = next((tmp_path / UNFINISHED).iterdir())
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="cannot be read: delete it"):
+        calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"sn": (3,)}, "sn must divide"),
+        ({"sn": (16,), "pairs": 16}, "cannot be cut into 16"),
+        ({"frames": ("mid",)}, "frames mid"),
+        ({"atoms": 4096}, "fewer atoms"),
+        ({"value_groups": "0"}, "do not name each"),
+    ],
+)
+def test_bad_options(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        calibrate_csr(llama(), windows(), tmp_path, Dictionaries(**fields))
+
+
+@pytest.mark.parametrize("fisher", [True, False])
+def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
+    model = llama()
+    calibrate_kvquant(model, windows(), tmp_path, bits=(2, 3), fisher=fisher)
+    found = load(str(tmp_path), "kvquant")
+    assert found.meta["model"]["layers"] == 3
+    assert found.tensors["keys.offset.2"].shape == (2, 8)
+    codec = KVQuant(bits=3, calibration=str(tmp_path))
+    codec.check(model_info(model))
+    assert codec.open(2, "cpu")
+    with pytest.raises(ValueError, match="some of 1 to 8"):
+        calibrate_kvquant(model, windows(), tmp_path, bits=(9,))
+    with pytest.raises(ValueError, match="share of outliers"):
+        calibrate_kvquant(model, windows(), tmp_path, outliers=1.0)
+    assert json.loads((tmp_path / "calibration.json").read_text())["method"] == "kvquant"

@@ -1,0 +1,126 @@
+"""Training lowers the error by the written gradient, and can be interrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.calibration.dictionary import State, Training, balance, gradient, left, losses, start, train
+from kvpolicy.codecs._sparse import unit
+
+QUICK = Training(epochs=6, batch=64, rate=1e-2, patience=6)
+
+
+def vectors(count: int = 600, seed: int = 0) -> Tensor:
+    """Sums of two of twelve hidden atoms, and some noise, [n, 8]."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = unit(torch.randn(12, 8, generator=generator))
+    index = torch.randint(12, (count, 2), generator=generator)
+    coef = torch.randn(count, 2, 1, generator=generator) * 3
+    return (hidden[index] * coef).sum(1) + 0.05 * torch.randn(count, 8, generator=generator)
+
+
+def atoms(count: int = 12, seed: int = 3) -> Tensor:
+    return unit(torch.randn(count, 8, generator=torch.Generator().manual_seed(seed)))
+
+
+def test_training_lowers_the_error() -> None:
+    state = train(vectors(), 12, 2, QUICK)
+    assert len(state.losses) == 7
+    assert min(state.losses) < 0.8 * state.losses[0]
+    torch.testing.assert_close(state.best.norm(dim=-1), torch.ones(12))
+    assert left(vectors(200, seed=0)[:200], state.best, 2) < state.losses[0]
+
+
+def reached(*losses: float) -> State:
+    zero = torch.zeros(12, 8)
+    return State(atoms(), zero, zero, atoms(seed=4), list(losses))
+
+
+def test_the_best_atoms_are_kept() -> None:
+    state = train(vectors(), 12, 2, QUICK, state=reached(0.0))  # nothing can be better
+    assert torch.equal(state.best, atoms(seed=4))
+    assert not torch.equal(state.atoms, atoms())
+    state = train(vectors(), 12, 2, QUICK, state=reached(9.0))
+    assert left(vectors(), state.best, 2) < left(vectors(), atoms(seed=4), 2)
+
+
+def test_training_stops_early() -> None:
+    for before, epochs in (((0.1, 0.2), 7), ((9.0, 0.1, 0.2, 0.1), 3), ((0.0, 1.0, 1.0, 1.0), 3)):
+        training = Training(epochs=7, batch=64, patience=2 if epochs == 3 else 9)
+        assert len(train(vectors(), 12, 2, training, state=reached(*before)).losses) == epochs + 1
+
+
+def test_the_same_seed_gives_the_same() -> None:
+    one, again = (train(vectors(), 12, 2, QUICK) for _ in range(2))
+    assert torch.equal(one.best, again.best)
+    other = train(vectors(), 12, 2, Training(epochs=6, batch=64, rate=1e-2, patience=6, seed=1))
+    assert not torch.equal(one.best, other.best)
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_an_interrupted_training_goes_on_as_if_it_were_not(stop: int) -> None:
+    states: list[State] = []
+    whole = train(vectors(), 12, 2, QUICK, after=states.append)
+    assert [len(state.losses) for state in states] == list(range(1, 8))
+    resumed = train(vectors(), 12, 2, QUICK, state=states[stop])
+    assert resumed.losses == whole.losses
+    for name, tensor in whole.tensors().items():
+        assert torch.equal(tensor, resumed.tensors()[name])
+
+
+def test_the_diversity_term_is_the_printed_one() -> None:
+    words = atoms()
+    _, diversity = losses(vectors(), words, 2)
+    printed = (torch.eye(12) - words @ words.T).square().sum() / 12**2
+    torch.testing.assert_close(diversity, printed)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1e-2, 1.0, 1e3])
+def test_the_diversity_term_stays_a_tenth_of_the_error(scale: float) -> None:
+    error, diversity = losses(vectors() * scale, atoms(), 2)
+    weight = balance(error, diversity, 0.1)
+    assert 0 <= weight <= 1
+    assert weight * diversity <= 0.1 * error * (1 + 1e-5)
+    assert weight == 1 or weight * diversity == pytest.approx(0.1 * float(error), rel=1e-4)
+
+
+def test_the_gradient_against_differences() -> None:
+    """Codes are constant, so differences are of the error with the codes that were found."""
+    from kvpolicy.codecs._pursuit import pursue
+    from kvpolicy.codecs._sparse import Words
+
+    x, words = vectors(40).double().float(), atoms()
+    index, coef = (t[0] for t in pursue(x[None], Words(words, torch.zeros(1, 0, 8)), 2))
+    weight = balance(*losses(x, words, 2), 0.1).double()
+
+    def total(moved: Tensor) -> Tensor:
+        rest = x.double() - (coef.double()[..., None] * moved[index]).sum(1)
+        apart = (torch.eye(12) - moved @ moved.T).square().sum() / 12**2
+        return rest.square().sum(-1).mean() + weight * apart
+
+    slope = torch.zeros(12, 8, dtype=torch.float64)
+    for at in range(96):
+        step = torch.zeros(96, dtype=torch.float64)
+        step[at] = 1e-5
+        up, down = (total(words.double() + sign * step.view(12, 8)) for sign in (1, -1))
+        slope.view(-1)[at] = (up - down) / 2e-5
+    slope -= (slope * words).sum(-1, keepdim=True) * words
+    got = gradient(x, words, 2, 0.1)
+    torch.testing.assert_close(got.double(), slope, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close((got * words).sum(-1), torch.zeros(12), rtol=0, atol=1e-5)
+
+
+def test_odd_starts() -> None:
+    assert start(torch.zeros(20, 8), 4, 0).norm(dim=-1).allclose(torch.ones(4))
+    with pytest.raises(ValueError, match="5 vectors for 9 atoms"):
+        start(torch.randn(5, 8), 9, 0)
+    assert train(torch.zeros(60, 8), 4, 2, Training(epochs=1)).best.isfinite().all()
+    assert train(torch.full((60, 8), 1e6), 4, 2, Training(epochs=2)).best.isfinite().all()
+
+
+@pytest.mark.parametrize("field", ["epochs", "batch", "patience", "held_out", "rate", "diverse"])
+def test_bad_numbers(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        Training(**{field: -1})
