@@ -42,7 +42,7 @@ class Pages:
         layers: Any = cache.layers
         found: list[tuple[Tensor, Tensor, Tensor]] = []
         for site in sites.layers:
-            keys, values = layers[site.layer_idx].keys, layers[site.layer_idx].values
+            keys, values = layers[site.layer_idx].keys.float(), layers[site.layer_idx].values.float()
             positions = torch.arange(PROMPT).expand(*keys.shape[:2], -1)
             found.append((keys, Rope.of(sites.decoder, site).undo(keys, positions), values))
         return found

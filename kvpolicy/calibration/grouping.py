@@ -36,7 +36,8 @@ def divergence(a: Directions, b: Directions, bins: int = 200) -> float:
     """Jensen-Shannon divergence of two layers, 0 where they are alike to 1 where they share nothing.
 
     Both layers' unit vectors are projected on the two main directions of both together, and counted in `bins` times
-    `bins` fields between the least and the most of both.
+    `bins` fields between the least and the most of both. Where vectors are few for so many fields, layers look more
+    different than they are, and fewer share a dictionary.
     """
     count = len(a.vectors) + len(b.vectors)
     mean = (a.total + b.total) / count

@@ -88,7 +88,7 @@ class Mover:
         """Start with nothing; `undo` and `apply` are the rotary embedding of keys."""
         self.codec = codec
         self.undo, self.apply = (undo, apply) if codec.frame == "pre" else (as_it_is, as_it_is)
-        self.layer_idx, self.pins = layer_idx, set[int]()
+        self.layer_idx, self.pins, self.head_dim = layer_idx, set[int](), 0
         self.settled = False
         self.peaks: list[Tensor | None] = [None] * heads
         self.heads: list[Head] = []
@@ -96,6 +96,7 @@ class Mover:
     def note_queries(self, queries: list[Tensor]) -> None:
         """Remember the largest |query| of each channel; queries [n, D] of each KV head's query heads together."""
         for h, some in enumerate(queries):
+            self.head_dim = some.shape[-1]
             peak, old = some.abs().amax(0).float(), self.peaks[h]
             self.peaks[h] = peak if old is None else torch.maximum(peak, old)
 
@@ -156,14 +157,14 @@ class Mover:
             self.pins = set(range(min(self.codec.pinned, seen)))
         elif self.codec.pins == "massive":
             self.pins = massive
-        elif self.codec.pins == "newest" and frozen:
+        elif self.codec.pins == "newest" and frozen and any(head.tokens for head in self.heads):
             for head in self.heads:
                 newest = head.tokens[max(len(head.tokens) - self.codec.pinned, 0) :]
                 head.frozen = {token.position for token in newest}
                 pairs = [(self.undo(t.key.float(), t.position), t.value) for t in newest]
-                zero = torch.zeros_like(newest[0].key, dtype=torch.float32)
+                zero = torch.zeros(self.head_dim)
                 pairs += [(zero, zero)] * (self.codec.pinned - len(pairs))
-                head.atoms = torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+                head.atoms = torch.stack([k for k, _ in pairs]), torch.stack([v.float() for _, v in pairs])
 
     def _frozen(self, head: Head) -> int:
         """Exact slots that no other token may use."""
