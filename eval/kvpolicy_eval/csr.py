@@ -1,8 +1,8 @@
 """`python -m kvpolicy_eval.csr`: CSR on the embedded model beside other codecs, and its paper's ablations.
 
 Every token is kept; all but a short exact window is coded. Printed for each: bits per number of coded tokens and of the
-whole cache, error of keys and values on held-out text, right answers, perplexity. `--ablate FOLDER` trains other
-dictionaries into a folder: of other sizes, and without the diversity term.
+whole cache, error of keys and values on held-out text, right answers, perplexity. The table `trained` trains other
+dictionaries first, of other sizes and without the diversity term.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from kvpolicy_eval.markdown import fill, table
 from kvpolicy_eval.table import Examiner
 
 PAIRS = [16, 8, 6, 4]
-MAIN = [f"csr:s={s}:frame={frame}" for s in PAIRS for frame in ("pre", "post")]
-SMALL = ["csr:coef=fp8:index=packed", "csr:frame=post:coef=fp8:index=packed", "csr:frame=post:solver=omp"]
-OTHERS = [
-    "kivi:bits=4", "kivi:bits=2", "tokenwise", "tokenwise:bits=3", "tokenwise:bits=2", "turboquant:bits=4",
-    "turboquant:bits=2", "gear", "kvquant:bits=3", "kvquant:bits=2",
-]  # fmt: skip
+MAIN = [f"csr:s={s}:frame={frame}" for s in PAIRS for frame in ("pre", "post")] + ["csr:s=2"]
+SMALL = ["csr:coef=fp8:index=packed", "csr:s=4:coef=fp8:index=packed", "csr:s=4:solver=omp"]
+OTHERS = ["kivi:bits=4", "kivi:bits=2", "tokenwise:bits=3", "turboquant:bits=2", "gear", "kvquant:bits=2"]
 CHUNKS = [f"csr:s=8:sn={sn}" for sn in (1, 2, 4)]
-ONLINE = [0, 16, 32, 64]
+ONLINE = [0, 32, 64]
 SIZES = [128, 256, 512, 1024]
 HEAD = ["policy", "bits, coded", "bits, all", "error K", "error V", "recall", "all tasks", "perplexity"]
 
@@ -79,41 +76,52 @@ def train(folder: Path, atoms: int, diverse: float) -> str:
     with TemporaryDirectory() as texts:
         write(Path(texts), 128)
         windows = token_windows(tokenizer, read_texts([texts]), 1024, 128, 0)
-        options = Dictionaries(atoms=atoms, tokens=8192, training=Training(diverse=diverse))
+        options = Dictionaries(atoms=atoms, tokens=4096, training=Training(diverse=diverse, epochs=10))
         calibrate_csr(model, windows, place, options, name="tiny")
     return str(place)
 
 
-def ablations(judge: Judge, folder: Path) -> list[list[str]]:
-    """Sizes of the dictionary, and the largest but one without the diversity term."""
+def main_lines(judge: Judge, _: Path) -> list[list[str]]:
+    """CSR of every size in both frames, and other codecs."""
+    codecs = [with_ranking(short_windows(codec)) for codec in [*MAIN, *SMALL, *OTHERS]]
+    return [judge.line(policy) for policy in ["full", *codecs]]
+
+
+def part_lines(judge: Judge, _: Path) -> list[list[str]]:
+    """Chunks of a value, and online tokens."""
+    policies = [short_windows(codec) for codec in CHUNKS] + [online(tokens) for tokens in ONLINE]
+    return [judge.line(policy) for policy in policies]
+
+
+def trained_lines(judge: Judge, folder: Path) -> list[list[str]]:
+    """Sizes of the dictionary, and one size without the diversity term."""
     lines: list[list[str]] = []
     for atoms, diverse in [*((atoms, 0.1) for atoms in SIZES), (512, 0.0)]:
         part = Policy.parse(short_windows("csr:s=8")).codec
         place = train(folder, atoms, diverse)
         policy = str(Policy(codec=dataclasses.replace(part, dictionary=place)))  # pyright: ignore[reportArgumentType, reportCallIssue]
-        line = judge.line(policy)
-        lines.append([f"{atoms} atoms, diversity {diverse:g}", *line[1:]])
+        lines.append([f"{atoms} atoms, diversity {diverse:g}", *judge.line(policy)[1:]])
     return lines
+
+
+TABLES = {"csr": main_lines, "parts": part_lines, "trained": trained_lines}
 
 
 def main() -> None:
     """Print the tables, and fill a page with them where asked."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.csr", description=__doc__)
-    parser.add_argument("--n", type=int, default=16, help="prompts per task")
-    parser.add_argument("--ablate", type=Path, help="folder for other dictionaries, which takes long")
-    parser.add_argument("--fill", type=Path, help="a page with places for the tables 'csr' and 'ablations'")
+    parser.add_argument("tables", nargs="*", default=list(TABLES), help="csr, parts, trained; all by default")
+    parser.add_argument("--n", type=int, default=4, help="prompts per task")
+    parser.add_argument("--folder", type=Path, default=Path("csr-dictionaries"), help="for other dictionaries")
+    parser.add_argument("--fill", type=Path, help="a page with places for the tables")
     args = parser.parse_args()
     judge = Judge(args.n)
-    codecs = [with_ranking(short_windows(codec)) for codec in [*MAIN, *SMALL, *OTHERS]]
-    text = table(HEAD, [judge.line(policy) for policy in ["full", *codecs]])
-    text += f"\n\n{args.n} prompts of about 512 tokens a task; bits of 512 tokens, bf16; every token kept."
-    rest = [short_windows(codec) for codec in CHUNKS] + [online(tokens) for tokens in ONLINE]
-    lines = [judge.line(policy) for policy in rest] + (ablations(judge, args.ablate) if args.ablate else [])
-    more = table(HEAD, lines)
-    print(f"{text}\n\n{more}")
-    if args.fill:
-        fill(args.fill, "csr", text)
-        fill(args.fill, "ablations", more)
+    for name in args.tables:
+        text = table(HEAD, TABLES[name](judge, args.folder))
+        text += f"\n\n{args.n} prompts of about 512 tokens a task; bits of 512 tokens, bf16; every token kept."
+        print(text, flush=True)
+        if args.fill:
+            fill(args.fill, name, text)
 
 
 if __name__ == "__main__":

@@ -170,9 +170,10 @@ class Noise(NamedTuple):
     gap: float = 3e-6
 
 
-ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": Noise(2e-3, 1e-3), "RotateKV": Noise(2e-3, 1e-3)}
+_SOME = Noise(2e-3, 1e-3)
+ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": _SOME, "RotateKV": _SOME, "TurboQuant": _SOME}
 """Codecs that round to fp16 what may be at a tie: ZipCache's root of a recoded token's largest number always is near
-one, and CSR and RotateKV round so many numbers that one of them is."""
+one, and the others round so many numbers that one of them is."""
 
 
 class Twin(NamedTuple):
