@@ -70,8 +70,8 @@ def main() -> None:
     args = parser.parse_args()
     examiner = Examiner(args.n, 512, torch.bfloat16)
     text = frontier(examiner, Pages(examiner.model, examiner.tokenizer), args.codecs, args.shares, args.selector)
-    text += f"\n\nTokens chosen by `{args.selector}`; windows of codecs shortened. {args.n} prompts of about 512 tokens a"
-    text += f" task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
+    text += f"\n\nTokens chosen by `{args.selector}`; windows of codecs shortened. {args.n} prompts of about 512 tokens"
+    text += f" a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
     print(text)
     if args.fill:
         fill(args.fill, "frontier", text)
