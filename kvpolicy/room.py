@@ -26,7 +26,8 @@ def free_steps(layer: PolicyLayer) -> float:
     if not layer.can_run_out:
         return math.inf
     count = (layer.positions >= 0).sum(-1)
-    limit = layer.budget[:, None] if layer.grows else layer.tokens if layer.short else FAR
+    budget = layer.budget[:, None]
+    limit = budget if layer.grows else torch.where(budget > layer.tokens, layer.tokens, FAR)  # else a row evicts
     exact = open_slots(layer).sum(-1).expand_as(count)
     exact = exact if layer.rows is None else torch.minimum(exact, layer.rows.full)
     return int(torch.minimum(exact - exact_count(layer), limit - count).amin())

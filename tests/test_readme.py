@@ -13,7 +13,7 @@ README = ROOT / "README.md"
 COMMANDS = (
     'pip install -c constraints.txt -e ".[all]" && '
     "lm_eval --model kvpolicy --model_args policy=squeeze+kvcrush --tasks kvpolicy",
-    'pip install -c constraints.txt -e ".[all,test]" && pytest',
+    'pip install -c constraints.txt -e ".[all,test]" && pytest -n auto',
 )
 
 if not README.exists():

@@ -73,9 +73,7 @@ def score_by_chunks(
     return torch.cat(scores, -1)
 
 
-def mix_by_chunks(
-    values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1
-) -> Tensor:
+def mix_by_chunks(values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1) -> Tensor:
     """Values of all slots weighted by `share` [B, H, G, C] and summed, of which one chunk at a time is decoded."""
     parts = [share[..., at] @ values(store, at).to(share.dtype) for at in chunks(share.shape[-1], grain)]
     return sum(parts[1:], parts[0]).float()

@@ -39,10 +39,11 @@ class Alive(TorchDispatchMode):
 
 
 def stored_bytes(cache: PolicyCache) -> int:
-    """Bytes of every storage that can be reached from a cache's layers, each counted once."""
+    """Bytes of every storage that can be reached from a cache's layers, each counted once; not calibrated ones."""
     found: dict[int, int] = {}
     for layer in cache.layers:
-        for tensor in _reach(vars(layer), set()):
+        own = {name: part for name, part in vars(layer).items() if name != "books"}
+        for tensor in _reach(own, set()):
             storage = tensor.untyped_storage()
             found[StorageWeakRef(storage).cdata] = storage.nbytes()
     return sum(found.values())

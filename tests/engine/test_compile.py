@@ -32,14 +32,16 @@ def fresh() -> Generator[None]:
     torch.compiler.reset()
 
 
-def decode(model: Any, compiled: Any, policy: str, rows: list[int], tick: bool = True) -> tuple[Tensor, PolicyCache]:
+def decode(
+    model: Any, compiled: Any, policy: str, rows: list[int], tick: bool = True, steps: int = STEPS
+) -> tuple[Tensor, PolicyCache]:
     """Prefill in eager mode, then steps through `compiled`."""
-    ids, mask = make_batch(rows, [PROMPT] + [1] * STEPS)
+    ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
     places = (mask.cumsum(-1) - 1).clamp_min(0)
-    cache, logits = PolicyCache(model, new=STEPS), list[Tensor]()
+    cache, logits = PolicyCache(model, new=steps), list[Tensor]()
     forward(model, ids, mask, 0, PROMPT, cache)
     with torch.no_grad():
-        for column in range(PROMPT, PROMPT + STEPS):
+        for column in range(PROMPT, PROMPT + steps):
             now = slice(column, column + 1)
             out = compiled(
                 ids[:, now].clone(), position_ids=places[:, now].clone(), past_key_values=cache, use_cache=True
@@ -50,21 +52,28 @@ def decode(model: Any, compiled: Any, policy: str, rows: list[int], tick: bool =
     return torch.cat(logits, 1), cache
 
 
-def once(policy: str, rows: list[int], backend: str = "aot_eager", family: str = "llama", atol: float = 1e-4) -> None:
+def once(
+    policy: str,
+    rows: list[int],
+    backend: str = "aot_eager",
+    family: str = "llama",
+    atol: float = 1e-4,
+    steps: int = STEPS,
+) -> None:
     """The same logits as without compiling, from one graph."""
     model, counter = build(family), CompileCounterWithBackend(backend)
-    ids, mask = make_batch(rows, [PROMPT] + [1] * STEPS)
+    ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
     with kvpolicy.attach(model, policy):
-        eager = PolicyCache(model, new=STEPS)
-        want = talk(model, ids, mask, [PROMPT] + [1] * STEPS, eager)[:, PROMPT:]
-        got, cache = decode(model, torch.compile(model, backend=counter, fullgraph=True), policy, rows)
+        eager = PolicyCache(model, new=steps)
+        want = talk(model, ids, mask, [PROMPT] + [1] * steps, eager)[:, PROMPT:]
+        got, cache = decode(model, torch.compile(model, backend=counter, fullgraph=True), policy, rows, steps=steps)
     assert counter.frame_count == 1
     assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in eager.slots]
     assert (got - want).abs().max() < atol
 
 
 METHODS = [
-    *(words(selector, codec) for selector, codec in zip(SELECTORS, cycle(CODECS), strict=False)),
+    *(words(selector, codec) for selector, codec in zip(cycle(SELECTORS), CODECS, strict=False)),
     "h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5",
     "full",
 ]
@@ -73,6 +82,13 @@ METHODS = [
 @pytest.mark.parametrize("policy", METHODS)
 def test_one_graph_for_all_steps(policy: str) -> None:
     once(policy, [PROMPT, 15])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
+def test_two_hundred_steps(codec: str) -> None:
+    """Every block is coded many times over, and nothing compiles again."""
+    once(words("h2o", codec), [PROMPT, 15], steps=200)
 
 
 @pytest.mark.slow

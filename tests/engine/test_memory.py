@@ -23,7 +23,7 @@ LAYERS, TOKENS = 6, 512
 def llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4,
+        num_hidden_layers=LAYERS, hidden_size=64, intermediate_size=64, num_attention_heads=8, num_key_value_heads=8,
         vocab_size=8, max_position_embeddings=1024,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
