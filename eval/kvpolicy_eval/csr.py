@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,9 +55,9 @@ class Judge:
         kinds, coded = plan.by_kind(), sum(plan.layers[0].layout.coded)
         alone = f"{8 * (kinds['codes'] + kinds['scales']) / (coded * numbers):.2f}" if coded else "16"
         marks, _ = self.examiner.marks(policy)
-        keys, values = self.pages.errors(policy)
+        errors = ["" if math.isnan(error) else f"{error:.3f}" for error in self.pages.errors(policy)]
         cells = [
-            f"`{policy}`", alone, f"{8 * plan.nbytes / (512 * numbers):.2f}", f"{keys:.3f}", f"{values:.3f}",
+            f"`{policy}`", alone, f"{8 * plan.nbytes / (512 * numbers):.2f}", *errors,
             f"{marks['recall']:.2f}", f"{sum(marks.values()) / len(marks):.2f}", f"{self.pages.perplexity(policy):.2f}",
         ]  # fmt: skip
         print("  ".join(cells), file=sys.stderr, flush=True)

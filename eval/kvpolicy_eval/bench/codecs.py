@@ -81,10 +81,11 @@ def _rope() -> Rope:
 
 
 def measure(codec: str, tokens: int, rounds: int, compiled: bool) -> list[list[str]]:
-    """Lines for score and mix of one codec."""
-    lines: list[list[str]] = []
+    """Lines for encode (of all tokens), score and mix of one codec."""
     with TemporaryDirectory() as folder, torch.inference_mode():
         case = Case(codec, tokens, Path(folder))
+        coding = compare(lambda: None, case.encode, rounds).ours
+        lines = [[f"`{codec}`", f"{tokens:,}", "encode", "", "", f"{1000 * coding:.0f}"]]
         for what in ("score", "mix"):
             run: Any = torch.compile(getattr(case, what)) if compiled else getattr(case, what)
             cells: list[str] = []
