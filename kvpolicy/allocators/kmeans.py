@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _TIE = 1e-9  # costs that differ by less, relative to the spread of all values, are equal
+_NOISE = 1e-24  # and so are those that differ by less relative to the values' squares: fp64 rounds so
 
 
 def top_group(values: Tensor, groups: int) -> Tensor:
@@ -30,7 +31,8 @@ def top_group(values: Tensor, groups: int) -> Tensor:
     for _ in range(groups - 2):
         best = (best[:, None] + cost).amin(0)
     last = best + cost[:, -1]  # of a top group that starts at i
-    start = int((last <= last.amin() + _TIE * cost[0, -1]).int().argmax())
+    slack = _TIE * cost[0, -1] + _NOISE * ranked.square().amax()
+    start = int((last <= last.amin() + slack).int().argmax())
     return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order[start:], True)
 
 

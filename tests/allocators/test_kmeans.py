@@ -39,6 +39,7 @@ def test_it_is_the_optimum(whole: list[int], groups: int) -> None:
 def test_of_equally_good_divisions_the_largest_top_group_wins() -> None:
     assert top_group(torch.tensor([0.0, 1.0, 2.0, 3.0]), 3).tolist() == [False, False, True, True]
     assert top_group(torch.tensor([0.0, 0.5, 0.5, 1.0]), 2).tolist() == [False, True, True, True]
+    assert top_group(torch.full((4,), 0.003, dtype=torch.float64), 2).tolist() == [False, True, True, True]
 
 
 def test_close_values_do_not_cancel() -> None:
