@@ -181,6 +181,5 @@ def attend_slots(
     first, *others = share.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = first @ values
     if coded is not None:
-        parts = coded.mix([some for some in others if some.shape[-1]])
-        mixed = sum(parts, mixed.float()).to(values.dtype)
+        mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
     return mixed.flatten(1, 2).unsqueeze(2), share

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.protocols import Store
 from kvpolicy.reading import codec_keys, stage_range, store_of
 from kvpolicy.room import exact_count
-from kvpolicy.slots import FAR, Loose, frozen_rows, leaving_order, open_slots
+from kvpolicy.slots import FAR, Loose, frozen_rows, is_pinned, leaving_order, open_slots
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
     """
     loose = _drop_unchosen(loose)
     if _freeze(layer, loose):
-        loose = loose._replace(chosen=loose.chosen & ~_pinned(layer, loose.positions))
+        loose = loose._replace(chosen=loose.chosen & ~is_pinned(layer, loose.positions))
     count = loose.chosen.sum(-1)  # [B, H]
     order = leaving_order(layer, loose)
     moved = torch.zeros_like(count)
@@ -71,11 +71,6 @@ def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
     layer.values = torch.cat([taken.values.masked_fill(blank, 0), empty], 2)
     layer.freeze(traits.pinned)
     return True
-
-
-def _pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
-    assert layer.rows is not None
-    return (positions[..., None] == layer.rows.pins[:, :, None]).any(-1)
 
 
 def _place_exact(layer: PolicyLayer, loose: Loose, order: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from kvpolicy.planning import ROOM
 from kvpolicy.policy import Policy
 from kvpolicy.probing import probe_queries
 from kvpolicy.protocols import Book, Codes, Layout, State
-from kvpolicy.reading import Coded, read_all
+from kvpolicy.reading import Coded
 from kvpolicy.room import exact_count, extend, free_steps
 from kvpolicy.rotary import Rope
 from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
@@ -237,7 +237,7 @@ class PolicyLayer(CacheLayerMixin):
     def make_room(self) -> None:
         """Extend a cache that has no slot for another step: a growing one, or one told too few tokens to come."""
         if self._room < 1:
-            self.extend(ROOM if self.grows else min(ROOM, int(self.budget.amax()) - self.tokens))
+            extend(self, ROOM if self.grows else min(ROOM, int(self.budget.amax()) - self.tokens))
             self._code_full()
 
     def _code_full(self) -> None:
@@ -260,11 +260,7 @@ class PolicyLayer(CacheLayerMixin):
         """Have room for `new` more tokens, in a growing cache."""
         held = int((self.positions >= 0).sum(-1).amax())
         if held + new > self.tokens:
-            self.extend(held + new - self.tokens)
-
-    def extend(self, tokens: int) -> None:
-        """Make slots for `tokens` more; in a growing cache they are budget too."""
-        extend(self, tokens)
+            extend(self, held + new - self.tokens)
 
     # reading
 
@@ -277,7 +273,7 @@ class PolicyLayer(CacheLayerMixin):
         if not self.layout.slots:
             return None
         assert self.keys is not None and self.values is not None
-        keys, values = zip((self.keys, self.values), *read_all(self, self.keys.dtype), strict=True)
+        keys, values = zip((self.keys, self.values), *Coded(self).read(self.keys.dtype), strict=True)
         return Past(torch.cat(keys, 2), torch.cat(values, 2), self.positions >= 0)
 
     def held(self) -> dict[str, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Store
+from kvpolicy.protocols import Stage, Store
 from kvpolicy.rotary import SlotTurn
 
 if TYPE_CHECKING:
@@ -50,40 +51,41 @@ def _turn(layer: PolicyLayer, stage: int) -> SlotTurn | None:
     return SlotTurn(layer.rope, positions, layer.length - 1, layer.rows.shift)
 
 
+class _Part(NamedTuple):
+    """One stage that has slots."""
+
+    stage: Stage
+    store: Store
+    turn: SlotTurn | None
+    size: int
+
+
 class Coded:
-    """A layer's stages, as a decode step attends to them: scored and mixed, never joined."""
+    """A layer's stages, as attention takes them."""
 
     def __init__(self, layer: PolicyLayer) -> None:
-        """Look at a layer."""
-        self._layer = layer
-        self.sizes = list(layer.layout.coded)
+        """Look at a layer, once for all that a step asks."""
+        self._parts = [
+            _Part(layer.policy.codec.stages[i], store_of(layer, i), _turn(layer, i), size)
+            for i, size in enumerate(layer.layout.coded)
+            if size
+        ]
+        self.sizes = [part.size for part in self._parts]
 
     def score(self, queries: Tensor) -> list[Tensor]:
         """Products of queries [B, H, G, D] with every slot's key, [B, H, G, C] fp32 of each stage."""
-        layer = self._layer
-        return [
-            stage.score(store_of(layer, i), queries, _turn(layer, i))
-            for i, stage in enumerate(layer.policy.codec.stages)
-            if layer.layout.coded[i]
-        ]
+        return [part.stage.score(part.store, queries, part.turn) for part in self._parts]
 
-    def mix(self, shares: list[Tensor]) -> list[Tensor]:
+    def mix(self, shares: Sequence[Tensor]) -> list[Tensor]:
         """Values weighted by the shares [B, H, G, C] of each stage, [B, H, G, D] fp32 of each."""
-        layer, following = self._layer, iter(shares)
-        return [
-            stage.mix(store_of(layer, i), next(following))
-            for i, stage in enumerate(layer.policy.codec.stages)
-            if layer.layout.coded[i]
-        ]
+        return [part.stage.mix(part.store, share) for part, share in zip(self._parts, shares, strict=True)]
 
+    def read(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Keys as attention sees them, and values, [B, H, C, D] of each stage; for a prompt behind a prompt."""
+        return [self._read(part, dtype) for part in self._parts]
 
-def read_all(layer: PolicyLayer, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Keys, as attention sees them, and values of every stage, each [B, H, C, D]; for a prompt behind a prompt."""
-    parts: list[tuple[Tensor, Tensor]] = []
-    for i, stage in enumerate(layer.policy.codec.stages):
-        if i < len(layer.layout.coded) and layer.layout.coded[i]:
-            store, every, turn = store_of(layer, i), slice(0, layer.layout.coded[i]), _turn(layer, i)
-            keys = stage.keys(store, every)
-            keys = keys if turn is None else turn.keys(keys, every)
-            parts.append((keys.to(dtype), stage.values(store, every).to(dtype)))
-    return parts
+    def _read(self, part: _Part, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        every = slice(0, part.size)
+        keys = part.stage.keys(part.store, every)
+        keys = keys if part.turn is None else part.turn.keys(keys, every)
+        return keys.to(dtype), part.stage.values(part.store, every).to(dtype)

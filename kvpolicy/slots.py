@@ -114,13 +114,19 @@ def _precise(layer: PolicyLayer) -> Tensor:
     return torch.minimum(precise.clamp_min(layer.policy.selector.floor), layer.budget)
 
 
+def is_pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
+    """Which positions [B, H, n] are pinned."""
+    assert layer.rows is not None
+    return (positions[..., None] == layer.rows.pins[:, :, None]).any(-1)
+
+
 def _stays(layer: PolicyLayer, positions: Tensor) -> Tensor:
     """Which tokens are never coded: pinned ones, and where worth decides, the newest."""
     assert layer.rows is not None
     traits = layer.policy.codec.traits
     stays = torch.zeros_like(positions, dtype=torch.bool)
     if traits.pinned:
-        stays = (positions[..., None] == layer.rows.pins[:, :, None]).any(-1)
+        stays = is_pinned(layer, positions)
     if traits.order == "worth":
         stays = stays | (positions >= (layer.length - traits.residual)[:, None, None])
     return stays

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _sparse
-from kvpolicy.codecs._common import put, take
+from kvpolicy.codecs._common import is_fresh, put, take
 from kvpolicy.codecs._pursuit import Solver, pursue
 from kvpolicy.codecs._sparse import Words, spell, unit
 from kvpolicy.codecs.packing import pack, round_to_half, unpack
@@ -104,7 +104,7 @@ class Side(NamedTuple):
         if self.coef.dtype == torch.float16:
             return coef.clamp(-_FP16, _FP16).half()
         most = coef.abs().amax((2, 3), keepdim=True) / _FP8
-        renewed = (active.any(-1) & ~live.any(-1))[..., None, None]
+        renewed = is_fresh(active, live)
         scale = torch.where(renewed, round_to_half(most.clamp(_TINY, _FP16)), self.scale.float())
         self.scale.copy_(scale.half())
         code = (coef / scale.masked_fill(scale == 0, 1)).clamp(-_FP8, _FP8)

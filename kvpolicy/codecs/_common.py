@@ -24,6 +24,21 @@ def ordinary_layout(traits: Traits, tokens: int) -> Layout:
     return Layout(exact, (-(-coded // traits.grain) * traits.grain,))
 
 
+def check_least(codec: object, **fields: tuple[int, int]) -> None:
+    """Raise ValueError where a field of a codec is below its least; each field has its least and an example."""
+    for field, (least, example) in fields.items():
+        if getattr(codec, field) < least:
+            raise ValueError(
+                f"{type(codec).__name__}'s {field} is {getattr(codec, field)}: give at least {least}, "
+                f"such as {example}."
+            )
+
+
+def is_fresh(active: Tensor, live: Tensor) -> Tensor:
+    """Heads that hold nothing and are given something, [B, H, 1, 1] bool: there a sequence's parameters are fitted."""
+    return (active.any(-1) & ~live.any(-1))[..., None, None]
+
+
 def put(target: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
     """Write `data` [B, H, n, ...] into `target` [B, H, C, ...] at `slots` [B, H, n] where `active`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._common import is_fresh
 from kvpolicy.codecs.packing import pack, round_to_half, unpack
 
 FP16 = torch.finfo(torch.float16).max
@@ -40,12 +41,22 @@ def quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     grouped = x.unflatten(-1, (-1, size))
     least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
-    top = 2**bits - 1
-    scale = round_to_half(((most - least) / top).clamp(max=FP16))
-    zero = round_to_half(least.clamp(-FP16, FP16))
+    scale, zero = frame(least, most, bits)
+    code = codes_in(grouped, scale, zero, bits)
+    return pack(code.flatten(-2), bits), scale.squeeze(-1).half(), zero.squeeze(-1).half()
+
+
+def frame(least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero of groups, fp32 as fp16 has them, clipped so that none is infinite."""
+    scale = (most - least) / (2**bits - 1)
+    return round_to_half(scale.clamp(max=FP16)), round_to_half(least.clamp(-FP16, FP16))
+
+
+def codes_in(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes of `x` with the scale and zero that are stored, clipped to their range, uint8; 0 where the scale is."""
     flat = scale == 0
-    code = ((grouped - zero) / scale.masked_fill(flat, 1)).round().clamp(0, top).masked_fill(flat, 0)
-    return pack(code.flatten(-2).to(torch.uint8), bits), scale.squeeze(-1).half(), zero.squeeze(-1).half()
+    code = ((x - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**bits - 1)
+    return code.masked_fill(flat, 0).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int) -> Tensor:
@@ -79,7 +90,7 @@ def settle(stored: Tensor, fitted: Tensor, active: Tensor, live: Tensor) -> Tens
     Returns:
         [B, H, 1, D] fp32.
     """
-    fresh = (active.any(-1) & ~live.any(-1))[..., None, None]
+    fresh = is_fresh(active, live)
     now = torch.where(fresh, fitted, stored.float())
     stored.copy_(now)
     return now

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
@@ -77,12 +77,7 @@ class BFP:
         """Check the parameters."""
         if self.mantissa not in (3, 4, 5, 6, 8):
             raise ValueError(f"BFP's mantissa is {self.mantissa}: give 3, 4, 5, 6 or 8.")
-        if self.block_channels < 1:
-            raise ValueError(f"BFP's block_channels is {self.block_channels}: give at least 1, such as 32.")
-        if self.residual_length < 0:
-            raise ValueError(f"BFP's residual_length is {self.residual_length}: give at least 0, such as 32.")
-        if self.block_size < 1:
-            raise ValueError(f"BFP's block_size is {self.block_size}: give at least 1, such as 32.")
+        check_least(self, block_channels=(1, 32), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:
@@ -199,5 +194,5 @@ def _sort(codes: BFPCodes, keys: Tensor, active: Tensor, live: Tensor) -> None:
     """
     square = keys.square().masked_fill(~active[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
     order = square.argsort(dim=-1, descending=True, stable=True).to(torch.int16)
-    fresh = (active.any(-1) & ~live.any(-1))[..., None, None]
+    fresh = is_fresh(active, live)
     codes.order.copy_(torch.where(fresh, order, codes.order))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._atoms import Side
-from kvpolicy.codecs._common import CHUNK, ordinary_layout, score_by_chunks
+from kvpolicy.codecs._common import CHUNK, check_least, ordinary_layout, score_by_chunks
 from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
@@ -116,8 +116,7 @@ class CSR:
         for field in ("online", "guard", "top", "distance", "residual_length"):
             if getattr(self, field) < 0:
                 raise ValueError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
-        if self.block_size < 1:
-            raise ValueError(f"CSR's block_size is {self.block_size}: give at least 1, such as 32.")
+        check_least(self, block_size=(1, 32))
         if self.s < 1 or self.s % self.sn:
             raise ValueError(f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}.")
         if self.top and self.frame == "post":

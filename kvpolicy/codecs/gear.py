@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
-from kvpolicy.codecs._common import coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
-from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
+from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -108,8 +108,7 @@ class GEAR:
             raise ValueError(f"GEAR's rank is {self.rank}: give 0 to the group_size, which is {self.group_size}.")
         if not 0 <= self.sparse < 1:
             raise ValueError(f"GEAR's sparse is {self.sparse}: give a share from 0 to below 1, such as 0.02.")
-        if self.residual_length < 0:
-            raise ValueError(f"GEAR's residual_length is {self.residual_length}: give at least 0, such as 64.")
+        check_least(self, residual_length=(0, 64))
         if self.backbone not in ("kivi", "kcvt"):
             raise ValueError(f"GEAR's backbone is {self.backbone!r}: give 'kivi' or 'kcvt'.")
 
@@ -219,9 +218,9 @@ class GEAR:
         there = there.expand_as(some)
         places = extremes(some, codes.key_places.shape[3] // 2, 3, there)
         least, most = torch.aminmax(fill(some, there.scatter(3, places, False), 3), dim=3)
-        scale = round_to_half(((most - least) / (2**self.bits - 1)).clamp(max=FP16))
+        scale, zero = frame(least, most, self.bits)
         put(codes.key_scale, scale.half(), blocks.which, blocks.fresh)
-        put(codes.key_zero, round_to_half(least).half(), blocks.which, blocks.fresh)
+        put(codes.key_zero, zero.half(), blocks.which, blocks.fresh)
         if self.sparse:
             put(codes.key_places, places.to(codes.key_places.dtype), blocks.which, blocks.fresh)
             shape = codes.key_places.shape
@@ -233,9 +232,8 @@ class GEAR:
         """Write the codes of keys; what they miss, [B, H, n, D]."""
         block = coarse(slots, self.group_size)
         scale, zero = take(codes.key_scale, block).float(), take(codes.key_zero, block).float()
-        flat = scale == 0
-        code = ((keys - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**self.bits - 1).masked_fill(flat, 0)
-        put(codes.keys, pack(code.to(torch.uint8), self.bits), slots, active)
+        code = codes_in(keys, scale, zero, self.bits)
+        put(codes.keys, pack(code, self.bits), slots, active)
         error, place = keys - (code * scale + zero), (slots % self.group_size)[..., None]
         for some in codes.key_places.unbind(3):
             error = error.masked_fill(take(some, block) == place, 0)

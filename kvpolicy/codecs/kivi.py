@@ -8,11 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
-from kvpolicy.codecs.packing import pack, round_to_half, unpack
+from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_divisor, quantize
+from kvpolicy.codecs.packing import pack, unpack
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
-
-_FP16 = torch.finfo(torch.float16).max
 
 
 class KIVICodes(NamedTuple):
@@ -68,10 +67,7 @@ class KIVI:
         """Check the parameters."""
         if self.bits not in (2, 4, 8):
             raise ValueError(f"KIVI's bits is {self.bits}: give 2, 4 or 8.")
-        if self.group_size < 1:
-            raise ValueError(f"KIVI's group_size is {self.group_size}: give at least 1, such as 32.")
-        if self.residual_length < 0:
-            raise ValueError(f"KIVI's residual_length is {self.residual_length}: give at least 0, such as 128.")
+        check_least(self, group_size=(1, 32), residual_length=(0, 128))
 
     @property
     def traits(self) -> Traits:
@@ -107,7 +103,7 @@ class KIVI:
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        packed, parts = head_dim * self.bits // 8, head_dim // self._channels(head_dim)
+        packed, parts = head_dim * self.bits // 8, head_dim // largest_divisor(head_dim, self.group_size)
         groups = slots // self.group_size
         return KIVICodes(
             zeros(slots, packed, torch.uint8),
@@ -140,8 +136,7 @@ class KIVI:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
-        grouped = unpack(code, self.bits).unflatten(-1, (scale.shape[-1], -1))
-        return (grouped * scale.float()[..., None] + zero.float()[..., None]).flatten(3)
+        return dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1])
 
     def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
@@ -151,29 +146,22 @@ class KIVI:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
         return mix_by_chunks(self.values, store, share, self.group_size)
 
-    def _channels(self, head_dim: int) -> int:
-        """Channels of a value group."""
-        return max(size for size in range(1, min(self.group_size, head_dim) + 1) if head_dim % size == 0)
-
     def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
         group = (slots // self.group_size)[..., None].expand_as(keys)  # [B, H, n, D]
         least, most = self._bounds(codes.key_zero, keys, group, active)
-        scale, zero = self._scale(least, most)
+        scale, zero = frame(least, most, self.bits)
         held = live.reshape(*least.shape[:3], self.group_size).any(-1, keepdim=True)
         frozen = held | (least > most)  # the latter where nothing is written
         codes.key_scale.copy_(torch.where(frozen, codes.key_scale, scale.half()))
         codes.key_zero.copy_(torch.where(frozen, codes.key_zero, zero.half()))
         scale, zero = codes.key_scale.float(), codes.key_zero.float()
-        coded = self._quantize(keys, scale.gather(2, group), zero.gather(2, group))
+        coded = codes_in(keys, scale.gather(2, group), zero.gather(2, group), self.bits)
         put(codes.keys, pack(coded, self.bits), slots, active)
 
     def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, active: Tensor) -> None:
-        grouped = values.reshape(*values.shape[:3], codes.value_scale.shape[3], -1)  # [B, H, n, D / v, v]
-        scale, zero = self._scale(*torch.aminmax(grouped, dim=-1))
-        coded = self._quantize(grouped, scale[..., None], zero[..., None]).flatten(-2)
-        put(codes.values, pack(coded, self.bits), slots, active)
-        put(codes.value_scale, scale.half(), slots, active)
-        put(codes.value_zero, zero.half(), slots, active)
+        parts = quantize(values, self.bits, values.shape[-1] // codes.value_scale.shape[-1])
+        for target, part in zip(codes[3:], parts, strict=True):
+            put(target, part, slots, active)
 
     def _bounds(self, like: Tensor, keys: Tensor, group: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the most that is written to each group and channel; least > most where nothing is."""
@@ -182,14 +170,3 @@ class KIVI:
         least = inf.scatter_reduce(2, group, keys.masked_fill(~used, torch.inf), "amin")
         most = (-inf).scatter_reduce(2, group, keys.masked_fill(~used, -torch.inf), "amax")
         return least, most
-
-    def _scale(self, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero, as fp16 has them; what is too large for it is clipped, so that nothing becomes infinite."""
-        step = (most - least) / (2**self.bits - 1)
-        return round_to_half(step.clamp(max=_FP16)), round_to_half(least.clamp(-_FP16, _FP16))
-
-    def _quantize(self, x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Codes, uint8, with the scale and zero that are stored."""
-        flat = scale == 0
-        code = (x - zero) / scale.masked_fill(flat, 1)
-        return code.round().clamp(0, 2**self.bits - 1).masked_fill(flat, 0).to(torch.uint8)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import At, Layout, ModelInfo, Stage, Store, Traits, Turn
@@ -107,12 +107,7 @@ class KVQuant:
             raise ValueError(f"KVQuant's bits is {self.bits}: give 2, 3 or 4.")
         if not 0 <= self.outliers < 1:
             raise ValueError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
-        if self.sinks < 0:
-            raise ValueError(f"KVQuant's sinks is {self.sinks}: give at least 0, such as 5.")
-        if self.residual_length < 0:
-            raise ValueError(f"KVQuant's residual_length is {self.residual_length}: give at least 0, such as 32.")
-        if self.block_size < 1:
-            raise ValueError(f"KVQuant's block_size is {self.block_size}: give at least 1, such as 32.")
+        check_least(self, sinks=(0, 5), residual_length=(0, 32), block_size=(1, 32))
         if not self.calibration:
             raise ValueError("KVQuant's calibration is empty: give a folder, or 'tiny' for the embedded model.")
 

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
@@ -153,9 +153,7 @@ class MiKV:
             raise ValueError(f"MiKV's high_bits is {self.high_bits}: give 8 or 16.")
         if self.bits not in (2, 3, 4):
             raise ValueError(f"MiKV's bits is {self.bits}: give 2, 3 or 4.")
-        for name, least, example in (("group_size", 1, 128), ("residual_length", 0, 32), ("block_size", 1, 32)):
-            if getattr(self, name) < least:
-                raise ValueError(f"MiKV's {name} is {getattr(self, name)}: give at least {least}, such as {example}.")
+        check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
@@ -77,13 +77,7 @@ class RotateKV:
         """Check the parameters."""
         if self.bits not in (2, 3, 4):
             raise ValueError(f"RotateKV's bits is {self.bits}: give 2, 3 or 4.")
-        for name, least, example in (("group_size", 1, 128), ("sinks", 0, 20), ("residual_length", 0, 32)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"RotateKV's {name} is {getattr(self, name)}: give at least {least}, such as {example}."
-                )
-        if self.block_size < 1:
-            raise ValueError(f"RotateKV's block_size is {self.block_size}: give at least 1, such as 32.")
+        check_least(self, group_size=(1, 128), sinks=(0, 20), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:
@@ -136,7 +130,7 @@ class RotateKV:
             return
         mixed = mix(keys.float())
         if codes.key_scale.shape[-1] > 1:  # an order inside one group changes nothing
-            fresh = (active.any(-1) & ~live.any(-1))[..., None, None]
+            fresh = is_fresh(active, live)
             codes.place.copy_(torch.where(fresh, _places(mixed, active), codes.place))
             order = codes.place.argsort(-1).expand_as(mixed)
             mixed = mixed.gather(-1, order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpolicy.codecs._common import check_least
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 
@@ -44,15 +45,7 @@ class Staircase:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        for name, least, usual in (
-            ("eight", 1, 128),
-            ("four", 1, 512),
-            ("group_size", 1, 32),
-            ("residual_length", 0, 32),
-        ):
-            value = getattr(self, name)
-            if value < least:
-                raise ValueError(f"Staircase's {name} is {value}: give at least {least}, such as {usual}.")
+        check_least(self, eight=(1, 128), four=(1, 512), group_size=(1, 32), residual_length=(0, 32))
 
     @property
     def traits(self) -> Traits:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
@@ -86,12 +86,7 @@ class TokenWise:
         """Check the parameters."""
         if self.bits not in (2, 3, 4, 8, "fp8"):
             raise ValueError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
-        if self.group_size < 1:
-            raise ValueError(f"TokenWise's group_size is {self.group_size}: give at least 1, such as 128.")
-        if self.residual_length < 0:
-            raise ValueError(f"TokenWise's residual_length is {self.residual_length}: give at least 0, such as 32.")
-        if self.block_size < 1:
-            raise ValueError(f"TokenWise's block_size is {self.block_size}: give at least 1, such as 32.")
+        check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:
@@ -203,7 +198,7 @@ def _fit(codes: TokenWiseCodes, keys: Tensor, active: Tensor, live: Tensor) -> N
     rounded = round_to_half(mean.clamp(-FP16, FP16))
     # Divided by less than this, the error of the mean alone would be the largest number of its group.
     deviation = torch.where(deviation == 0, 1, deviation).maximum((mean - rounded).abs().clamp(max=FP16))
-    fresh = (active.any(-1) & ~live.any(-1))[..., None, None]
+    fresh = is_fresh(active, live)
     codes.channel_zero.copy_(torch.where(fresh, rounded.half(), codes.channel_zero))
     codes.channel_scale.copy_(torch.where(fresh, round_to_half(deviation).half(), codes.channel_scale))
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
@@ -77,11 +77,7 @@ class TurboQuant:
         """Check the parameters."""
         if self.bits not in (2, 3, 4):
             raise ValueError(f"TurboQuant's bits is {self.bits}: give 2, 3 or 4.")
-        for name, least, example in (("seed", 0, 0), ("residual_length", 0, 32), ("block_size", 1, 32)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"TurboQuant's {name} is {getattr(self, name)}: give at least {least}, such as {example}."
-                )
+        check_least(self, seed=(0, 0), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:

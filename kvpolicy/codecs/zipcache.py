@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
@@ -140,8 +140,7 @@ class ZipCache:
             raise ValueError(f"ZipCache's high_bits is {self.high_bits}: give 4 or 8.")
         if self.bits not in (2, 3, 4):
             raise ValueError(f"ZipCache's bits is {self.bits}: give 2, 3 or 4.")
-        if self.recode_every < 1:
-            raise ValueError(f"ZipCache's recode_every is {self.recode_every}: give at least 1, such as 100.")
+        check_least(self, recode_every=(1, 100))
 
     @property
     def traits(self) -> Traits:
