@@ -11,54 +11,81 @@ A policy is three interchangeable parts under one budget:
 
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.allocators.pyramid import Pyramid as Pyramid
-from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
-from kvpolicy.allocators.uniform import Uniform as Uniform
-from kvpolicy.codecs.bfp import BFP as BFP
-from kvpolicy.codecs.csr import CSR as CSR
-from kvpolicy.codecs.gear import GEAR as GEAR
-from kvpolicy.codecs.kivi import KIVI as KIVI
-from kvpolicy.codecs.kvquant import KVQuant as KVQuant
-from kvpolicy.codecs.mikv import MiKV as MiKV
-from kvpolicy.codecs.plain import Plain as Plain
-from kvpolicy.codecs.rotate import RotateKV as RotateKV
-from kvpolicy.codecs.staircase import Staircase as Staircase
-from kvpolicy.codecs.tokenwise import TokenWise as TokenWise
-from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
-from kvpolicy.codecs.zipcache import ZipCache as ZipCache
-from kvpolicy.policy import Policy as Policy
-from kvpolicy.selectors.full import KeepAll as KeepAll
-from kvpolicy.selectors.h2o import H2O as H2O
-from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
-from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
-from kvpolicy.selectors.snapkv import SnapKV as SnapKV
-from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
-from kvpolicy.selectors.tova import TOVA as TOVA
-from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
-
 if TYPE_CHECKING:
+    from kvpolicy.allocators.pyramid import Pyramid as Pyramid
+    from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
+    from kvpolicy.allocators.uniform import Uniform as Uniform
     from kvpolicy.attachment import Handle as Handle
     from kvpolicy.attachment import attach as attach
     from kvpolicy.cache import PolicyCache as PolicyCache
+    from kvpolicy.codecs.bfp import BFP as BFP
+    from kvpolicy.codecs.csr import CSR as CSR
+    from kvpolicy.codecs.gear import GEAR as GEAR
+    from kvpolicy.codecs.kivi import KIVI as KIVI
+    from kvpolicy.codecs.kvquant import KVQuant as KVQuant
+    from kvpolicy.codecs.mikv import MiKV as MiKV
+    from kvpolicy.codecs.plain import Plain as Plain
+    from kvpolicy.codecs.rotate import RotateKV as RotateKV
+    from kvpolicy.codecs.staircase import Staircase as Staircase
+    from kvpolicy.codecs.tokenwise import TokenWise as TokenWise
+    from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
+    from kvpolicy.codecs.zipcache import ZipCache as ZipCache
     from kvpolicy.distortion import Distortion as Distortion
     from kvpolicy.embedded import tiny as tiny
-    from kvpolicy.planning import CachePlan as CachePlan
     from kvpolicy.planning import plan as plan
+    from kvpolicy.plans import CachePlan as CachePlan
+    from kvpolicy.policy import Policy as Policy
     from kvpolicy.profiling import profile as profile
+    from kvpolicy.selectors.full import KeepAll as KeepAll
+    from kvpolicy.selectors.h2o import H2O as H2O
+    from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+    from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
+    from kvpolicy.selectors.snapkv import SnapKV as SnapKV
+    from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
+    from kvpolicy.selectors.tova import TOVA as TOVA
+    from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
+    from kvpolicy.weights import Weights as Weights
+    from kvpolicy.weights import weights_per_rank as weights_per_rank
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Handle": "kvpolicy.attachment",
+    "Pyramid": "kvpolicy.allocators.pyramid",
+    "SqueezeAttention": "kvpolicy.allocators.squeeze",
+    "Uniform": "kvpolicy.allocators.uniform",
     "attach": "kvpolicy.attachment",
+    "Handle": "kvpolicy.attachment",
     "PolicyCache": "kvpolicy.cache",
+    "BFP": "kvpolicy.codecs.bfp",
+    "CSR": "kvpolicy.codecs.csr",
+    "GEAR": "kvpolicy.codecs.gear",
+    "KIVI": "kvpolicy.codecs.kivi",
+    "KVQuant": "kvpolicy.codecs.kvquant",
+    "MiKV": "kvpolicy.codecs.mikv",
+    "Plain": "kvpolicy.codecs.plain",
+    "RotateKV": "kvpolicy.codecs.rotate",
+    "Staircase": "kvpolicy.codecs.staircase",
+    "TokenWise": "kvpolicy.codecs.tokenwise",
+    "TurboQuant": "kvpolicy.codecs.turboquant",
+    "ZipCache": "kvpolicy.codecs.zipcache",
     "Distortion": "kvpolicy.distortion",
-    "CachePlan": "kvpolicy.planning",
-    "plan": "kvpolicy.planning",
-    "profile": "kvpolicy.profiling",
     "tiny": "kvpolicy.embedded",
+    "plan": "kvpolicy.planning",
+    "CachePlan": "kvpolicy.plans",
+    "Policy": "kvpolicy.policy",
+    "profile": "kvpolicy.profiling",
+    "KeepAll": "kvpolicy.selectors.full",
+    "H2O": "kvpolicy.selectors.h2o",
+    "KVCrush": "kvpolicy.selectors.kvcrush",
+    "ProbeSalience": "kvpolicy.selectors.probe",
+    "SnapKV": "kvpolicy.selectors.snapkv",
+    "StreamingLLM": "kvpolicy.selectors.streaming",
+    "TOVA": "kvpolicy.selectors.tova",
+    "SlidingWindow": "kvpolicy.selectors.window",
+    "Weights": "kvpolicy.weights",
+    "weights_per_rank": "kvpolicy.weights",
 }
-"""Names that need transformers, imported when they are first used: policies can be parsed without it."""
+"""Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +17,6 @@ from kvpolicy.cache import PolicyCache
 from kvpolicy.calls import bind_slots, caches, check_step, check_stock, is_compiled, prompt_columns, row_lengths
 from kvpolicy.configs import configs_of, swap_implementation
 from kvpolicy.families import (
-    ModelShape,
     Site,
     Sites,
     attention_output,
@@ -28,58 +26,12 @@ from kvpolicy.families import (
     residual_scale,
     sample_weights,
 )  # fmt: skip
+from kvpolicy.link import Link, links
+from kvpolicy.parallel import sharing_of
 from kvpolicy.planning import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import ModelInfo
 from kvpolicy.report import Report
 from kvpolicy.rotary import Rope
-
-_links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
-
-
-class Link:
-    """What a cache knows of the attachment it belongs to."""
-
-    def __init__(self, policy: Policy, model_shape: ModelShape, info: ModelInfo, ropes: dict[int, Rope]) -> None:
-        """Describe an attachment; `ropes` are empty unless its policy's codec undoes the rotary embedding."""
-        self.policy, self.model_shape, self.info, self.ropes = policy, model_shape, info, ropes
-        self.layers = len(model_shape.evictable) + len(model_shape.left_alone)
-        self.active = True
-
-    def check(self, policy: Policy) -> None:
-        """Raise ValueError where `policy` must measure what this attachment does not."""
-        if policy.allocator.measure and not self.policy.allocator.measure:
-            raise ValueError(
-                f"The cache's policy {policy} measures every layer, and the attached {self.policy} does not: "
-                "attach a policy with the same allocator."
-            )
-        if policy.codec.traits.frame == "pre" and not self.ropes:
-            raise ValueError(
-                f"The cache's policy {policy} undoes the rotary embedding, and the attached {self.policy} does not: "
-                "attach a policy with the same codec."
-            )
-        if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
-            raise ValueError(
-                f"The cache's policy {policy} looks at hidden states, and the attached {self.policy} does not: "
-                "attach a policy with the same codec."
-            )
-        policy.codec.check(self.info)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Link:
-        """Copies of a cache belong to the same attachment."""
-        return self
-
-
-def link_of(model: nn.Module) -> Link:
-    """The attachment of a model.
-
-    Raises:
-        ValueError: Where no policy is attached.
-    """
-    link = _links.get(model)
-    if link is None:
-        raise ValueError("No policy is attached to this model: call kvpolicy.attach(model, policy) first.")
-    return link
 
 
 class Handle:
@@ -95,18 +47,19 @@ class Handle:
         self.policy = policy
         self.cache: PolicyCache | None = None
         self._model, self._undo = model, list[Any]()
-        sites, shape = find_sites(model), describe(model.config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
-        info = shape.info(sample_weights(sites.layers[0]))
+        sites, sharing = find_sites(model), sharing_of(model)
+        shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
+        info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         unrotates = policy.codec.traits.frame == "pre"
         ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
-        self._link = Link(policy, shape, info, ropes)
+        self._link = Link(policy, shape, info, ropes, sharing)
         try:
             self._connect(sites)
         except BaseException:
             self.detach()
             raise
-        _links[model] = self._link
+        links[model] = self._link
 
     @property
     def plan(self) -> CachePlan | None:
@@ -128,8 +81,8 @@ class Handle:
         while self._undo:
             self._undo.pop()()
         self._link.active = False
-        if _links.get(self._model) is self._link:
-            del _links[self._model]
+        if links.get(self._model) is self._link:
+            del links[self._model]
 
     def __enter__(self) -> Handle:
         """Nothing more to do: attaching is done."""
@@ -272,7 +225,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 
 
 def _check_fresh(model: nn.Module) -> None:
-    if model in _links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
+    if model in links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise ValueError("A policy is already attached to this model, or to one around it: detach it first.")
     if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
         raise ValueError(

@@ -60,7 +60,7 @@ def attention_forward(
             )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("A ready-made 4-D attention mask cannot be used under a policy: pass the 2-D mask of padding.")
-    if key.shape[:3] != value.shape[:3] or query.shape[1] % key.shape[1]:
+    if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise ValueError(
             f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
             "which a policy cannot pair: use a model with ordinary or grouped-query attention."
@@ -71,6 +71,11 @@ def attention_forward(
     else:
         out = kv_slots.forward(query, key, value, attention_mask, kernel)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _pairs(queries: int, heads: int) -> bool:
+    """Whether each KV head has as many query heads; a rank of several may have none of either."""
+    return queries % heads == 0 if heads else queries == 0
 
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:

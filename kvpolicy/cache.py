@@ -14,6 +14,7 @@ from kvpolicy.families import ModelShape
 from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.ledger import planned_resident, resident_bytes
+from kvpolicy.link import Link, link_of
 from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
@@ -21,8 +22,6 @@ from kvpolicy.rows import massive_tokens, rotary_shift
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from kvpolicy.attachment import Link
 
 
 class PolicyCache(Cache):
@@ -61,8 +60,6 @@ class PolicyCache(Cache):
         new: int | None = None,
     ) -> None:
         """Make an empty cache."""
-        from kvpolicy.attachment import link_of
-
         link: Link = link_of(model)
         self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
         link.check(self.policy)
@@ -81,7 +78,7 @@ class PolicyCache(Cache):
         if index in shape.left_alone:
             return DynamicSlidingWindowLayer(sliding_window=shape.left_alone[index])
         rope = self.link.ropes.get(index) if self.policy.codec.traits.frame == "pre" else None
-        return PolicyLayer(self.policy, index, self._on_prompt, rope)
+        return PolicyLayer(self.policy, index, self._on_prompt, rope, self.link.meet)
 
     @property
     def slots(self) -> list[PolicyLayer]:
@@ -225,13 +222,19 @@ class PolicyCache(Cache):
         length = first.prompt.lengths(first.length).cpu()
         if self.prompt is not None:
             length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
-        shapes = [Shape(heads, dim, first.prompt.keys.dtype)] * len(self.slots)
+        most, dtype = first.ranks.most_heads(heads), first.prompt.keys.dtype
+        fullest, shapes = ([Shape(count, dim, dtype)] * len(self.slots) for count in (most, heads))
         measures = self.cosines() if self.policy.allocator.measure else None
         if self.new is not None and self._end is None:
             self._end = length + self.new
         columns = first.get_seq_length() + (self.new or 0)
         alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
-        self._tokens = divide(self.policy, measures, length, self._end, shapes, sum(alone.values()))
+        self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(alone.values()))
+        if measures is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
+            raise RuntimeError(
+                "The ranks measured different layer budgets, so their hidden states differ: give all ranks the same "
+                "prompts and weights."
+            )
         seen = int((length if self._end is None else torch.maximum(self._end, length)).sum())
         full = seen * sum(2 * shape.heads * shape.head_dim * shape.dtype.itemsize for shape in shapes)
         indices = [layer.layer_idx for layer in self.slots]
@@ -239,7 +242,7 @@ class PolicyCache(Cache):
             policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
             left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
             note=explain(self.policy, self._tokens.keep, length),
-            resident_nbytes=planned_resident(self.policy, tuple(indices)),
+            resident_nbytes=planned_resident(self.policy, tuple(indices), first.ranks.held),
         )  # fmt: skip
 
     def alone_bytes(self) -> dict[int, int]:

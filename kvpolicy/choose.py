@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import Kernel, Tail, tail_rows
+from kvpolicy.attention import tail_rows
+from kvpolicy.prefill import Prompt
 from kvpolicy.probing import probe_sums
 from kvpolicy.protocols import Seen, State, View
 from kvpolicy.slots import Loose, open_slots
@@ -15,55 +16,6 @@ from kvpolicy.state import join_states, map_state, tensors
 
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
-
-
-class Prompt(NamedTuple):
-    """A prefill or chunk that was attended to, but not yet brought under the budget.
-
-    Attributes:
-        keys: [B, H, P, D].
-        values: [B, H, P, D].
-        valid: Which tokens are no padding, [B, P] bool; None where all are.
-        total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
-        tail: The newest queries, where the selector needs them.
-        probes: The probes, where the selector needs them.
-        kernel: Scale and soft cap.
-    """
-
-    keys: Tensor
-    values: Tensor
-    valid: Tensor | None
-    total: Tensor | None
-    tail: Tail | None
-    kernel: Kernel
-    probes: Tail | None = None
-
-    def lengths(self, seen: Tensor) -> Tensor:
-        """Tokens that each row has seen with this prompt, [B] int64, from those `seen` before."""
-        return seen + (self.keys.shape[2] if self.valid is None else self.valid.sum(-1))
-
-    def positions(self, seen: Tensor) -> Tensor:
-        """Position of each token in its row, [B, P] int32, -1 for padding."""
-        if self.valid is None:
-            return (seen[:, None] + torch.arange(self.keys.shape[2], device=seen.device)).to(torch.int32)
-        count = seen[:, None] + self.valid.long().cumsum(-1) - 1
-        return count.where(self.valid, -1).to(torch.int32)
-
-    @property
-    def idle(self) -> Tensor | None:
-        """Rows that get nothing but padding, [B] bool; None where there are none."""
-        return None if self.valid is None else ~self.valid.any(-1)
-
-    def owned(self) -> Prompt:
-        """The same, owning its memory, so that nothing larger stays alive behind a view."""
-        keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
-        return self._replace(keys=keys, values=values)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()), *(self.probes or ()))
-        return sum(t.nbytes for t in parts if t is not None)
 
 
 def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor, seen_before: Tensor) -> Loose:
@@ -84,7 +36,7 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor, seen_before: Tensor
     if layer.layout.slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _take(positions, state, seen, order)
-    view = View(positions, layer.length, keep, layer.layer_idx)
+    view = View(positions, layer.length, keep, layer.layer_idx, layer.ranks, alike=not layer.layout.slots)
     before, state = state, layer.policy.selector.observe(state, seen, view)
     chosen = _highest(layer.policy.selector.priority(state, view), view)
     if prompt.idle is not None:  # such a row alone would not have been called

@@ -36,7 +36,7 @@ def decode_step(
     selector = layer.policy.selector
     layer.length.add_(1 if valid is None else valid[:, 0].long())
     layer.columns.add_(1)
-    view = View(layer.positions, layer.length, layer.budget, layer.layer_idx)
+    view = View(layer.positions, layer.length, layer.budget, layer.layer_idx, layer.ranks)
     slot = _make_slot(layer, view, valid)
     index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
     position = (layer.length - 1).to(torch.int32)[:, None, None].expand_as(slot)

@@ -20,17 +20,19 @@ class ModelShape:
 
     Attributes:
         shape: Of one layer's keys, on one rank.
+        heads: KV heads of a layer, on all ranks.
         evictable: Layers that a policy can keep small.
         left_alone: Layers that bound their cache themselves, with their window.
     """
 
     shape: Shape
+    heads: int
     evictable: list[int]
     left_alone: dict[int, int]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model."""
-        return ModelInfo(len(self.evictable), self.shape.heads, self.shape.head_dim, weights)
+        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights)
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
@@ -65,7 +67,8 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):
         wanted = getattr(torch, wanted)
-    return ModelShape(shape=Shape(-(-heads // tp), head_dim, wanted), evictable=evictable, left_alone=alone)
+    shape = Shape(-(-heads // tp), head_dim, wanted)
+    return ModelShape(shape=shape, heads=heads, evictable=evictable, left_alone=alone)
 
 
 def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:

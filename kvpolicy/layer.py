@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.attention import Kernel, Past, attend, largest_queries, newest_queries
-from kvpolicy.choose import Prompt, choose
+from kvpolicy.attention import Kernel, Past
+from kvpolicy.choose import choose
 from kvpolicy.coding import flush, recode, settle_loose
 from kvpolicy.decode import decode_step
 from kvpolicy.host import on_host
 from kvpolicy.ledger import bytes_by_kind
+from kvpolicy.parallel import ALONE, Ranks
 from kvpolicy.planning import ROOM
 from kvpolicy.policy import Policy
-from kvpolicy.probing import probe_queries
+from kvpolicy.prefill import Prompt, attend_prompt
 from kvpolicy.protocols import Book, Codes, Layout, State
 from kvpolicy.reading import Coded
 from kvpolicy.room import exact_count, extend, free_steps
@@ -47,6 +48,7 @@ class PolicyLayer(CacheLayerMixin):
         rope: The rotary embedding, where keys are coded without it.
         frozen: The first exact slots, which are the codec's atoms.
         pinned: Whether it is settled which tokens stay exact.
+        ranks: Who holds the layer's other heads.
     """
 
     is_sliding = False
@@ -64,11 +66,17 @@ class PolicyLayer(CacheLayerMixin):
     state: State
 
     def __init__(
-        self, policy: Policy, layer_idx: int, on_prompt: Callable[[PolicyLayer], None], rope: Rope | None = None
+        self,
+        policy: Policy,
+        layer_idx: int,
+        on_prompt: Callable[[PolicyLayer], None],
+        rope: Rope | None = None,
+        meet: Callable[[int, Tensor, Tensor], Ranks] = lambda *_: ALONE,
     ) -> None:
-        """Make an empty layer; `on_prompt` is told of every prefill that waits for a budget."""
+        """Make an empty layer; `on_prompt` is told of every prompt, `meet` finds its ranks by their heads."""
         super().__init__()
         self.policy, self.layer_idx, self._on_prompt, self.rope = policy, layer_idx, on_prompt, rope
+        self._meet, self.ranks = meet, ALONE
         self.frozen, self.pinned = 0, False
         self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
@@ -88,7 +96,7 @@ class PolicyLayer(CacheLayerMixin):
         self.state = self.policy.selector.alloc(batch, heads, 0, device)
         codec = self.policy.codec
         self.codes, self.rows = (), alloc_rows(codec, batch, heads, dim, device)
-        self.books = tuple(stage.open(self.layer_idx, device) for stage in codec.stages)
+        self.books = tuple(stage.open(self.layer_idx, device, self.ranks.held) for stage in codec.stages)
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
@@ -168,22 +176,21 @@ class PolicyLayer(CacheLayerMixin):
         Returns:
             [B, Hq, P, D].
         """
+        if not self.is_initialized:
+            self.ranks = self._meet(self.layer_idx, q, k)
+        own = q.shape[1]
+        if self.ranks.phantom:
+            q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if self.is_initialized and q.shape[2] == 1:
-            return decode_step(self, q, k, v, valid, kernel)
-        return self._take_prompt(q, k, v, valid, kernel)
+            return decode_step(self, q, k, v, valid, kernel)[:, :own]
+        return self._take_prompt(q, k, v, valid, kernel)[:, :own]
 
     @on_host  # budgets are settled on the host
     def _take_prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        needs, past = self.policy.selector.needs, self.past()
-        out, total = attend(q, k, v, kernel, past, valid, needs.total)
-        tail = newest_queries(q.detach(), valid, needs.tail) if needs.tail else None
+        out, self.prompt = attend_prompt(self, q, k, v, valid, kernel)
         self.columns.add_(q.shape[2])
-        if self.rows is not None and self.policy.codec.traits.peaks:
-            self.rows.peaks.copy_(torch.maximum(self.rows.peaks, largest_queries(q.detach(), k.shape[1], valid)))
-        probes = probe_queries(q.detach(), valid, needs.probes) if needs.probes else None
-        self.prompt = Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes)  # slots hold no autograd graph
         self._on_prompt(self)
         return out
 

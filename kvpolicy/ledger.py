@@ -52,7 +52,12 @@ def resident_bytes(books: Iterable[Any]) -> int:
     return sum({t.data_ptr(): t.nbytes for book in books for t in tensors(book)}.values())
 
 
+def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
+    """Bytes of the calibrated tensors of some layers and heads; they belong to the model and count in no budget."""
+    return _resident(policy, layers, heads.start, heads.stop)
+
+
 @lru_cache(maxsize=64)
-def planned_resident(policy: Policy, layers: tuple[int, ...]) -> int:
-    """Bytes of the calibrated tensors of some layers; they belong to the model and count in no budget."""
-    return resident_bytes([stage.open(index, "cpu") for stage in policy.codec.stages for index in layers])
+def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: int | None) -> int:
+    held = slice(first, last)  # no key of a cache itself, before Python 3.12
+    return resident_bytes([stage.open(index, "cpu", held) for stage in policy.codec.stages for index in layers])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +10,9 @@ from torch import Tensor
 from kvpolicy.budget import bytes_of
 from kvpolicy.ledger import Shape as Shape
 from kvpolicy.ledger import layer_bytes, planned_resident
+from kvpolicy.plans import CachePlan as CachePlan
+from kvpolicy.plans import LayerPlan as LayerPlan
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Layout
 
 ROOM = 256
 """Tokens of room that a growing cache takes at a time where it is not told how many will come."""
@@ -118,81 +118,6 @@ def _divide_bytes(
     return best
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan:
-    """One layer of a plan.
-
-    Attributes:
-        layer_idx: Which layer of the model.
-        tokens: The most tokens of any row.
-        layout: Its slots.
-        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters.
-    """
-
-    layer_idx: int
-    tokens: int
-    layout: Layout
-    nbytes: dict[str, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CachePlan:
-    """Tokens and bytes of a cache, per rank.
-
-    Attributes:
-        policy: Whose plan it is.
-        batch: Rows.
-        layers: The layers under the policy.
-        left_alone: Bytes of layers that the policy leaves as they are (sliding windows), by layer.
-        full_nbytes: Bytes of the stock cache beside it.
-        measured: False where the allocator has yet to measure a prompt, so that layers are shown alike.
-        note: What was decided otherwise than the policy may lead to expect, or nothing.
-        resident_nbytes: Bytes of calibrated tensors that belong to the model: in no budget, and not in `nbytes`.
-    """
-
-    policy: Policy
-    batch: int
-    layers: tuple[LayerPlan, ...]
-    left_alone: dict[int, int]
-    full_nbytes: int
-    measured: bool
-    note: str = ""
-    resident_nbytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole cache."""
-        return sum(self.by_kind().values())
-
-    def by_kind(self) -> dict[str, int]:
-        """Bytes of the whole cache by kind."""
-        kinds: dict[str, int] = {}
-        for layer in self.layers:
-            for kind, size in layer.nbytes.items():
-                kinds[kind] = kinds.get(kind, 0) + size
-        return kinds | ({"left alone": sum(self.left_alone.values())} if self.left_alone else {})
-
-    def largest_batch(self, memory: int) -> int:
-        """The most rows like these whose cache fits into `memory` bytes; under a budget in bytes, of one row's."""
-        per_row = self.nbytes / self.batch
-        return int(memory // per_row)
-
-    def __str__(self) -> str:
-        """A table of tokens and bytes per layer."""
-        lines = [f"{self.policy}: {self.nbytes:,} bytes, the full cache {self.full_nbytes:,}"]
-        for layer in self.layers:
-            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
-            lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
-        lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
-        if not self.measured:
-            lines.append("layers are shown alike: the allocator measures them in the prompt; their sum is the same")
-        if self.resident_nbytes:
-            lines.append(f"beside the cache, calibrated and the model's own: {self.resident_nbytes:,} bytes")
-        if self.note:
-            lines.append(self.note)
-        return "\n".join(lines)
-
-
 def explain(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Why the layers of some rows share evenly although the allocator measured them; nothing where none do.
 
@@ -229,6 +154,7 @@ def plan(
     new: int = 0,
     dtype: torch.dtype | None = None,
     tp: int = 1,
+    backend: str | None = None,
 ) -> CachePlan:
     """Say from a config alone, without weights, what a policy's cache will hold.
 
@@ -239,10 +165,11 @@ def plan(
         prompt: Tokens of each row's prompt, one number or one per row.
         new: Tokens to be generated.
         dtype: Of keys and values; the config's own by default.
-        tp: Ranks of tensor parallelism; the plan is of one rank.
+        tp: Ranks of tensor parallelism; the plan is of one rank, the fullest.
+        backend: Who divides the weights, `deepspeed` or `hf`, to count them too.
 
     Returns:
-        The plan; `.nbytes` is what the cache then holds.
+        The plan; `.nbytes` is what the cache then holds, `.weights` what the model holds beside it.
 
     Raises:
         ValueError: Where the budget is too small, or the model's cache cannot be kept under a policy.
@@ -253,15 +180,19 @@ def plan(
         >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
         >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
         (250, 132048, 512000)
+        >>> on_two = plan(config, "window@0.25", prompt=1000, tp=2, backend="hf", dtype=torch.float32)
+        >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
+        (66048, 16696576, 16004, 4129)
     """
     from kvpolicy.families import describe
+    from kvpolicy.weights import weights_per_rank
 
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
     lengths = [prompt] * batch if isinstance(prompt, int) else list(prompt)
     if len(lengths) != batch:
         raise ValueError(f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row.")
     model = describe(config, dtype, tp)
-    policy.codec.check(model.info())
+    policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
     size = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     columns = max(lengths) + new
@@ -270,8 +201,9 @@ def plan(
     measures = torch.ones(batch, len(shapes)) if online else None
     tokens = divide(policy, measures, size, size + new, shapes, sum(alone.values()))
     full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
+    weights = weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None
     return CachePlan(
-        policy=policy, batch=batch, layers=plan_layers(policy, tokens, shapes, model.evictable, batch),
-        left_alone=alone, full_nbytes=full, measured=not online,
-        resident_nbytes=planned_resident(policy, tuple(model.evictable)),
+        policy=policy, batch=batch, tp=tp, weights=weights, left_alone=alone, full_nbytes=full, measured=not online,
+        layers=plan_layers(policy, tokens, shapes, model.evictable, batch),
+        resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
     )  # fmt: skip

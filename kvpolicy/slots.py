@@ -97,7 +97,8 @@ def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:
         # Of equals the later position leaves first, as in eviction.
         order = loose.positions.argsort(dim=-1, descending=True, stable=True)
         seen = loose.positions.masked_fill(~loose.chosen, -1)
-        worth = layer.policy.selector.priority(loose.state, View(seen, layer.length, _precise(layer), layer.layer_idx))
+        view = View(seen, layer.length, _precise(layer), layer.layer_idx, layer.ranks)
+        worth = layer.policy.selector.priority(loose.state, view)
         order = order.gather(-1, worth.gather(-1, order).argsort(dim=-1, stable=True))
     last = torch.where(loose.chosen, 0, 2)
     if layer.rows is not None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "kvpolicy": ROOT / "kvpolicy",
     "kvpolicy_lm_eval": ROOT / "integrations" / "kvpolicy_lm_eval",
+    "kvpolicy_deepspeed": ROOT / "integrations" / "kvpolicy_deepspeed",
     "kvpolicy_eval": ROOT / "eval" / "kvpolicy_eval",
 }
 STRATEGIES = ("allocators", "selectors", "codecs")
@@ -72,7 +73,9 @@ def test_no_second_copy_is_imported() -> None:
 
 
 def test_the_core_imports_no_integration() -> None:
-    assert not _importing(_sources(PACKAGES["kvpolicy"]), "kvpolicy_lm_eval", "kvpolicy_eval", "lm_eval")
+    assert not _importing(
+        _sources(PACKAGES["kvpolicy"]), "kvpolicy_lm_eval", "kvpolicy_deepspeed", "kvpolicy_eval", "lm_eval"
+    )
 
 
 def test_strategies_import_neither_transformers_nor_the_engine() -> None:

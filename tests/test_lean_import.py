@@ -7,7 +7,16 @@ import sys
 
 import pytest
 
-HEAVY = ("transformers", "lm_eval", "sklearn", "accelerate", "datasets", "kvpolicy_lm_eval.model", "kvpolicy_eval")
+HEAVY = (
+    "transformers",
+    "lm_eval",
+    "sklearn",
+    "accelerate",
+    "datasets",
+    "deepspeed",
+    "kvpolicy_lm_eval.model",
+    "kvpolicy_eval",
+)
 CODE = """
 import sys
 sys.path[:0] = {path}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +15,8 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy_lm_eval import ranks
+from kvpolicy_lm_eval.arguments import BACKENDS, at_least, read_division, read_policy
 from kvpolicy_lm_eval.scoring import Answer, Scorer, held_lengths, split, whole
 from kvpolicy_lm_eval.stats import Stats
 
@@ -42,6 +43,8 @@ class KVPolicyLM(HFLM):
         holdback: Tokens at the end of a scored context that are not compressed with it, but fed with the answer. With
             0 the first token of an answer is predicted by the uncompressed prefill, as in generation.
         rolling_chunk: Tokens per forward of a rolling log-likelihood, which is compressed after each.
+        tp: Ranks that the model's heads are divided over, one process each; `torchrun` or `deepspeed` starts them.
+        backend: What divides it: `deepspeed`, the default, or `hf`. Other values are those of `hf`'s own argument.
         **kwargs: Every argument of `hf`.
     """
 
@@ -52,12 +55,15 @@ class KVPolicyLM(HFLM):
         budget: float | str | None = None,
         holdback: int = 1,
         rolling_chunk: int = 64,
+        tp: int | None = None,
+        backend: str = "default",
         **kwargs: Any,
     ) -> None:
         """Read the policy, load the model as `hf` does, and check that they fit."""
-        self.policy = _policy(policy, budget)
-        self.holdback = _at_least("holdback", holdback, 0)
-        self.rolling_chunk = _at_least("rolling_chunk", rolling_chunk, 2)
+        self.policy = read_policy(policy, budget)
+        self.holdback = at_least("holdback", holdback, 0)
+        self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
+        self.division = read_division(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._auto_batch: int | None = None
         if pretrained is None:
@@ -65,18 +71,35 @@ class KVPolicyLM(HFLM):
             kwargs.setdefault("dtype", "float32")  # what it was measured in; its file is in half precision
         if not torch.cuda.is_available():
             kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, there or not
-        super().__init__(pretrained=pretrained, **kwargs)
+        if self.division.tp > 1:
+            self._load_part(pretrained, kwargs)
+        else:
+            kwargs["backend"] = "default" if backend in BACKENDS else backend
+            ranks.refuse_part(pretrained)
+            super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
             raise ValueError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > self._world_size:
             # HFLM does this for several GPUs only; on CPU each process would answer everything
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        if self.division.tp == 1:
+            ranks.warn_of_copies(self._world_size, os.environ)
         # say now what does not fit
         if self.is_full:
             self._full_bytes(1)
         else:
             kvpolicy.attach(self.model, self.policy).detach()
+
+    def _load_part(self, pretrained: Any, arguments: dict[str, Any]) -> None:
+        """Load this rank's part of a model; HFLM takes it for the whole, and this process for the only one."""
+        model = ranks.load_part(pretrained, self.division, arguments.pop("dtype", "auto"), self.policy)
+        if isinstance(pretrained, str):
+            arguments["tokenizer"] = arguments.get("tokenizer") or pretrained
+        with ranks.no_warnings_of_instances():
+            super().__init__(pretrained=model, **arguments)
+        if isinstance(pretrained, str):
+            self.pretrained: Any = pretrained
 
     @property
     def is_full(self) -> bool:
@@ -90,6 +113,7 @@ class KVPolicyLM(HFLM):
         return (
             f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
+            + (f" tp={self.division.tp} backend={self.division.backend}" if self.division.tp > 1 else "")
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -103,21 +127,27 @@ class KVPolicyLM(HFLM):
                     "give each policy a --use_cache path of its own."
                 )
             answers[_FINGERPRINT] = self.fingerprint
+            if self.division.tp > 1:
+                ranks.same_answers(answers)
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
         """Add policy, budget, KV bytes and speed to what the results file says of the model."""
-        report = self.stats.report()
+        report, tp = self.stats.report(), self.division.tp
+        each = "sequence" if tp == 1 else f"sequence on each of {tp} ranks"
         for name, cost in report.items():
             held, rate = f"{cost['kv_bytes']:,} of {cost['full_kv_bytes']:,}", cost["tokens_per_second"]
-            log.info("%s: %s KV bytes per sequence, %s tokens per second", name, held, rate)
+            log.info("%s: %s KV bytes per %s, %s tokens per second", name, held, each, rate)
         return super().get_model_info() | {
             "kvpolicy": {
-                "version": _version(),
+                "version": kvpolicy.__version__,
                 "policy": str(self.policy),
                 "budget": self.policy.budget,
                 "holdback": self.holdback,
                 "rolling_chunk": self.rolling_chunk,
+                "tp": tp,
+                "backend": self.division.backend,
+                "bytes_are": f"per {each}",
                 "tasks": report,
             }
         }
@@ -145,6 +175,8 @@ class KVPolicyLM(HFLM):
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
         """Answer each task's requests by themselves, so that they are counted apart."""
+        if self.division.tp > 1:
+            ranks.same_requests(kind, requests)
         tasks: defaultdict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             tasks[getattr(request, "task_name", None) or "unknown"].append(index)
@@ -237,9 +269,9 @@ class KVPolicyLM(HFLM):
         self.stats.now.held(1, size, size)
 
     def _full_bytes(self, tokens: int) -> int:
-        """Give the stock cache's bytes for `tokens` tokens of one row."""
-        plan = kvpolicy.plan(self.config, Policy(), prompt=max(tokens, 1), dtype=self.model.dtype)
-        return plan.full_nbytes
+        """Give the stock cache's bytes for `tokens` tokens of one row, on one rank."""
+        size, dtype = max(tokens, 1), self.model.dtype
+        return kvpolicy.plan(self.config, Policy(), prompt=size, dtype=dtype, tp=self.division.tp).full_nbytes
 
     # ------------------------------------------------------------------ generation
 
@@ -264,23 +296,5 @@ class KVPolicyLM(HFLM):
         return out
 
 
-def _policy(policy: str | Policy | None, budget: float | str | None) -> Policy:
-    found = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    return found if budget is None else dataclasses.replace(found, budget=budget)
-
-
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     return (items[i : i + size] for i in range(0, len(items), size))
-
-
-def _at_least(name: str, value: Any, low: int) -> int:
-    if not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value!r}: give a whole number of at least {low}.")
-    return value
-
-
-def _version() -> str:
-    try:
-        return version("kvpolicy")
-    except PackageNotFoundError:
-        return "not installed"

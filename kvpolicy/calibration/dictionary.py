@@ -81,10 +81,10 @@ def losses(x: Tensor, atoms: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
         atoms: [N, d] fp32.
         pairs: Atoms per vector.
     """
-    words = Words(atoms.detach(), atoms.new_zeros(1, 0, atoms.shape[1]))
+    words = Words(atoms.detach(), atoms.new_zeros(1, 1, 0, atoms.shape[1]))
     with torch.no_grad():
-        index, coef = pursue(x[None], words, pairs)
-    rest = x - (coef[0, ..., None] * atoms[index[0]]).sum(1)
+        index, coef = (t[0, 0] for t in pursue(x[None, None], words, pairs))
+    rest = x - (coef[..., None] * atoms[index]).sum(1)
     gram = atoms.mT @ atoms
     diversity = (len(atoms) - 2 * gram.diagonal().sum() + (gram * gram).sum()) / len(atoms) ** 2
     return rest.square().sum(-1).mean(), diversity
@@ -149,9 +149,8 @@ def train(
 @torch.no_grad()
 def left(x: Tensor, atoms: Tensor, pairs: int) -> float:
     """What coding leaves of the vectors [n, d]: squared lengths, as a share of theirs."""
-    words = Words(atoms, atoms.new_zeros(1, 0, atoms.shape[1]))
-    index, coef = pursue(x[None], words, pairs)
-    rest = x - spell(words, words.table(), index, coef)[0]
+    words = Words(atoms, atoms.new_zeros(1, 1, 0, atoms.shape[1]))
+    rest = x - spell(words, words.table(), *pursue(x[None, None], words, pairs))[0, 0]
     return float(rest.double().square().sum() / x.double().square().sum().clamp_min(1e-30))
 
 

@@ -26,9 +26,9 @@ class Side(NamedTuple):
         numbers: [B, H, C, s] int16, or [B, H, C, bytes] uint8 where packed.
         coef: [B, H, C, s] fp16, or the bits of fp8 as uint8.
         scale: What coefficients in fp8 are multiplied by, [B, H, 1, 1] fp16; [B, H, 0, 1] with others.
-        guard: Atoms taken from what was coded, [B, 1, guard, d] fp16.
+        guard: Atoms taken from what was coded, [B, H, guard, d] fp16.
         shared: The dictionary, [N, d] fp32.
-        online: More atoms of each row, [B, M, d] in any dtype and of any length.
+        online: More atoms of each head, [B, H, M, d] in any dtype and of any length.
         parts: Chunks of channels that a vector is coded in.
         bits: Of a packed number; 0 where numbers are int16.
     """
@@ -48,7 +48,7 @@ class Side(NamedTuple):
         return self.numbers.shape[2]
 
     def words(self) -> Words:
-        """The dictionary of each row. The guard comes first, so that atoms keep their numbers without online ones."""
+        """The dictionary of each head. The guard comes first, so that atoms keep their numbers without online ones."""
         return self._words(self.guard)
 
     def read(self, at: At) -> tuple[Tensor, Tensor]:
@@ -74,28 +74,26 @@ class Side(NamedTuple):
 
     def write(self, x: Tensor, slots: Tensor, active: Tensor, live: Tensor, solver: Solver) -> None:
         """Code vectors `x` [B, H, n, D] into slots, in place; see `Stage.write`."""
-        batch, heads, count, _ = x.shape
-        vectors = torch.where(active[..., None], x.float(), 0).reshape(batch, -1, self.shared.shape[1])
+        vectors = torch.where(active[..., None], x.float(), 0).reshape(*x.shape[:2], -1, self.shared.shape[1])
         pairs = self.coef.shape[-1] // self.parts
         if self.guard.shape[2]:
             self._renew_guard(vectors, pairs, active, live)
         index, coef = pursue(vectors, self.words(), pairs, solver)
-        index, coef = (t.reshape(batch, heads, count, -1) for t in (index, coef))
+        index, coef = (t.reshape(*x.shape[:3], -1) for t in (index, coef))
         put(self.numbers, pack(index, self.bits) if self.bits else index.to(torch.int16), slots, active)
         put(self.coef, self._small(coef, active, live), slots, active)
 
     def _words(self, guard: Tensor) -> Words:
-        return Words(self.shared, torch.cat([unit(guard.squeeze(1)), unit(self.online)], 1))
+        return Words(self.shared, torch.cat([unit(guard), unit(self.online)], 2))
 
     def _renew_guard(self, vectors: Tensor, pairs: int, active: Tensor, live: Tensor) -> None:
-        """In rows without a live slot, make atoms of the vectors [B, m, d] that are coded worst without them."""
+        """In heads without a live slot, make atoms of the vectors [B, H, m, d] that are coded worst without them."""
         words = self._words(self.guard[:, :, :0])
         rest = vectors - spell(words, words.table(), *pursue(vectors, words, pairs))
         size, lost = (vectors * vectors).sum(-1), (rest * rest).sum(-1)
         worst = (lost / size.masked_fill(size == 0, 1)).argsort(dim=-1, descending=True, stable=True)
-        worst = worst[:, : self.guard.shape[2], None].expand(-1, -1, vectors.shape[-1])
-        taken = unit(vectors.gather(1, worst))[:, None]
-        renewed = (active.any((1, 2)) & ~live.any((1, 2)))[:, None, None, None]
+        taken = unit(take(vectors, worst[:, :, : self.guard.shape[2]]))
+        renewed = is_fresh(active, live)
         self.guard[:, :, : taken.shape[2]].copy_(torch.where(renewed, taken.half(), self.guard[:, :, : taken.shape[2]]))
         self.guard[:, :, taken.shape[2] :].masked_fill_(renewed, 0)
 

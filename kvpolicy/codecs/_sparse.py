@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,11 +17,11 @@ Read = Callable[[slice], tuple[Tensor, Tensor]]
 
 
 class Words(NamedTuple):
-    """The dictionary of each row: atoms that all rows share, and behind them those of the row alone.
+    """The dictionary of each KV head: atoms that all share, and behind them those of the head alone.
 
     Attributes:
         shared: [N, d] fp32, unit vectors or zero.
-        own: [B, M, d] fp32, unit vectors or zero.
+        own: [B, H, M, d] fp32, unit vectors or zero; [R, M, d] where B and H are one dimension.
     """
 
     shared: Tensor
@@ -28,19 +29,21 @@ class Words(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Atoms that a row has."""
-        return self.shared.shape[0] + self.own.shape[1]
+        """Atoms that a head has."""
+        return self.shared.shape[0] + self.own.shape[-2]
 
     def table(self) -> Tensor:
-        """Every atom once, [N + B * M, d]."""
-        return torch.cat([self.shared, self.own.flatten(0, 1)]) if self.own.shape[1] else self.shared
+        """Every atom once, [N + B * H * M, d]."""
+        return torch.cat([self.shared, self.own.flatten(0, -2)]) if self.own.shape[-2] else self.shared
 
     def place(self, index: Tensor) -> Tensor:
-        """Where in the table the atoms `index` [B, ...] of each row are."""
-        if not self.own.shape[1]:
+        """Where in the table the atoms `index` [B, H, ...] of each head are."""
+        *heads, own, _ = self.own.shape
+        if not own:
             return index
-        row = torch.arange(index.shape[0], device=index.device).reshape(-1, *[1] * (index.dim() - 1))
-        return torch.where(index < self.shared.shape[0], index, index + row * self.own.shape[1])
+        first = torch.arange(math.prod(heads), device=index.device) * own
+        first = first.reshape(*heads, *[1] * (index.dim() - len(heads)))
+        return torch.where(index < self.shared.shape[0], index, index + first)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -62,11 +65,11 @@ def spell(words: Words, table: Tensor, index: Tensor, coef: Tensor) -> Tensor:
     Args:
         words: The dictionary.
         table: Its `Words.table()`, which is made once for many calls.
-        index: Atoms, [B, ..., k] int64; an atom that is there twice counts twice.
-        coef: Their coefficients, [B, ..., k] fp32.
+        index: Atoms, [B, H, ..., k] int64; an atom that is there twice counts twice.
+        coef: Their coefficients, [B, H, ..., k] fp32.
 
     Returns:
-        [B, ..., d] fp32.
+        [B, H, ..., d] fp32.
     """
     bags = words.place(index).reshape(-1, index.shape[-1])
     sums = F.embedding_bag(bags, table, mode="sum", per_sample_weights=coef.reshape(bags.shape))
@@ -80,8 +83,7 @@ def score(words: Words, queries: Tensor, read: Read, slots: int) -> Tensor:
     """
     batch, heads, group, _ = queries.shape
     queries = queries.float()
-    own = (queries.flatten(1, 2) @ words.own.mT).unflatten(1, (heads, group))
-    met = torch.cat([queries @ words.shared.mT, own], -1)  # [B, H, G, N + M]
+    met = torch.cat([queries @ words.shared.mT, queries @ words.own.mT], -1)  # [B, H, G, N + M]
     met = met.transpose(-1, -2).reshape(-1, group)  # one look-up serves all queries of a head
     first = torch.arange(batch * heads, device=met.device).reshape(batch, heads, 1, 1, 1) * words.size
     parts: list[Tensor] = []
@@ -106,6 +108,6 @@ def mix(words: Words, share: Tensor, read: Read, parts: int) -> Tensor:
         bins = (index + first).flatten(2)[:, :, None].expand(-1, -1, group, -1)
         weight = weight.scatter_add(-1, bins, (share[..., at, None].float() * coef.flatten(-2)[:, :, None]).flatten(-2))
     weight = weight.unflatten(-1, (parts, -1))
-    some, rest = weight.split([words.shared.shape[0], words.own.shape[1]], -1)
-    own = (rest.flatten(1, 3) @ words.own).reshape(batch, heads, group, parts, -1)
+    some, rest = weight.split([words.shared.shape[0], words.own.shape[-2]], -1)
+    own = (rest.flatten(2, 3) @ words.own).unflatten(2, (group, parts))
     return (some @ words.shared + own).flatten(-2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class BFPCodes(NamedTuple):
@@ -93,7 +93,7 @@ class BFP:
         """Room for the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

@@ -14,7 +14,7 @@ from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
-from kvpolicy.protocols import At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class CSRBook(NamedTuple):
@@ -36,11 +36,11 @@ class CSRCodes(NamedTuple):
         key_index: Atoms, [B, H, C, s] int16, or [B, H, C, bytes] uint8 where packed.
         key_coef: [B, H, C, s] fp16, or the bits of fp8 as uint8.
         key_scale: [B, H, x, 1] fp16.
-        key_guard: [B, 1, guard, D] fp16.
+        key_guard: [B, H, guard, D] fp16.
         value_index: As of keys; the pairs of a value's first chunk come first.
         value_coef: As of keys.
         value_scale: As of keys.
-        value_guard: [B, 1, guard, D / sn] fp16.
+        value_guard: [B, H, guard, D / sn] fp16.
     """
 
     key_index: Tensor
@@ -71,7 +71,7 @@ class CSR:
         coef: How coefficients are stored: `fp16`, or `fp8` with a scale per head.
         index: How atoms' numbers are stored: `int16`, or `packed` in as many bits as the dictionary needs.
         online: How many of the prompt's newest tokens stay exact and are atoms; 0 for none.
-        guard: How many vectors that are coded badly become atoms themselves, in each row, for keys and for values.
+        guard: How many vectors that are coded badly become atoms themselves, in each KV head, for keys and for values.
         top: How many slots of the highest approximate scores attention sees; 0 for all. Only where `frame` is `pre`.
         distance: How far before the query keys are taken to stand in approximate scores, in tokens.
         residual_length: How many of the newest tokens always stay exact.
@@ -87,8 +87,9 @@ class CSR:
     where the printed `r[i] = c` forgets the first one; so there are `s` pairs, but not always `s` atoms. `s` counts the
     pairs of a whole value, as in the paper's names (CSR-8 is s=8 for keys and s=4 in two chunks for values). `refit`,
     `omp`, `fp8`, `packed`, `post`, `top`, `residual_length` are not in the paper. Online atoms are the tokens that stay
-    exact, so they take no bytes of their own; there are `online` tokens of every head, by default fewer than in the
-    paper (128 to 256). The paper's part for outliers is not described: `guard` is our reading, off by default. Tokens
+    exact, so they take no bytes of their own; there are by default fewer than in the paper (128 to 256). In the paper
+    they serve a whole layer; here those of a KV head serve this head alone, so that its codes are the same whatever
+    heads are beside it. The paper's part for outliers is not described: `guard` is our reading, off by default. Tokens
     are coded in blocks. The dictionary's own differences are those of its calibration.
     """
 
@@ -142,7 +143,7 @@ class CSR:
         """Room for atoms, the residual and one block exact, and all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> CSRBook:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRBook:
         """A layer's dictionaries; layers of a group and all caches share them."""
         found = [dictionary(self.dictionary, name, layer_idx, str(device)) for name in self._names]
         return CSRBook(*found)
@@ -163,24 +164,24 @@ class CSR:
                         f"The dictionary {name} of {self.dictionary!r} has vectors of {its} numbers, and the model's "
                         f"have {model.head_dim // chunks}: make one for it with kvpolicy calibrate csr."
                     )
-            self._checked(name, chunks, model.heads)
+            self._checked(name, chunks)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> CSRCodes:
         """Empty codes for `slots` slots."""
 
-        def zeros(heads: int, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
         parts: list[Tensor] = []
         for name, chunks in zip(self._names, (1, self.sn), strict=True):
             if self.index == "packed":
-                bits = _bits(self._checked(name, chunks, heads))
-                parts.append(zeros(heads, slots, packed_width(self.s, bits), torch.uint8))
+                bits = _bits(self._checked(name, chunks))
+                parts.append(zeros(slots, packed_width(self.s, bits), torch.uint8))
             else:
-                parts.append(zeros(heads, slots, self.s, torch.int16))
-            parts.append(zeros(heads, slots, self.s, torch.float16 if self.coef == "fp16" else torch.uint8))
-            parts.append(zeros(heads, int(self.coef == "fp8"), 1, torch.float16))
-            parts.append(zeros(1, self.guard, head_dim // chunks, torch.float16))
+                parts.append(zeros(slots, self.s, torch.int16))
+            parts.append(zeros(slots, self.s, torch.float16 if self.coef == "fp16" else torch.uint8))
+            parts.append(zeros(int(self.coef == "fp8"), 1, torch.float16))
+            parts.append(zeros(self.guard, head_dim // chunks, torch.float16))
         return CSRCodes(*parts)
 
     def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
@@ -230,18 +231,18 @@ class CSR:
     def _names(self) -> tuple[str, str]:
         return f"keys.{self.frame}", f"values.sn{self.sn}"
 
-    def _count(self, shared: int, parts: int, heads: int) -> int:
-        """Atoms of a row."""
-        return shared + self.guard + self.online * heads * parts
+    def _count(self, shared: int, parts: int) -> int:
+        """Atoms of a KV head."""
+        return shared + self.guard + self.online * parts
 
-    def _checked(self, name: str, parts: int, heads: int) -> int:
-        """Atoms of a row; ValueError where they are more than can be numbered."""
-        count = self._count(size(self.dictionary, name), parts, heads)
+    def _checked(self, name: str, parts: int) -> int:
+        """Atoms of a KV head; ValueError where they are more than can be numbered."""
+        count = self._count(size(self.dictionary, name), parts)
         most = 2**15 - 1 if self.index == "int16" else 2**16
         if count > most:
             raise ValueError(
                 f"CSR numbers at most {most} atoms with index={self.index}, and {name} has {count} with {self.guard} "
-                f"of the guard and {self.online} online tokens of {heads} heads: lower online."
+                f"of the guard and {self.online} online tokens: lower guard or online."
             )
         return count
 
@@ -255,9 +256,8 @@ class CSR:
 
     def _side(self, codes: tuple[Tensor, ...], shared: Tensor, atoms: Tensor | None, parts: int) -> Side:
         index, coef, scale, guard = codes
-        batch, width = guard.shape[0], guard.shape[-1]
-        online = guard.new_zeros(batch, 0, width) if atoms is None else atoms.reshape(batch, -1, width)
-        bits = _bits(self._count(len(shared), parts, index.shape[1])) if self.index == "packed" else 0
+        online = guard[:, :, :0] if atoms is None else atoms.reshape(*guard.shape[:2], -1, guard.shape[-1])
+        bits = _bits(self._count(len(shared), parts)) if self.index == "packed" else 0
         return Side(index, coef, scale, guard, shared, online, parts, bits)
 
 

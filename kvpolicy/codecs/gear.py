@@ -14,7 +14,7 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
 from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class GEARCodes(NamedTuple):
@@ -126,7 +126,7 @@ class GEAR:
         """Room for the residual and one block exact, and whole blocks coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

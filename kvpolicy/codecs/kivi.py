@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, unpack
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class KIVICodes(NamedTuple):
@@ -83,7 +83,7 @@ class KIVI:
         """Room for the residual and one group exact, and whole groups coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

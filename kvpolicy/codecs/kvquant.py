@@ -12,7 +12,7 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.protocols import At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -131,11 +131,13 @@ class KVQuant:
         """Room for the first tokens, the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> KVQuantBook:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
         """A layer's calibrated ranges and levels."""
         offset, range_ = (self._calibrated(f"keys.{name}", layer_idx) for name in ("offset", "range"))
         key_levels, key_read = self._levels("keys", layer_idx)
         value_levels, value_read = self._levels("values", layer_idx)
+        if offset.shape[0] > 1:  # else all heads share one
+            offset, range_ = offset[heads], range_[heads]
         range_ = range_.clamp(min=1e-12)  # a channel that was constant
         book = KVQuantBook(offset[None, :, None], range_[None, :, None], key_levels, key_read, value_levels, value_read)
         return KVQuantBook(*(t.to(device) for t in book))

@@ -12,7 +12,7 @@ from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordina
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class RotateCodes(NamedTuple):
@@ -102,7 +102,7 @@ class RotateKV:
                 f"RotateKV orders channels in int16, and the head dimension is {model.head_dim}: use KIVI."
             )
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _E4M3 = 448.0
 """The largest number of 8 bits of which 4 are an exponent and 3 a mantissa."""
@@ -102,7 +102,7 @@ class TokenWise:
         """Room for the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

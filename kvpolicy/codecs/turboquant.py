@@ -17,7 +17,7 @@ from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _CHANNELS = 128  # of a value group, at most
 
@@ -102,7 +102,7 @@ class TurboQuant:
                 f"{model.head_dim} is no multiple of {codes}: use {'MiKV' if self.bits == 4 else 'bits=4'}."
             )
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
 class ZipCacheCodes(NamedTuple):
@@ -49,7 +49,7 @@ class ZipCacheStage:
 
     bits: int
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         """Nothing is calibrated."""
         return ()
 

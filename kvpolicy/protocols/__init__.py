@@ -13,6 +13,7 @@ from kvpolicy.protocols.choosing import Seen as Seen
 from kvpolicy.protocols.choosing import Selector as Selector
 from kvpolicy.protocols.choosing import State as State
 from kvpolicy.protocols.choosing import View as View
+from kvpolicy.protocols.storing import ALL_HEADS as ALL_HEADS
 from kvpolicy.protocols.storing import At as At
 from kvpolicy.protocols.storing import Book as Book
 from kvpolicy.protocols.storing import Codec as Codec

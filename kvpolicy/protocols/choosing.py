@@ -7,6 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kvpolicy.parallel import ALONE, Ranks
+
 State = Any
 """A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple where a selector remembers nothing."""
 
@@ -76,12 +78,16 @@ class View(NamedTuple):
         length: [B] int64, how many tokens each row has seen: the newest token's position + 1.
         budget: [B] int64, how many tokens of each row the layer may hold.
         layer_idx: Which layer.
+        ranks: Who holds the model's other heads: what looks at all heads, or at all query heads of a KV head, asks it.
+        alike: Whether all heads of all ranks are offered the same tokens, as in a first prompt.
     """
 
     positions: Tensor
     length: Tensor
     budget: Tensor
     layer_idx: int
+    ranks: Ranks = ALONE
+    alike: bool = False
 
     @property
     def valid(self) -> Tensor:

@@ -14,6 +14,10 @@ Book = Any
 """A NamedTuple of calibrated tensors that belong to the model; the empty tuple where there are none."""
 
 
+ALL_HEADS = slice(None)
+"""The heads of a rank that holds them all."""
+
+
 class Layout(NamedTuple):
     """How a layer's slots are stored: `exact` in the model's dtype, then those of each of the codec's stages."""
 
@@ -35,7 +39,7 @@ class ModelInfo(NamedTuple):
 
     Attributes:
         layers: How many layers are under the policy.
-        heads: KV heads of a layer, on one rank.
+        heads: KV heads of a layer, those of all ranks.
         head_dim: Numbers of a key and of a value.
         weights: A few of the model's weights, [n] fp32, by which a calibrated file knows its model; None where only
             a config is at hand.
@@ -125,8 +129,14 @@ class Stage(Protocol):
     sync, no shape that depends on data.
     """
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
-        """A layer's calibrated tensors, shared by all caches; the empty tuple where there are none."""
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+        """A layer's calibrated tensors, shared by all caches; the empty tuple where there are none.
+
+        Args:
+            layer_idx: Which layer.
+            device: Where to.
+            heads: Which of the model's KV heads this rank holds: what belongs to the others is left out.
+        """
         ...
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Codes:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.protocols import View
+
 
 class Scores(NamedTuple):
     """One fp32 score per slot, [B, H, S]."""
@@ -19,9 +21,9 @@ def empty_scores(batch: int, heads: int, slots: int, device: torch.device | str)
     return Scores(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
 
-def group_mean(statistic: Tensor, heads: int) -> Tensor:
+def group_mean(statistic: Tensor, view: View) -> Tensor:
     """Mean over the query heads of each KV head: [B, Hq, N] -> [B, H, N]."""
-    return statistic.unflatten(1, (heads, -1)).mean(2)
+    return view.ranks.group_mean(statistic.unflatten(1, (view.positions.shape[1], -1)))
 
 
 def keep_always(priority: Tensor, protected: Tensor) -> Tensor:

@@ -7,6 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpolicy.parallel import ALONE, Ranks
+from kvpolicy.protocols import View
+
 Anchor = Literal["random", "mean", "alternate", "zeros", "ones"]
 Pick = Literal["first", "random", "best"]
 Buckets = Literal["rank", "distance"]
@@ -43,12 +46,12 @@ def signatures(statistic: Tensor, valid: Tensor, quantile: float) -> Tensor:
     return top_mask(statistic.masked_fill(~valid, -torch.inf), ones)
 
 
-def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int) -> Tensor:
-    """The signature that distances are measured from, [B, Hq] bool.
+def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int, ranks: Ranks = ALONE) -> Tensor:
+    """The signature that distances are measured from, its bits of this rank's heads, [B, Hq] bool.
 
     `mean` is the majority bit of each head; where a head's quantile is a half or more, that is all zeros.
     """
-    batch, heads, _ = bits.shape
+    batch, heads = bits.shape[0], ranks.query_heads(bits.shape[1])
     if kind == "mean":
         return (bits & valid).sum(-1) * 2 > valid.sum(-1)
     if kind == "random":
@@ -58,10 +61,10 @@ def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int) -> Tensor:
         line = torch.arange(heads) % 2 == 1
     else:
         line = torch.full((heads,), kind == "ones")
-    return line.to(bits.device).expand(batch, -1)
+    return ranks.mine(line).to(bits.device).expand(batch, -1)
 
 
-def distances(bits: Tensor, anchor: Tensor, positions: Tensor) -> Tensor:
+def distances(bits: Tensor, anchor: Tensor, view: View) -> Tensor:
     """Hamming distance of each token's signature to the anchor, int64 [B, H, N], or [B, 1, N] where heads agree.
 
     Heads that hold other tokens (after an earlier eviction) count a token that they dropped as a 0.
@@ -69,20 +72,20 @@ def distances(bits: Tensor, anchor: Tensor, positions: Tensor) -> Tensor:
     Args:
         bits: [B, Hq, N].
         anchor: [B, Hq].
-        positions: [B, H, N], -1 where there is no token.
+        view: The tokens; its ranks have the bits of the other heads.
     """
-    if bool((positions == positions[:, :1]).all()):  # as after a first prefill: then one order serves all heads
-        return (bits ^ anchor[..., None]).sum(1, keepdim=True)
-    heads = positions.shape[1]
-    at = positions.long()
-    size = int(at.max()) + 2  # the last place takes what is not valid
+    if view.alike:  # then one order serves all heads
+        return view.ranks.total((bits ^ anchor[..., None]).sum(1, keepdim=True, dtype=torch.int32)).long()
+    heads = view.positions.shape[1]
+    size = int(view.length.max()) + 1  # the last place takes what is not valid
+    at = view.positions.long()
     at = at.where(at >= 0, size - 1)
     own = at.repeat_interleave(bits.shape[1] // heads, 1)
     # A dropped token is a 0 in every head; the sum of differences is |anchor| + sum over set bits of (1 - 2 anchor).
-    change = torch.where(bits, 1 - 2 * anchor.long()[..., None], 0)
-    table = anchor.long().sum(1, keepdim=True).repeat(1, size)
+    change = torch.where(bits, 1 - 2 * anchor.int()[..., None], 0)
+    table = anchor.sum(1, keepdim=True, dtype=torch.int32).repeat(1, size)
     table.scatter_add_(1, own.flatten(1), change.flatten(1))
-    return table[:, None].expand(-1, heads, -1).gather(2, at)
+    return view.ranks.total(table).long()[:, None].expand(-1, heads, -1).gather(2, at)
 
 
 def position_hash(positions: Tensor, seed: int) -> Tensor:

@@ -63,11 +63,11 @@ class H2O:
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Add the attention of a prefill."""
         assert seen.total is not None
-        return Scores(state.score + group_mean(seen.total, view.positions.shape[1]))
+        return Scores(state.score + group_mean(seen.total, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token."""
-        state.score.add_(row.mean(2))
+        state.score.add_(view.ranks.group_mean(row))
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window always, then by accumulated attention: [B, H, N]."""

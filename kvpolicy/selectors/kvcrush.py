@@ -157,7 +157,7 @@ class KVCrush:
         return torch.int8 if self.page else torch.bool
 
     def _inner(self, view: View) -> View:
-        return View(view.positions, view.length, view.budget - self._share(view.budget), view.layer_idx)
+        return view._replace(budget=view.budget - self._share(view.budget))
 
     def _share(self, budget: Tensor) -> Tensor:
         parts = round(self.split * MILLION)
@@ -166,10 +166,11 @@ class KVCrush:
         return shares.div(MILLION // common, rounding_mode="floor")
 
     def _marks(self, base: State, seen: Seen, view: View, inner: View) -> Tensor:
+        drops = bool((view.length > view.budget).any())  # no head's count, so that all ranks decide alike
+        if not drops or not (self.split or self.page):
+            return torch.zeros_like(view.positions, dtype=self._kind)
         count, share = view.valid.sum(-1), self._share(view.budget)
         want = torch.where(count > view.budget[:, None], share[:, None], 0)  # [B, H]: none where nothing is dropped
-        if not bool((want > 0).any()) and not (self.page and bool((count > view.budget[:, None]).any())):
-            return torch.zeros_like(view.positions, dtype=self._kind)
         worth = self.base.priority(base, inner).masked_fill(~view.valid, -torch.inf)
         distance = self._distance(seen, view)
         if self.page:
@@ -183,8 +184,8 @@ class KVCrush:
         assert statistic is not None
         valid = view.valid.repeat_interleave(statistic.shape[1] // view.positions.shape[1], 1)
         bits = signatures(statistic, valid, self.quantile)
-        anchor = anchor_bits(self.anchor, bits, valid, self.seed * 1000003 + view.layer_idx)
-        return distances(bits, anchor, view.positions)
+        anchor = anchor_bits(self.anchor, bits, valid, self.seed * 1000003 + view.layer_idx, view.ranks)
+        return distances(bits, anchor, view)
 
     def _page_marks(self, view: View, inner: View, worth: Tensor, distance: Tensor, want: Tensor) -> Tensor:
         pages = paginate(view.positions, self.page, worth, distance.expand(*view.positions.shape))

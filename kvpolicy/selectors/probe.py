@@ -80,12 +80,11 @@ class ProbeSalience:
     def observe(self, state: Salience, seen: Seen, view: View) -> State:
         """Add the attention of a prefill's probes."""
         assert seen.probed is not None and seen.probes is not None
-        heads = view.positions.shape[1]
-        return Salience(state.total + group_mean(seen.probed, heads), state.probes + group_mean(seen.probes, heads))
+        return Salience(state.total + group_mean(seen.probed, view), state.probes + group_mean(seen.probes, view))
 
     def step(self, state: Salience, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token, which is a probe."""
-        state.total.add_(row.mean(2))
+        state.total.add_(view.ranks.group_mean(row))
         state.probes.add_(view.valid.to(state.probes.dtype))
 
     def priority(self, state: Salience, view: View) -> Tensor:

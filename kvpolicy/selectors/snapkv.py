@@ -73,7 +73,7 @@ class SnapKV:
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score every token on offer by the newest queries."""
-        score = group_mean(seen.recent(self._width(view)), view.positions.shape[1])
+        score = group_mean(seen.recent(self._width(view)), view)
         if self.pool == "avg":
             pooled = F.avg_pool1d(score, self.kernel, 1, self.kernel // 2)
         else:

@@ -50,15 +50,15 @@ class TOVA:
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score by the newest query, averaged over all heads."""
-        newest = seen.recent(torch.ones_like(view.length)).mean(1, keepdim=True)
-        return Scores(newest.expand(-1, view.positions.shape[1], -1).contiguous())
+        newest = view.ranks.head_mean(seen.recent(torch.ones_like(view.length)))
+        return Scores(newest[:, None].expand(-1, view.positions.shape[1], -1).contiguous())
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Score by the token just decoded, averaged over all heads.
 
         Slots of different heads hold the same tokens in the same order, since all heads choose alike.
         """
-        state.score.copy_(row.mean((1, 2))[:, None].expand_as(state.score))
+        state.score.copy_(view.ranks.head_mean(row.flatten(1, 2))[:, None].expand_as(state.score))
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The newest token always, then by its attention: [B, H, N]."""

@@ -92,7 +92,7 @@ def test_the_gradient_against_differences() -> None:
     from kvpolicy.codecs._sparse import Words
 
     x, words = vectors(40).double().float(), atoms()
-    index, coef = (t[0] for t in pursue(x[None], Words(words, torch.zeros(1, 0, 8)), 2))
+    index, coef = (t[0, 0] for t in pursue(x[None, None], Words(words, torch.zeros(1, 1, 0, 8)), 2))
     weight = balance(*losses(x, words, 2), 0.1).double()
 
     def total(moved: Tensor) -> Tensor:

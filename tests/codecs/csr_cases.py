@@ -65,10 +65,10 @@ def copy(store: Store) -> Store:
     return store._replace(codes=CSRCodes(*(part.clone() for part in store.codes)))
 
 
-def row(store: Store, b: int) -> Store:
-    """A row, as if it were alone."""
-    atoms = None if store.atoms is None else (store.atoms[0][b : b + 1], store.atoms[1][b : b + 1])
-    return Store(CSRCodes(*(part[b : b + 1].clone() for part in store.codes)), store.book, atoms)
+def part(store: Store, b: slice, h: slice) -> Store:
+    """Some rows and KV heads, as if they were alone."""
+    atoms = None if store.atoms is None else (store.atoms[0][b, h], store.atoms[1][b, h])
+    return Store(CSRCodes(*(codes[b, h].clone() for codes in store.codes)), store.book, atoms)
 
 
 def same(one: Store, other: Store) -> bool:

@@ -37,16 +37,23 @@ def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> 
     keys, values = tokens(C, dim)
     write_all(csr, store, keys, values)
     got_keys, got_values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
-    for b in range(B):
-        own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
-        atoms = torch.cat([store.book.keys, torch.nn.functional.normalize(own[0][b].flatten(0, 1), dim=-1)])
-        parts = own[1][b].reshape(-1, dim // csr.sn)
+    own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
+    for b, h, token in ((0, 0, 0), (0, H - 1, C - 1), (1, 0, 1), (1, H - 1, 0)):
+        atoms = torch.cat([store.book.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
+        parts = own[1][b, h].reshape(-1, dim // csr.sn)
         halves = torch.cat([store.book.values, torch.nn.functional.normalize(parts, dim=-1)])
-        for h, token in ((0, 0), (H - 1, C - 1)):
-            torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.s))
-            chunks = values[b, h, token].unflatten(0, (csr.sn, -1))
-            want = torch.cat([pursued(chunk, halves, csr.s // csr.sn) for chunk in chunks])
-            torch.testing.assert_close(got_values[b, h, token], want)
+        torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.s))
+        chunks = values[b, h, token].unflatten(0, (csr.sn, -1))
+        want = torch.cat([pursued(chunk, halves, csr.s // csr.sn) for chunk in chunks])
+        torch.testing.assert_close(got_values[b, h, token], want)
+
+
+def test_atoms_of_other_heads_serve_no_head(folder: Path) -> None:
+    csr, store = made(folder, window=3)
+    assert store.atoms is not None
+    write_all(csr, store, *(part.roll(1, 1) for part in store.atoms))  # each head is given another head's tokens
+    first = store.codes.key_coef[:, :, :3, 0].float().abs()
+    assert (first < 0.999 * store.atoms[0].roll(1, 1).norm(dim=-1)).all()
 
 
 @pytest.mark.parametrize("fields", [{}, {"solver": "omp", "index": "packed"}, {"solver": "refit", "coef": "fp8"}])
@@ -135,7 +142,7 @@ def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
         ({}, ModelInfo(4, H, 16), "no dictionary keys.pre for layer 3: make one"),
         ({}, ModelInfo(3, H, 32), "head dimension of 16"),
         ({"sn": 4}, ModelInfo(3, H, 18), "no multiple of 4"),
-        ({"online": 6000}, ModelInfo(3, H, 16), "at most 32767 atoms"),
+        ({"online": 17000}, ModelInfo(3, H, 16), "at most 32767 atoms .* 17000 online tokens: lower guard"),
         ({"guard": 2**16, "index": "packed"}, ModelInfo(3, H, 16), "at most 65536 atoms"),
         ({"dictionary": "/no/such/folder"}, ModelInfo(3, H, 16), "no folder"),
     ],

@@ -14,7 +14,7 @@ from kvpolicy.calibration import kvquant as calibration
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantBook, nearest
-from kvpolicy.protocols import At, Codec, ModelInfo, Stage, Store, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, Stage, Store, Turn
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, flags, read
 
@@ -29,7 +29,7 @@ class Opened:
     codec: KVQuant
     book: KVQuantBook
 
-    def open(self, layer_idx: int, device: torch.device | str) -> KVQuantBook:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
         return self.book
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.mikv import MiKV, MiKVStage
-from kvpolicy.protocols import At, Book, Codec, Layout, ModelInfo, Stage, Store, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Codec, Layout, ModelInfo, Stage, Store, Turn
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags
 
@@ -33,7 +33,7 @@ class Peaked:
         batch, _, _, dim = store.codes.channel_scale.shape
         return store._replace(peaks=self.peaks(batch, dim))
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         return self.inner.open(layer_idx, device)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:

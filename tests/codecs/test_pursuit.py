@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from kvpolicy.codecs import _pursuit, _sparse
 from kvpolicy.codecs._pursuit import Solver, pursue
 from kvpolicy.codecs._sparse import Words, spell, unit
 
-B, D, N, M = 2, 16, 40, 12
+B, H, D, N, M = 2, 3, 16, 40, 12
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -19,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def dictionary(own: int = M, count: int = N, width: int = D) -> Words:
-    return Words(unit(normal(count, width, seed=1)), unit(normal(B, own, width, seed=2)))
+    return Words(unit(normal(count, width, seed=1)), unit(normal(B, H, own, width, seed=2)))
 
 
 def definition(x: Tensor, atoms: Tensor, pairs: int) -> tuple[list[int], list[float]]:
@@ -42,58 +44,93 @@ def left(x: Tensor, words: Words, pairs: int, solver: Solver) -> Tensor:
 def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pursuit, "_GRAM", area)  # 0: no products of atoms with each other
     monkeypatch.setattr(_pursuit, "_AREA", (1000, 1000))  # several chunks
-    words, x = dictionary(own), normal(B, 30, D, seed=3)
+    words, x = dictionary(own), normal(B, H, 30, D, seed=3)
     index, coef = pursue(x, words, 6)
-    for b in range(B):
-        atoms = torch.cat([words.shared, words.own[b]])
+    for b, h in product(range(B), range(H)):
+        atoms = torch.cat([words.shared, words.own[b, h]])
         for i in range(30):
-            found, coefs = definition(x[b, i], atoms, 6)
-            assert index[b, i].tolist() == found
-            torch.testing.assert_close(coef[b, i].double(), torch.tensor(coefs, dtype=torch.float64), atol=1e-5, rtol=0)
+            found, coefs = definition(x[b, h, i], atoms, 6)
+            assert index[b, h, i].tolist() == found
+            want = torch.tensor(coefs, dtype=torch.float64)
+            torch.testing.assert_close(coef[b, h, i].double(), want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
+@pytest.mark.parametrize("area", [0, _pursuit._GRAM])
+@pytest.mark.parametrize("count", [1, 4, 5, 33, 120])
+def test_a_head_alone_has_the_codes_that_it_has_beside_others(
+    count: int, area: int, solver: Solver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, since one that is off can change the next atom; in several chunks."""
+    monkeypatch.setattr(_pursuit, "_GRAM", area)
+    monkeypatch.setattr(_pursuit, "_AREA", (2000, 2000))
+    for own, width in ((0, D), (M, D), (M, 128)):
+        words, x = dictionary(own, width=width), normal(B, H, count, width, seed=11)
+        index, coef = pursue(x, words, 5, solver)
+        for b, h in ((slice(1), slice(1)), (slice(1, 2), slice(2, 3)), (slice(B), slice(1, 3))):
+            alone = pursue(x[b, h], Words(words.shared, words.own[b, h]), 5, solver)
+            assert torch.equal(alone[0], index[b, h]) and torch.equal(alone[1], coef[b, h])
+
+
+def test_products_of_a_head_know_nothing_of_others_and_of_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        for count, width, atoms in ((1, 8, 70), (5, 64, 7), (6, 128, 500), (33, 20, 70), (128, 32, 70)):
+            x, shared, own = normal(H, count, width), normal(atoms, width, seed=1), normal(H, atoms, width, seed=2)
+            want = _pursuit._products(x, shared), _pursuit._products(x, own)
+            torch.testing.assert_close(want[0], x @ shared.mT, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(want[1], x @ own.mT, atol=1e-4, rtol=1e-4)
+            for threads, h in product((1, 2, 4), range(H)):
+                torch.set_num_threads(threads)
+                its = slice(h, h + 1)
+                assert torch.equal(_pursuit._products(x[its], shared), want[0][its])
+                assert torch.equal(_pursuit._products(x[its], own[its]), want[1][its])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_both_ways_are_taken() -> None:
     assert _pursuit._gram_pays(1000, 500, 8)
-    assert not _pursuit._gram_pays(100, 500, 8), "a block of a decode step is too little"
+    assert not _pursuit._gram_pays(64, 500, 8), "a block of a decode step is too little"
     assert not _pursuit._gram_pays(10**6, 8192, 8), "the products would not fit"
 
 
 def test_coefficients_have_a_sign_and_an_atom_may_come_again() -> None:
     a = unit(torch.tensor([[1.0, 0.0], [0.8, 0.6]]))
-    words = Words(a, torch.zeros(1, 0, 2))
-    x = torch.tensor([[[-1.0, 0.9]]])
+    words = Words(a, torch.zeros(1, 1, 0, 2))
+    x = torch.tensor([[[[-1.0, 0.9]]]])
     index, coef = pursue(x, words, 8)
-    assert index[0, 0].tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert coef[0, 0, 0] == -1
+    assert index.flatten().tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert coef[0, 0, 0, 0] == -1
     torch.testing.assert_close(spell(words, words.table(), index, coef), x, atol=0.25, rtol=0)
     assert left(x, words, 8, "mp") < left(x, words, 4, "mp")
 
 
 @pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
 def test_zero_vectors_and_equal_atoms(solver: Solver) -> None:
-    words = Words(unit(torch.ones(3, 4)), torch.zeros(1, 2, 4))
-    x = torch.stack([torch.zeros(4), torch.full((4,), 3.0), torch.full((4,), 1e6)])[None]
+    words = Words(unit(torch.ones(3, 4)), torch.zeros(1, 1, 2, 4))
+    x = torch.stack([torch.zeros(4), torch.full((4,), 3.0), torch.full((4,), 1e6)])[None, None]
     index, coef = pursue(x, words, 3, solver)
-    assert index[0, 0].tolist() == [0, 0, 0] and not coef[0, 0].any()
-    assert index[0, 1, 0] == 0, "the first of equal atoms"
+    assert index[0, 0, 0].tolist() == [0, 0, 0] and not coef[0, 0, 0].any()
+    assert index[0, 0, 1, 0] == 0, "the first of equal atoms"
     torch.testing.assert_close(spell(words, words.table(), index, coef), x, rtol=1e-5, atol=0)
 
 
 def test_of_opposite_atoms_the_first_is_taken() -> None:
     axis = torch.eye(4)[:1]
     for atoms in (torch.cat([axis, -axis]), torch.cat([-axis, axis])):
-        index, coef = pursue(3 * axis[None], Words(atoms, torch.zeros(1, 0, 4)), 1)
+        index, coef = pursue(3 * axis[None, None], Words(atoms, torch.zeros(1, 1, 0, 4)), 1)
         assert index.item() == 0 and coef.item() == 3 * atoms[0, 0]
 
 
 def test_a_fit_is_no_worse_and_omp_better_still() -> None:
-    words, x = dictionary(), normal(B, 200, D, seed=4)
+    words, x = dictionary(), normal(B, H, 200, D, seed=4)
     errors = [left(x, words, 5, solver) for solver in ("mp", "refit", "omp")]
     assert (errors[1] <= errors[0] + 1e-4).all() and errors[2].mean() < errors[1].mean() < errors[0].mean()
 
 
 def test_a_fit_is_least_squares() -> None:
-    words, x = dictionary(0), normal(B, 20, D, seed=5)
+    words, x = dictionary(0), normal(B, H, 20, D, seed=5)
     index, coef = pursue(x, words, 4, "refit")
     want = torch.linalg.lstsq(words.shared[index].mT.double(), x.double()[..., None]).solution.squeeze(-1)
     same = index.sort(-1).values.diff(dim=-1).bool().all(-1)  # else the solution is not unique
@@ -103,22 +140,22 @@ def test_a_fit_is_least_squares() -> None:
 
 def test_omp_is_that_of_scikit_learn() -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    words, x = dictionary(), normal(B, 25, D, seed=6)
+    words, x = dictionary(), normal(B, H, 25, D, seed=6)
     index, coef = pursue(x, words, 5, "omp")
-    for b in range(B):
-        atoms = torch.cat([words.shared, words.own[b]]).double()
+    for b, h in product(range(B), range(H)):
+        atoms = torch.cat([words.shared, words.own[b, h]]).double()
         want = linear_model.orthogonal_mp_gram(
-            (atoms @ atoms.T).numpy(), (atoms @ x[b].double().T).numpy(), n_nonzero_coefs=5
+            (atoms @ atoms.T).numpy(), (atoms @ x[b, h].double().T).numpy(), n_nonzero_coefs=5
         )
-        got = torch.zeros(25, N + M).scatter_add(1, index[b], coef[b])
+        got = torch.zeros(25, N + M).scatter_add(1, index[b, h], coef[b, h])
         torch.testing.assert_close(got.double(), torch.from_numpy(want).T, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("solver", ["refit", "omp"])
 def test_nearly_equal_atoms_stay_finite(solver: Solver) -> None:
     close = torch.ones(N, D) + 1e-4 * normal(N, D)
-    words = Words(unit(close), torch.zeros(B, 0, D))
-    index, coef = pursue(normal(B, 50, D, seed=7) * 1e6, words, 16, solver)
+    words = Words(unit(close), torch.zeros(B, H, 0, D))
+    index, coef = pursue(normal(B, H, 50, D, seed=7) * 1e6, words, 16, solver)
     assert coef.isfinite().all() and int(index.max()) < N
 
 
@@ -131,12 +168,14 @@ def test_unit_vectors_of_any_length() -> None:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpolicy.codecs._common.CHUNK", 7)
-    heads, group, slots, pairs = 3, 2, 20, 4
+    group, slots, pairs = 2, 20, 4
     words = dictionary(own)
-    index = torch.randint(N + own, (B, heads, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
-    coef, queries, share = normal(*index.shape), normal(B, heads, group, D), normal(B, heads, group, slots)
-    dense = torch.stack([F.embedding(index[b], torch.cat([words.shared, words.own[b]])) for b in range(B)])
-    dense = (dense * coef[..., None]).sum(-2)  # [B, H, C, p, d]
+    index = torch.randint(N + own, (B, H, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
+    coef, queries, share = normal(*index.shape), normal(B, H, group, D), normal(B, H, group, slots)
+    every = [
+        F.embedding(index[b, h], torch.cat([words.shared, words.own[b, h]])) for b, h in product(range(B), range(H))
+    ]
+    dense = (torch.stack(every).unflatten(0, (B, H)) * coef[..., None]).sum(-2)  # [B, H, C, p, d]
     torch.testing.assert_close(spell(words, words.table(), index, coef), dense)
     got = _sparse.mix(words, share, lambda at: (index[:, :, at], coef[:, :, at]), parts)
     torch.testing.assert_close(got, share @ dense.flatten(-2), atol=1e-5, rtol=1e-4)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import coarse, mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.protocols import At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 from tests.reference import coding
 
 STEPS = (2.0**-7, 2.0**-4, 2.0**-2)
@@ -42,7 +42,7 @@ class FakeStage:
     step: float
     grain: int
 
-    def open(self, layer_idx: int, device: torch.device | str) -> Book:
+    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
         return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> FakeCodes:

@@ -64,6 +64,13 @@ def every(*lists: Sequence[str]) -> list[tuple[str, ...]]:
     return rows
 
 
+def every_pair() -> list[str]:
+    """Policies in which every allocator, selector and codec meets every other once."""
+    rows = every(ALLOCATORS, [*SELECTORS, "full"], CODECS)
+    rows = [row for row in rows if not (row[1] == "full" and row[2] in RANKED)]
+    return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]
+
+
 def _pairs(row: dict[int, str]) -> set[tuple[int, str, int, str]]:
     return {(i, row[i], j, row[j]) for i in row for j in row if i < j}
 

@@ -45,7 +45,7 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
     "turboquant": {"bits": [2, 4], "seed": [0, 3]},
     "csr": {
         "s": [4], "sn": [1, 2, 4], "frame": ["pre", "post"], "online": [0, 1, 3], "index": ["int16", "packed"],
-        "solver": ["mp", "refit", "omp"],
+        "solver": ["mp", "refit", "omp"], "guard": [0, 1, 3],
     },
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }  # fmt: skip

@@ -99,7 +99,7 @@ def csr_case(atoms: int, **config: Any) -> Case:
 
     def head(dim: int, b: int, h: int) -> Any:
         offline = [list(side) for side in dictionary(dim)]
-        keys, values = ([*side[b].reshape(-1, dim)] for side in prompt(dim))
+        keys, values = ([*side[b, h]] for side in prompt(dim))
         given = {key: value for key, value in config.items() if key != "online"}
         return csr.Head(given, dim, offline[0], offline[1], keys, values)
 
@@ -107,7 +107,7 @@ def csr_case(atoms: int, **config: Any) -> Case:
         codes = stage.alloc(B, H, SLOTS, dim, "cpu")
         return Store(codes, CSRBook(*dictionary(dim)), atoms=prompt(dim) if online else None)
 
-    return Case(CSR(**config), head, store, close=0.04 if config.get("guard") else 3e-3)
+    return Case(CSR(**config), head, store, close=3e-3)
 
 
 def rotate_case(**config: Any) -> Case:
@@ -245,15 +245,11 @@ class Twin:
         ]
 
     def _fit(self, b: int, row: list[dict[int, Pair]]) -> None:
-        """Fix what a head fixes by the first tokens it codes, and CSR's guard by those of a row."""
+        """Fix what a head fixes by the first tokens it codes."""
         held = {place[1] for place in self.want if place[0] == b}
-        every = sides([pair for some in row for pair in some.values()])
         for h, some in enumerate(row):
-            head = self.heads[b, h]
-            if isinstance(head, csr.Head) and every[0] and not held:
-                head.guard(*every)
             if some and h not in held:
-                (head.scale if isinstance(head, csr.Head) else head.fit)(*sides([*some.values()]))
+                self.heads[b, h].fit(*sides([*some.values()]))
 
     def drop(self, *slots: int) -> None:
         self.want = {place: read for place, read in self.want.items() if place[2] not in slots}

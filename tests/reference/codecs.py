@@ -143,10 +143,10 @@ def _csr(config: Config, book: Books) -> Codec:
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
         names = f"keys.{config['frame']}", f"values.sn{config['sn']}"
         offline = [[atom / atom.norm() for atom in book(layer)[name].float().T] for name in names]
-        online = [[x for pair in given.atoms for x in pair[side]] for side in (0, 1)]
+        online = [[*side] for side in given.own or ((), ())]
         return csr.Head(own, dim, *offline, *online)
 
-    assert not config["guard"] and not config["top"], "the reference has no guard shared by heads, and attends to all"
+    assert not config["top"], "the reference attends to all"
     online = config["online"]
     return _lone(config, make, frame=config["frame"], pins="newest" if online else "none", pinned=online)
 

@@ -54,12 +54,10 @@ class Given(NamedTuple):
     """What a codec may know beside the tokens it codes.
 
     Attributes:
-        atoms: Keys and values of the frozen slots of every head of the row; none where nothing was frozen.
-        own: Those of the head itself, [W, D] each.
+        own: Keys and values of the head's frozen slots, [W, D] each; None where nothing was frozen.
         peaks: Largest |query| of each channel in the prompts, [D].
     """
 
-    atoms: list[Pair] = []  # noqa: RUF012  # never changed
     own: Pair | None = None
     peaks: Tensor | None = None
 

@@ -81,14 +81,14 @@ def left_over(x: Array, atoms: Atoms, pairs: int) -> float:
 
 
 class Side:
-    """Keys or values of one KV head: their dictionary, and into how many parts a vector is cut."""
+    """Keys or values of one KV head: its own dictionary, and into how many parts a vector is cut."""
 
     def __init__(self, atoms: list[Tensor], online: list[Tensor], parts: int, config: Config) -> None:
         """Start.
 
         Args:
             atoms: The offline dictionary's atoms [D / parts], of norm 1.
-            online: Vectors [D] of the prompt, which become atoms, part after part.
+            online: Vectors [D] of this head and of the prompt, which become atoms, part after part.
             parts: Into how many parts a vector is cut.
             config: The codec's parameters.
         """
@@ -105,11 +105,14 @@ class Side:
         return [np.array(xs[start : start + width]) for start in range(0, len(xs), width)]
 
     def guard(self, tokens: list[Tensor], count: int) -> None:
-        """Make atoms of the `count` parts that are coded worst, instead of earlier ones; ties: the earlier part."""
+        """Make atoms of the `count` parts that are coded worst, instead of earlier ones; ties: the earlier part.
+
+        Directions are kept in fp16; the atoms, as all others, have the norm 1.
+        """
         self.atoms = self.atoms[: self.fixed]
         parts = [part for token in tokens for part in self.cut(token)]
         worst = descending([left_over(part, self.atoms, self.pairs) for part in parts])[:count]
-        self.atoms += [np.array([float(half(v)) for v in unit(parts[j])]) for j in worst]
+        self.atoms += [unit(np.array([float(half(v)) for v in unit(parts[j])])) for j in worst]
 
     def scale_to(self, tokens: list[Tensor]) -> None:
         """Let the largest coefficient be the largest number of fp8."""
@@ -156,27 +159,18 @@ class Head:
             head_dim: Channels.
             key_atoms: Offline atoms [D], of norm 1.
             value_atoms: Offline atoms [D / sn], of norm 1.
-            online_keys: Keys [D] that become atoms.
-            online_values: Values [D] whose parts become atoms.
+            online_keys: Keys [D] of this head that become atoms.
+            online_values: Values [D] of this head whose parts become atoms.
         """
         self.config = complete(DEFAULTS, config)
         self.keys = Side(key_atoms, online_keys, 1, self.config)
         self.values = Side(value_atoms, online_values, self.config["sn"], self.config)
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Take the guard, and the scale of the coefficients, from a head's own tokens."""
-        self.guard(keys, values)
-        self.scale(keys, values)
-
-    def guard(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Replace the guard, which all heads of a row share, by some of all their tokens."""
-        self.keys.guard(keys, self.config["guard"])
-        self.values.guard(values, self.config["guard"])
-
-    def scale(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Scale the coefficients to those of a head's own tokens."""
-        self.keys.scale_to(keys)
-        self.values.scale_to(values)
+        """Take the guard, and then the scale of the coefficients, from the tokens that an empty head is given."""
+        for side, tokens in ((self.keys, keys), (self.values, values)):
+            side.guard(tokens, self.config["guard"])
+            side.scale_to(tokens)
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""

@@ -208,8 +208,7 @@ class Mover:
         head, part = self.heads[h], self.heads[h].parts[stage]
         assert len(slots) == len(tokens), "a slot for every token"
         live = [position is not None for position in part.slots]
-        atoms = [other.atoms for other in self.heads if other.atoms is not None]
-        given = Given(atoms, head.atoms, self.peaks[h])
+        given = Given(head.atoms, self.peaks[h])
         pairs = [t.stored or (self.undo(t.key.float(), t.position), t.value.float()) for t in tokens]
         for token, slot, (key, value) in zip(tokens, slots, part.coder.write(slots, pairs, live, given), strict=True):
             part.slots[slot] = token.position

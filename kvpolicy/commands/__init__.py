@@ -1,0 +1,1 @@
+"""The commands of `kvpolicy`, a file each; none imports PyTorch before it runs."""

@@ -1,0 +1,73 @@
+"""What joins a cache to the attachment that made it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpolicy.families import ModelShape
+from kvpolicy.parallel import ALONE, Ranks, Sharing
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import ModelInfo
+from kvpolicy.rotary import Rope
+
+links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
+"""The attachment of every model that has one."""
+
+
+class Link:
+    """What a cache knows of the attachment it belongs to."""
+
+    def __init__(
+        self, policy: Policy, model_shape: ModelShape, info: ModelInfo, ropes: dict[int, Rope], sharing: Sharing | None
+    ) -> None:
+        """Describe an attachment; `ropes` are empty unless its policy's codec undoes the rotary embedding."""
+        self.policy, self.model_shape, self.info, self.ropes = policy, model_shape, info, ropes
+        self.layers = len(model_shape.evictable) + len(model_shape.left_alone)
+        self.active = True
+        self._sharing, self._ranks = sharing, dict[int, Ranks]()
+
+    def check(self, policy: Policy) -> None:
+        """Raise ValueError where `policy` must measure what this attachment does not."""
+        if policy.allocator.measure and not self.policy.allocator.measure:
+            raise ValueError(
+                f"The cache's policy {policy} measures every layer, and the attached {self.policy} does not: "
+                "attach a policy with the same allocator."
+            )
+        if policy.codec.traits.frame == "pre" and not self.ropes:
+            raise ValueError(
+                f"The cache's policy {policy} undoes the rotary embedding, and the attached {self.policy} does not: "
+                "attach a policy with the same codec."
+            )
+        if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
+            raise ValueError(
+                f"The cache's policy {policy} looks at hidden states, and the attached {self.policy} does not: "
+                "attach a policy with the same codec."
+            )
+        policy.codec.check(self.info)
+
+    def meet(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
+        """The ranks that share a layer, whose heads are counted once, at its first prompt; [B, heads, P, D] each."""
+        if self._sharing is None:
+            return ALONE
+        if layer_idx not in self._ranks:
+            self._ranks[layer_idx] = self._sharing.meet(queries.shape[1], keys.shape[1], keys.device)
+        return self._ranks[layer_idx]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Link:
+        """Copies of a cache belong to the same attachment."""
+        return self
+
+
+def link_of(model: nn.Module) -> Link:
+    """The attachment of a model.
+
+    Raises:
+        ValueError: Where no policy is attached.
+    """
+    link = links.get(model)
+    if link is None:
+        raise ValueError("No policy is attached to this model: call kvpolicy.attach(model, policy) first.")
+    return link

@@ -1,0 +1,25 @@
+"""What the tests of launchers start: loads a model on every rank, generates, and leaves; or fails on one rank."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+
+import kvpolicy_deepspeed
+
+
+def main(folder: str, backend: str) -> None:
+    torch.set_num_threads(1)
+    with kvpolicy_deepspeed.ranks(seed=0) as place:
+        if backend == "fail":
+            if place.rank == 1:
+                raise RuntimeError("the second rank has had enough")
+            dist.all_reduce(torch.ones(1))  # waits for who will never come
+        model = kvpolicy_deepspeed.load(folder, backend=backend)  # pyright: ignore[reportArgumentType]
+        tokens = model.generate(torch.arange(3, 19)[None], max_new_tokens=5, min_new_tokens=5, do_sample=True)
+        print(f"rank {place.rank} of {place.size} drew {tokens[0, 16:].tolist()}", flush=True)
+    raise AssertionError("nothing runs behind the block")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,63 @@
+"""A model on several ranks says what it says on one, whatever its family; or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.checkpoints import MORE, NAMED, compare, save
+from tests.parallel.ranks import run_ranks
+
+pytest.importorskip("deepspeed")
+CLOSE = 5e-6
+
+
+def _answers(rank: int, world: int, folders: dict[str, str], backend: str) -> dict[str, Any]:
+    import kvpolicy_deepspeed
+
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
+        try:
+            model = kvpolicy_deepspeed.load(folder, backend=backend)  # pyright: ignore[reportArgumentType]
+        except ValueError as error:
+            found[name] = str(error)
+        else:
+            found[name] = compare(folder, model)
+    return found
+
+
+def _run(folder: Path, names: list[str], backend: str, world: int) -> dict[str, Any]:
+    results = run_ranks(_answers, world, {name: save(name, folder) for name in names}, backend)
+    assert all(result == results[0] for result in results)  # the same bits on all ranks
+    return results[0]
+
+
+def _right(found: Any) -> bool:
+    return not isinstance(found, str) and found[0] <= CLOSE and found[1]
+
+
+def test_deepspeed_is_right_on_two_ranks(tmp_path: Path) -> None:
+    found = _run(tmp_path, [*{*NAMED, *MORE}], "deepspeed", 2)
+    assert all(map(_right, found.values())), found
+
+
+def test_transformers_is_right_on_two_ranks_or_says_what_to_use(tmp_path: Path) -> None:
+    found = _run(tmp_path, [*{*NAMED, *MORE}], "hf", 2)
+    refused = {name for name, value in found.items() if isinstance(value, str)}
+    assert all(_right(value) for name, value in found.items() if name not in refused), found
+    heads = {"one head", "three heads", "no head"}
+    assert refused == heads | {"phi3", "opt", "old opt", "falcon_grouped", "falcon_single", "falcon_serial"}
+    assert all('use backend="deepspeed"' in found[name] for name in refused)
+
+
+def test_two_kv_heads_are_held_twice_on_four_ranks(tmp_path: Path) -> None:
+    found = _run(tmp_path, ["llama", "four experts"], "deepspeed", 4)
+    assert all(map(_right, found.values())), found
+
+
+@pytest.mark.slow
+def test_deepspeed_is_right_on_four_ranks(tmp_path: Path) -> None:
+    found = _run(tmp_path, [*{*NAMED, *MORE} - {"no head"}], "deepspeed", 4)
+    assert all(map(_right, found.values())), found

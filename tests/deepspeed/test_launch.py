@@ -1,0 +1,77 @@
+"""Both launchers run a script on CPU ranks, which leaves cleanly, or fails with its error and without a hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpolicy_deepspeed
+from kvpolicy_deepspeed.launch import _status
+from tests.deepspeed.checkpoints import save
+
+SCRIPT = Path(__file__).with_name("script.py")
+ROOT = SCRIPT.parent.parent.parent
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+LIMIT = 100
+
+
+def _deepspeed() -> list[str]:
+    pytest.importorskip("deepspeed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank", "--master_port", str(port)]
+
+
+def _launch(launcher: list[str], *arguments: str) -> tuple[int, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), kept.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+        return process.returncode, output
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    status, output = _launch(TORCHRUN if launcher == "torchrun" else _deepspeed(), save("llama", tmp_path), "deepspeed")
+    assert status == 0, output
+    drawn = re.findall(r"drew (\[[\d, ]+\])", output)
+    assert len(drawn) == 2 and drawn[0] == drawn[1], output  # sampled, from the same seed
+    assert "AssertionError" not in output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str) -> None:
+    status, output = _launch(TORCHRUN if launcher == "torchrun" else _deepspeed(), "", "fail")
+    assert status != 0, output
+    assert "Rank 1 of 2 failed" in output and "RuntimeError: the second rank has had enough" in output, output
+
+
+def test_without_a_launcher_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc_per_node N .* or `deepspeed"):
+        kvpolicy_deepspeed.load("nowhere")
+    with pytest.raises(RuntimeError, match="No launcher"), kvpolicy_deepspeed.ranks():
+        pass
+
+
+def test_the_exit_status_says_how_a_rank_ended() -> None:
+    ends = [SystemExit(), SystemExit(0), SystemExit(3), SystemExit(256), SystemExit("no"), KeyboardInterrupt()]
+    assert [_status(end) for end in [*ends, ValueError()]] == [0, 0, 3, 1, 1, 130, 1]

@@ -1,0 +1,157 @@
+"""What `load` takes besides a folder in the dtype that was saved, and what it refuses before it reads a weight."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import kvpolicy_deepspeed
+from kvpolicy_deepspeed import checks
+from kvpolicy_deepspeed.checkpoint import INDEX, Checkpoint
+from kvpolicy_deepspeed.checks import check_dtype, check_family
+from tests.deepspeed.checkpoints import compare, make, save
+from tests.parallel.ranks import run_ranks
+
+NAME = "acme/tiny"
+
+
+def _on_the_hub(folder: str, cache: Path) -> None:
+    """Put a checkpoint where huggingface_hub would have it after a download."""
+    repository = cache / f"models--{NAME.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / "0000")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0000")
+
+
+def _without(folder: str, key: str, to: Path) -> str:
+    """A checkpoint that lacks a tensor."""
+    shutil.copytree(folder, to)
+    file = to / json.loads((to / INDEX).read_text())["weight_map"][key]
+    tensors = load_file(file)
+    del tensors[key]
+    save_file(tensors, file)
+    return str(to)
+
+
+def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
+    from kvpolicy.families import find_sites, sample_weights
+    from kvpolicy.parallel import sharing_of
+
+    load, found = kvpolicy_deepspeed.load, dict[str, Any]()
+    for name in ("four experts", "tied"):
+        found[f"in memory, {name}"] = compare(folders[name], load(make(name)))[0]
+    found["from the hub"] = compare(folders["tied"], load(NAME))[0]
+    found["single file"] = compare(folders["tied"], load(folders["single"]))[0]
+    tied = load(folders["tied"])
+    tied.tie_weights()  # as lm-eval does
+    found["tied again"] = compare(folders["tied"], tied)[0]
+    for backend in ("deepspeed", "hf"):
+        model = load(folders["four experts"], backend=backend, dtype="bfloat16")
+        whole = transformers.AutoModelForCausalLM.from_pretrained(folders["four experts"], dtype=torch.bfloat16).eval()
+        ids = torch.arange(3, 35)[None]
+        found[f"bf16, {backend}"] = float((model(ids).logits - whole(ids).logits).float().abs().mean())
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert model.model.rotary_emb.inv_freq.equal(whole.model.rotary_emb.inv_freq)
+        sharing = sharing_of(model)
+        assert sharing and sharing.weights is not None and sharing.replicas == 1
+        assert sharing.weights.equal(sample_weights(find_sites(whole).layers[0]))  # pyright: ignore[reportArgumentType]
+    sharing = sharing_of(load(folders["one head"], policy="h2o@0.5"))
+    assert sharing and sharing.replicas == world
+    with pytest.raises(ValueError, match=r"lacks 1 of the model's tensors, such as model\.layers\.1\.mlp\.up_proj"):
+        load(folders["lacking"])
+    with pytest.raises(ValueError, match=r"no model\.safetensors, and only safetensors are read"):
+        load(folders["pickled"])
+    return found
+
+
+def test_other_ways_to_load_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    folders = {name: save(name, tmp_path) for name in ("four experts", "tied", "one head")}
+    assert any(".block_sparse_moe.experts.3.w2" in key for key, _ in Checkpoint.find(folders["four experts"]).pieces())
+    folders["single"] = str(tmp_path / "single")
+    make("tied").save_pretrained(folders["single"])
+    transformers.GenerationConfig.from_pretrained(folders["tied"]).save_pretrained(folders["single"])
+    assert (Path(folders["single"]) / "model.safetensors").exists()
+    folders["lacking"] = _without(folders["tied"], "model.layers.1.mlp.up_proj.weight", tmp_path / "lacking")
+    folders["pickled"] = str(tmp_path / "pickled")
+    make("tied").config.save_pretrained(folders["pickled"])
+    (tmp_path / "pickled" / "pytorch_model.bin").touch()
+    _on_the_hub(folders["tied"], tmp_path / "cache")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for found in run_ranks(_other_ways, 2, folders):
+        assert all(far <= 5e-6 for name, far in found.items() if "bf16" not in name), found
+        assert all(far <= 0.02 for far in found.values()), str(found)  # on average: an expert may be another one
+
+
+def _alone(rank: int, world: int, folder: str) -> float:
+    return compare(folder, kvpolicy_deepspeed.load(folder, backend="hf"))[0]
+
+
+def test_one_rank_loads_the_whole_model(tmp_path: Path) -> None:
+    assert run_ranks(_alone, 1, save("llama", tmp_path)) == [0.0]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher's environment; what is refused is refused before ranks meet."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(checks, "find_spec", lambda name: name)  # whether DeepSpeed is there or not
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "megatron"}, 'no backend \'megatron\': use "deepspeed" or "hf"'),
+        ({"policy": "snapvk"}, "snapkv"),
+        ({"policy": "h2o@0"}, "budget"),
+        ({"dtype": torch.float64}, "DeepSpeed does not run torch.float64"),
+        ({"dtype": "float12"}, "'float12' is no dtype"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_read(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=32).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        kvpolicy_deepspeed.load(tmp_path, **options)
+
+
+@pytest.mark.usefixtures("launched")
+def test_deepspeed_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'pip install "kvpolicy\[deepspeed\]", or use backend="hf"'):
+        kvpolicy_deepspeed.load("nowhere")
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_model_in_memory_is_for_deepspeed() -> None:
+    with pytest.raises(ValueError, match='this one is in memory: give its folder, or use backend="deepspeed"'):
+        kvpolicy_deepspeed.load(make("llama"), backend="hf")
+    with torch.device("meta"), pytest.raises(ValueError, match="has no weights"):
+        kvpolicy_deepspeed.load(make("llama"))
+
+
+def test_families_that_are_not_tested_are_refused() -> None:
+    llama = transformers.LlamaConfig
+    many = [transformers.Gemma2Config(), transformers.GPT2Config(), llama(num_key_value_heads=1, num_attention_heads=1)]
+    native = [transformers.Phi3Config(), transformers.OPTConfig(), llama(num_key_value_heads=1)]
+    for backend, configs in {"deepspeed": many, "hf": native}.items():
+        for config in configs:
+            with pytest.raises(ValueError, match=r"use|no other backend"):
+                check_family(config, backend, 2)
+    falcon = transformers.FalconConfig(num_attention_heads=71, multi_query=True, alibi=False, hidden_size=71 * 64)
+    with pytest.raises(ValueError, match="a number of ranks that divides 71"):
+        check_family(falcon, "deepspeed", 2)
+    quantized: Any = llama()
+    quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ValueError, match="Quantized weights cannot be divided"):
+        check_family(quantized, "deepspeed", 2)
+    assert check_dtype("bfloat16", "deepspeed") is torch.bfloat16 and check_dtype("auto", "hf") is None

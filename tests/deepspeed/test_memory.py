@@ -1,0 +1,88 @@
+"""While it loads, a rank holds at most its own weights and one file of the checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.parallel.ranks import run_ranks
+
+pytest.importorskip("deepspeed")
+MIB = 2**20
+SIZES: dict[str, Any] = {
+    "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 4000,
+}  # fmt: skip
+
+
+def _resident(kind: str) -> float:
+    """MiB of this process: `VmRSS` is all, `RssAnon` leaves out what the system can drop, as pages of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{kind}:"):
+            return int(line.split()[1]) / 1024
+    pytest.skip(f"this system does not tell {kind}")
+
+
+class _Peak(threading.Thread):
+    """The most memory while it runs, looked at every millisecond."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(daemon=True)
+        self.kind, self.before, self.most, self.over = kind, _resident(kind), 0.0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.001):
+            self.most = max(self.most, _resident(self.kind) - self.before)
+
+
+def _load(rank: int, world: int, small: str, folder: str, backend: Any, dtype: str, kind: str) -> tuple[float, float]:
+    import kvpolicy_deepspeed
+
+    kvpolicy_deepspeed.load(small, backend=backend)  # imports, and what is made once
+    gc.collect()
+    peak = _Peak(kind)
+    peak.start()
+    model = kvpolicy_deepspeed.load(folder, backend=backend, dtype=dtype)
+    peak.over.set()
+    peak.join()
+    local: list[Any] = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return peak.most, sum(tensor.nbytes for tensor in local) / MIB
+
+
+def _save(family: str, folder: Path, **sizes: Any) -> str:
+    more = {"num_local_experts": 4, "sliding_window": None} if family == "Mixtral" else {}
+    inner = sizes["hidden_size"] * (1 if more else 4)
+    config = getattr(transformers, f"{family}Config")(**sizes, **more, intermediate_size=inner)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="16MB")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "dtype"),
+    [
+        ("Mixtral", "deepspeed", "bfloat16"),
+        ("Mixtral", "hf", "float32"),
+        pytest.param("Llama", "deepspeed", "float32", marks=pytest.mark.slow),
+        pytest.param("Llama", "deepspeed", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("Mixtral", "deepspeed", "float32", marks=pytest.mark.slow),
+        pytest.param("Llama", "hf", "float32", marks=pytest.mark.slow),
+        pytest.param("Llama", "hf", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("Mixtral", "hf", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_holds_its_own_and_one_file(family: str, backend: str, dtype: str, tmp_path: Path) -> None:
+    small = _save(family, tmp_path / "small", **(SIZES | {"hidden_size": 48, "vocab_size": 64}))
+    folder = _save(family, tmp_path / "large", **SIZES)
+    files = [file.stat().st_size / MIB for file in Path(folder).glob("*.safetensors")]
+    assert len(files) > 4
+    # transformers maps all files at once, which the system drops when it must; ours are open one at a time.
+    kind = "VmRSS" if backend == "deepspeed" else "RssAnon"
+    for peak, own in run_ranks(_load, 2, small, folder, backend, dtype, kind):
+        assert own < 0.6 * sum(files) * (2 if dtype == "float32" else 1)
+        assert peak <= own + max(files) + 8, f"{peak:.0f} MiB for {own:.0f} MiB of weights"  # 8: the interpreter's

@@ -1,0 +1,195 @@
+"""One model over two ranks: the commands of the docs give what one process gives, and fail as one job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lm_eval import evaluator
+from lm_eval.tasks import TaskManager
+
+from kvpolicy_lm_eval import startup
+
+simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
+POLICY = "squeeze+kvcrush@0.5"
+TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
+SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"],
+}
+Samples = dict[tuple[str, int], Any]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a module or script on two ranks, as Python does that has read the start-up file."""
+    (tmp_path / "sitecustomize.py").write_text("from kvpolicy_lm_eval import startup; startup.install()")
+    lost = ("WORLD_SIZE", "RANK", "LOCAL_RANK", startup.OFF)
+    environment = {name: value for name, value in os.environ.items() if name not in lost}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "OMP_NUM_THREADS": "1"}
+
+    def run(launcher: str, *command: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", *LAUNCHERS[launcher], *command]
+        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(make) -> tuple[Samples, dict[str, Any]]:
+    """What one process answers, sample by sample, and what it reports."""
+    tasks = TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=SIZES)
+    lm = make(POLICY, batch_size=2)
+    found = simple_evaluate(model=lm, tasks=TASKS, task_manager=tasks, limit=2, bootstrap_iters=0)
+    return {(name, one["doc_id"]): one for name, some in found["samples"].items() for one in some}, found
+
+
+def ask(launch: Callable[..., Any], launcher: str, folder: Path, arguments: str, *more: str) -> str:
+    """Run lm-eval on two ranks; gives what was printed."""
+    module = ["--module", "lm_eval"] if launcher == "deepspeed" else ["-m", "lm_eval"]
+    done = launch(
+        launcher, *module, "--model", "kvpolicy", "--model_args", f"policy={POLICY},{arguments}",
+        "--tasks", ",".join(TASKS), "--limit", "2", "--batch_size", "2", "--metadata", json.dumps(SIZES),
+        "--log_samples", "--output_path", str(folder), *more,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def samples(folder: Path) -> Samples:
+    found: Samples = {}
+    for file in folder.rglob("samples_*.jsonl"):
+        for line in file.read_text().splitlines():
+            one = json.loads(line)
+            found[file.name.split("_2")[0].removeprefix("samples_"), one["doc_id"]] = one
+    return found
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether answers are equal: texts to the letter, log-likelihoods to 1e-4 (as text, since JSON holds them so)."""
+    if isinstance(ours, (list, tuple)):
+        return len(ours) == len(theirs) and all(same(*pair) for pair in zip(ours, theirs, strict=True))
+    try:
+        return abs(float(ours) - float(theirs)) < 1e-4
+    except ValueError:
+        return str(ours) == str(theirs)
+
+
+def check_against(alone: tuple[Samples, dict[str, Any]], folder: Path, backend: str) -> None:
+    expected, whole = alone
+    found = samples(folder)
+    assert found.keys() == expected.keys()
+    for key, one in found.items():
+        assert same(one["filtered_resps"], expected[key]["filtered_resps"]), key
+        assert one["prompt_hash"] == expected[key]["prompt_hash"]
+    (file,) = folder.rglob("results_*.json")  # one process writes
+    results = json.loads(file.read_text())
+    for task in TASKS:
+        for name, value in whole["results"][task].items():
+            if isinstance(value, float):
+                assert results["results"][task][name] == pytest.approx(value, rel=1e-4), (task, name)
+    info, base = results["config"]["kvpolicy"], whole["config"]["kvpolicy"]
+    assert (info["tp"], info["backend"], base["tp"], base["backend"]) == (2, backend, 1, None)
+    assert "each of 2 ranks" in info["bytes_are"]
+    for kind, cost in info["tasks"].items():
+        other = base["tasks"][kind]
+        assert cost["requests"] == other["requests"]
+        assert 2 * cost["full_kv_bytes"] == pytest.approx(other["full_kv_bytes"], rel=1e-3)
+        assert 2 * cost["kv_bytes"] == pytest.approx(other["kv_bytes"], rel=0.02)  # positions are on every rank
+
+
+def test_deepspeed(launch, alone, tmp_path: Path):
+    """Both the launcher and the backend; with a request cache, of which every rank has its own."""
+    from sqlitedict import SqliteDict
+
+    pytest.importorskip("deepspeed")
+    said = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
+    check_against(alone, tmp_path / "out", "deepspeed")
+    assert said.count("|kvpolicy_hot") == 1  # one table is printed
+    assert said.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
+    assert said.count("Tokenizing inputs: 100%") == said.count("Scoring under squeeze+kvcrush@0.5: 100%") == 1
+    first, second = (dict(SqliteDict(str(tmp_path / f"answers_rank{rank}.db"))) for rank in (0, 1))
+    assert len(first) > 4 and first.keys() == second.keys()
+
+
+def test_hf(launch, alone, tmp_path: Path):
+    ask(launch, "torchrun", tmp_path / "out", "tp=2,backend=hf")
+    check_against(alone, tmp_path / "out", "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "deepspeed"), ("deepspeed", "hf")])
+def test_other_launcher(launch, alone, tmp_path: Path, launcher: str, backend: str):
+    pytest.importorskip("deepspeed")
+    ask(launch, launcher, tmp_path / "out", f"tp=2,backend={backend}")
+    check_against(alone, tmp_path / "out", backend)
+
+
+def script(folder: Path, body: str) -> str:
+    """Write a script that has a model on two ranks, `lm`, one request, `ask()`, and this process's `rank`."""
+    path = folder / "ranks.py"
+    head = """
+        import os, sys
+        import lm_eval._cli  # as the command line does
+        from lm_eval.api.instance import Instance
+        from kvpolicy_lm_eval.model import KVPolicyLM
+
+        rank = int(os.environ["RANK"])
+        lm = KVPolicyLM(policy="snapkv@0.5", tp=2, backend="hf", max_length=256)
+
+        def ask(prompt="tiger=12 lion=7 tiger=", **options):
+            request = Instance("generate_until", {}, (prompt, {"until": ["never"], "max_gen_toks": 8, **options}), 0)
+            return lm.generate_until([request])
+    """
+    path.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+    return str(path)
+
+
+def test_a_failing_rank_ends_the_job_with_its_error(launch, tmp_path: Path):
+    body = """
+        def fail(*_args, **_kwargs):
+            raise MemoryError("the second rank has no room")
+        if rank == 1:
+            lm.model.lm_head.register_forward_pre_hook(fail)
+        ask()
+        print("answered")
+    """
+    done = launch("torchrun", script(tmp_path, body))
+    assert done.returncode != 0 and "answered" not in done.stdout
+    assert "MemoryError: the second rank has no room" in done.stderr
+
+
+def test_ranks_draw_alike_and_refuse_other_requests(launch, tmp_path: Path):
+    """Sampling follows the first rank's seed; requests that differ end every rank, instead of a hang."""
+    body = """
+        import random, torch
+        import torch.distributed as dist
+        from kvpolicy_lm_eval import ranks
+
+        def seeded(seed):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            return KVPolicyLM(policy="snapkv@0.5", tp=2, backend="hf")
+
+        lm = seeded(rank)  # as `--seed None` leaves it
+        found = [None, None]
+        dist.all_gather_object(found, (ask(do_sample=True, temperature=3.0), random.random()))
+        assert found[0] == found[1], found
+        try:
+            ask(f"rank {rank}")
+        except RuntimeError as error:
+            print(error, "-" if rank else "+", file=sys.stderr)
+            sys.exit(7)
+    """
+    done = launch("torchrun", script(tmp_path, body))
+    assert done.returncode != 0
+    assert "exitcode  : 7" in done.stderr
+    assert "Ranks were given different generate_until requests" in done.stderr

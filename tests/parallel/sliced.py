@@ -1,0 +1,163 @@
+"""Heads divided over ranks, and nothing else: every rank runs the whole model, and its cache sees its heads alone.
+
+What a linear layer's rounding would add is so left out: N ranks must keep what one keeps, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import Policy, PolicyCache
+from kvpolicy.allocators.profile import save_profile
+from kvpolicy.codecs._files import save
+from kvpolicy.layer import PolicyLayer
+from kvpolicy.parallel import share
+from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
+
+PROMPT, STEPS, NEXT = 26, 9, 11
+
+
+class Heads(NamedTuple):
+    """Query and KV heads of a model, and how many ranks hold each KV head."""
+
+    queries: int
+    heads: int
+    replicas: int = 1
+
+    def own(self, rank: int, world: int) -> tuple[slice, slice]:
+        """Query and KV heads of a rank: the first ranks have one more where they do not divide."""
+        if self.replicas > 1:
+            assert world == self.heads * self.replicas
+            size, head = self.queries // world, rank // self.replicas
+            return slice(rank * size, rank * size + size), slice(head, head + 1)
+        first = sum(self.share(before, world) for before in range(rank))
+        last, group = first + self.share(rank, world), self.queries // self.heads
+        return slice(first * group, last * group), slice(first, last)
+
+    def share(self, rank: int, world: int) -> int:
+        """KV heads of a rank."""
+        return self.heads // world + (rank < self.heads % world)
+
+
+def model_of(heads: Heads) -> Any:
+    """A small model, the same on every rank."""
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=DIM * heads.queries, intermediate_size=48, num_hidden_layers=3, head_dim=DIM,
+        num_attention_heads=heads.queries, num_key_value_heads=heads.heads, max_position_embeddings=512,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def kvquant_by_head(folder: Path, heads: int) -> None:
+    """A calibration in which every KV head has ranges of its own."""
+    meta, tensors = _kvquant()
+    for layer in range(LAYERS):
+        tensors[f"keys.offset.{layer}"] = _random(heads, DIM, seed=layer) / 4
+        tensors[f"keys.range.{layer}"] = 1.5 + _random(heads, DIM, seed=layer + 10).abs()
+    save(folder, "kvquant", {"model": None, "head_dim": DIM, **meta}, tensors)
+
+
+@contextmanager
+def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
+    """Let layers see this rank's heads only, and gather what all ranks attended."""
+    whole, (queries, held) = PolicyLayer.forward, heads.own(rank, world)
+
+    def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        own = whole(self, q[:, queries], k[:, held], v[:, held], *rest)
+        out = torch.zeros_like(q)
+        out[:, queries] = own
+        dist.all_reduce(out)  # to zeros nothing is rounded
+        return out
+
+    PolicyLayer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        PolicyLayer.forward = whole
+
+
+def play(model: Any, policy: str | Policy) -> tuple[PolicyCache, list[Tensor]]:
+    """A padded batch, some steps, more of a prompt, which one row has no part in, and more steps; cache and logits."""
+    draw = torch.Generator().manual_seed(3)
+    found: list[Tensor] = []
+    seen = torch.zeros(3, 0, dtype=torch.int64)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        for lengths in ([PROMPT, PROMPT // 2, 1], [NEXT, 0, NEXT // 2]):
+            columns = max(lengths)
+            tokens = torch.randint(3, 64, (3, columns), generator=draw)
+            own = torch.arange(columns) >= columns - torch.tensor(lengths)[:, None]
+            for _ in range(1 + STEPS):
+                seen = torch.cat([seen, own.long()], 1)
+                places = (seen.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+                out = model(tokens, attention_mask=seen, position_ids=places, past_key_values=cache)
+                logits = out.logits[:, -1:]
+                found.append(logits)
+                tokens = logits[:, -1].argmax(-1, keepdim=True)
+                own = torch.ones(3, 1)
+    return cache, found
+
+
+def differences(one: PolicyCache, some: PolicyCache, held: slice, to_the_bit: bool) -> list[str]:
+    """What of a rank's cache is not what one rank holds of these heads; a rank without heads has nothing to compare.
+
+    Fewer heads or queries can make another matrix product, whose rounding reaches the layers behind the first: there
+    positions alone must be equal, where not all is `to_the_bit`.
+    """
+    wrong: list[str] = []
+    for index, (left, right) in enumerate(zip(one.slots, some.slots, strict=True)):
+        if not bool((left.budget == right.budget).all()):
+            wrong.append(f"layer {index}: budgets {left.budget.tolist()} and {right.budget.tolist()}")
+        if held.start == held.stop:
+            continue
+        live = left.positions[:, held] >= 0
+        parts = {"positions": (left.positions, right.positions)}
+        for stage, (a, b) in enumerate(zip(left.codes, right.codes, strict=True)):
+            if index and not to_the_bit:
+                break
+            parts |= {f"stage {stage}: {name}": pair for name, *pair in zip(a._fields, a, b, strict=True)}
+        for name, (whole, part) in parts.items():
+            own = whole[:, held] if whole.shape[1] > 1 else whole
+            if own.shape != part.shape or not torch.equal(own, part):
+                wrong.append(f"layer {index}: {name}")
+        exact = live[..., : left.layout.exact, None]
+        assert left.keys is not None and right.keys is not None
+        if not wrong and _far(left.keys[:, held] * exact, right.keys * exact, to_the_bit):
+            wrong.append(f"layer {index}: keys")
+    return wrong
+
+
+def _far(a: Tensor, b: Tensor, to_the_bit: bool) -> bool:
+    return not (torch.equal(a, b) if to_the_bit else torch.allclose(a, b, atol=1e-4))
+
+
+def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: str) -> list[str]:
+    """What differs between this rank's part under each policy and the whole, as text."""
+    model, alone, wrong = model_of(heads), model_of(heads), list[str]()
+    share(model, replicas=heads.replicas)
+    if folder and rank == 0:
+        kvquant_by_head(Path(folder) / "kvquant", heads.heads)
+        save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9, 0.5])
+    dist.barrier()
+    for words in policies:
+        words = words.replace("FOLDER", folder)
+        one, logits = play(alone, words)
+        with divided(heads, rank, world):
+            some, others = play(model, words)
+        to_the_bit = heads.replicas == 1 and "turboquant" not in words  # read by one product over all heads
+        found = differences(one, some, heads.own(rank, world)[1], to_the_bit)
+        if any(_far(a, b, to_the_bit) for a, b in zip(logits, others, strict=True)):
+            found.append("logits")
+        wrong += [f"{words} on {heads}: {what}" for what in found[:3]]
+    return wrong

@@ -1,0 +1,51 @@
+"""N ranks keep exactly what one keeps: positions, codes, exact keys and logits, for every method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.policies import every_pair
+from tests.parallel.ranks import run_ranks
+from tests.parallel.sliced import Heads, compare
+
+POOLED = [
+    "tova", "tova:decode=grow", "squeeze+tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3",
+    *(f"kvcrush:{options}/snapkv:window=6:kernel=3" for options in (
+        "anchor=random", "anchor=mean", "anchor=alternate", "anchor=ones:quantile=0.8", "buckets=distance",
+        "pick=best:seed=3", "pick=random:split=0.5", "page=4:split=0.5",
+    )),
+    "kvcrush/tova", "kvcrush/h2o", "kvcrush:page=3/window", "kvcrush/streaming:sinks=2",
+    "h2o", "probe:recent=0.2:random=0.2", "tova+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
+    "h2o+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3", "probe+zipcache:recode_every=5",
+    "tova",
+]  # fmt: skip
+"""What looks at all heads, or at all query heads of a KV head."""
+
+TWO = [Heads(4, 2), Heads(6, 3), Heads(4, 1, replicas=2), Heads(2, 1)]
+"""Even, three over two, one that both hold, one that one holds."""
+
+FOUR = [Heads(4, 4), Heads(6, 6), Heads(4, 2, replicas=2), Heads(6, 3)]
+
+
+def _check(heads: Heads, world: int, policies: list[str], folder: Path) -> None:
+    wrong = run_ranks(compare, world, heads, policies, str(folder), limit=900)
+    assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+
+def test_every_method_on_two_ranks(tmp_path: Path) -> None:
+    by_head = "snapkv+kvquant:bits=3:sinks=2:block_size=3:calibration=FOLDER/kvquant@0.6"
+    by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
+    _check(Heads(4, 2), 2, [*every_pair(), by_head, by_profile], tmp_path)
+
+
+@pytest.mark.parametrize("heads", TWO, ids=str)
+def test_what_looks_at_all_heads(heads: Heads, tmp_path: Path) -> None:
+    _check(heads, 2, [f"{words}@0.5" for words in POOLED], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", FOUR, ids=str)
+def test_on_four_ranks(heads: Heads, tmp_path: Path) -> None:
+    _check(heads, 4, [*(f"{words}@0.5" for words in POOLED), *every_pair()], tmp_path)

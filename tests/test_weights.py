@@ -1,0 +1,159 @@
+"""Weights per rank: counted by hand, in published sizes, and as transformers divides them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MixtralConfig, OPTConfig, Phi3Config
+
+import kvpolicy
+from kvpolicy import weights_per_rank
+from kvpolicy.embedded import config_of
+
+TINY: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 10,
+}  # fmt: skip
+LLAMA = LlamaConfig(**TINY, num_key_value_heads=2)
+EMBEDDING, NORM, ATTENTION, MLP = 10 * 32, 32, 32 * 32 + 2 * 16 * 32 + 32 * 32, 3 * 32 * 48
+
+
+def held(config: Any, tp: int, backend: str) -> tuple[int, int]:
+    """Numbers that are whole on every rank, and those that are divided."""
+    found = weights_per_rank(config, tp=tp, backend=backend, dtype=torch.float32)
+    return found.replicated // 4, found.sharded // 4
+
+
+def test_llama_by_hand() -> None:
+    layers = 2 * (ATTENTION + MLP)
+    assert held(LLAMA, 2, "hf") == (5 * NORM, EMBEDDING + layers // 2)
+    assert held(LLAMA, 2, "deepspeed") == (5 * NORM + EMBEDDING, EMBEDDING // 2 + layers // 2)
+    assert held(LLAMA, 1, "hf") == held(LLAMA, 1, "deepspeed") == (5 * NORM + 2 * EMBEDDING + layers, 0)
+
+
+def test_kv_heads_fewer_than_ranks_are_repeated() -> None:
+    again = 2 * 2 * 16 * 32  # two ranks hold each, in two layers
+    whole, divided = held(LLAMA, 4, "deepspeed")
+    assert (whole, divided) == (5 * NORM + EMBEDDING, (EMBEDDING + 2 * (ATTENTION + MLP) + again) // 4)
+
+
+def test_the_fullest_rank_of_uneven_heads() -> None:
+    odd: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+    config = LlamaConfig(**TINY | odd)
+    attention, mlp = 2 * 48 * 48 + 2 * 24 * 48, 3 * 48 * 48
+    assert held(config, 2, "deepspeed")[1] == 2 * (attention * 2 // 3 + mlp // 2) + 10 * 48 // 2
+
+
+def test_a_tied_head_is_a_copy_under_autotp_alone() -> None:
+    config = LlamaConfig(**TINY, num_key_value_heads=2, tie_word_embeddings=True)
+    layers = ATTENTION + MLP
+    assert held(config, 2, "deepspeed") == (5 * NORM + EMBEDDING, EMBEDDING // 2 + layers)
+    assert held(config, 2, "hf") == (5 * NORM, EMBEDDING // 2 + layers)
+    assert held(config, 1, "hf") == (5 * NORM + EMBEDDING + 2 * layers, 0)
+
+
+def test_experts_are_divided_and_routers_are_not() -> None:
+    config = MixtralConfig(**TINY, num_key_value_heads=2, num_local_experts=3)
+    whole, divided = 5 * NORM + 2 * 3 * 32, ATTENTION + 3 * MLP
+    assert held(config, 2, "hf") == (whole, EMBEDDING + divided)
+    assert held(config, 2, "deepspeed") == (whole + EMBEDDING, EMBEDDING // 2 + divided)
+
+
+def test_biases_behind_a_sum_are_whole() -> None:
+    config = GPTNeoXConfig(**TINY)
+    matrices, cut = 3 * 32 * 32 + 32 * 32 + 2 * 32 * 48, 3 * 32 + 48
+    norms, added = 5 * 2 * 32, 2 * 2 * 32
+    assert held(config, 2, "deepspeed") == (EMBEDDING + norms + added, EMBEDDING // 2 + matrices + cut)
+    assert held(config, 2, "hf") == (EMBEDDING + norms + added, EMBEDDING // 2 + matrices + cut)  # its plan says so
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "gigabytes"),
+    [
+        ("llama-3-70b", "deepspeed", [71.6, 36.9, 19.5]),
+        ("llama-3-70b", "hf", [70.6, 35.3, 17.6]),
+        ("mixtral-8x7b", "deepspeed", [46.8, 23.5, 11.9]),
+        ("mixtral-8x7b", "hf", [46.7, 23.4, 11.7]),
+        ("llama-2-70b", "deepspeed", [69.2, 34.9, 17.7]),
+    ],
+)
+def test_large_models(name: str, backend: str, gigabytes: list[float]) -> None:
+    sizes = [weights_per_rank(config_of(name), tp=tp, backend=backend, dtype=torch.bfloat16) for tp in (2, 4, 8)]
+    assert [round(size.nbytes / 1e9, 1) for size in sizes] == gigabytes
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("llama-2-70b", 68.98), ("llama-3-70b", 70.55), ("mixtral-8x7b", 46.70)]
+)
+def test_parameters_of_large_models(name: str, billions: float) -> None:
+    assert round(weights_per_rank(config_of(name), dtype=torch.bfloat16).nbytes / 2e9, 2) == billions
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("llama-3-70b", [5.4, 2.7, 1.3]), ("mixtral-8x7b", [2.1, 1.1, 0.5])])
+def test_full_caches_of_large_models(name: str, gigabytes: list[float]) -> None:
+    plans = [kvpolicy.plan(config_of(name), "full", prompt=32768, dtype=torch.bfloat16, tp=tp) for tp in (2, 4, 8)]
+    assert [round(plan.full_nbytes / 1e9, 1) for plan in plans] == gigabytes
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The first of some ranks that are not there."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield init_device_mesh("cpu", (request.param,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 8], indirect=True)
+@pytest.mark.parametrize("name", ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"])
+def test_hf_is_what_transformers_divides(name: str, ranks: Any) -> None:
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    config = config_of(name)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    apply_tensor_parallelism(model, ranks, model._resolve_parallel_plans(DistributedConfig(tp_size=ranks.size()))[0])
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    assert weights_per_rank(config, tp=ranks.size(), backend="hf", dtype=torch.bfloat16).nbytes == local
+
+
+def test_weights_take_their_place_before_the_cache() -> None:
+    config = config_of("llama-3-70b")
+    sizes: dict[str, Any] = {"prompt": 4096, "new": 1024, "dtype": torch.bfloat16, "tp": 8}
+    alone, beside = (
+        kvpolicy.plan(config, "window@0.2", **sizes),
+        kvpolicy.plan(config, "window@0.2", **sizes, backend="hf"),
+    )
+    assert beside.weights is not None
+    assert alone.weights is None
+    left = 80 * 10**9 - beside.weights.nbytes
+    assert beside.largest_batch(80 * 10**9) == alone.largest_batch(left) == left // beside.nbytes
+    assert beside.full_largest_batch(80 * 10**9) == left // beside.full_nbytes
+    assert beside.largest_batch(10**9) == beside.full_largest_batch(10**9) == 0
+    assert "weights on each of 8 rank(s) by hf: 17,640,734,720 bytes" in str(beside)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "told"),
+    [
+        (LLAMA, {"tp": 0}, "0 ranks"),
+        (LLAMA, {"backend": "nccl"}, "backend 'nccl' is not known"),
+        (LLAMA, {"tp": 4, "backend": "hf"}, "2 KV heads over 4 ranks"),
+        (LLAMA, {"tp": 8}, "4 query heads"),
+        (OPTConfig(vocab_size=10), {"tp": 2, "backend": "hf"}, "KV heads of a opt"),
+        (Phi3Config(vocab_size=10, pad_token_id=0), {"tp": 2, "backend": "hf"}, "KV heads of a phi3"),
+    ],
+)
+def test_refused(config: Any, words: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        weights_per_rank(config, **words)
