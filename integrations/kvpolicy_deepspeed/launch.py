@@ -28,8 +28,16 @@ class World(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
-        return torch.device("cuda", self.local) if torch.cuda.is_available() else torch.device("cpu")
+        """Where this rank computes; where there are fewer cards than ranks, some share one."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", self.local % torch.cuda.device_count())
+
+    @property
+    def transport(self) -> str:
+        """NCCL where each rank has a card of its own, which it insists on; gloo elsewhere."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return "nccl" if torch.cuda.is_available() and here <= torch.cuda.device_count() else "gloo"
 
 
 def world() -> World:
@@ -56,16 +64,14 @@ def _script() -> str:
 
 
 def meet() -> World:
-    """Initialise `torch.distributed` where nobody did: NCCL where there are cards, gloo elsewhere."""
+    """Initialise `torch.distributed` where nobody did: by NCCL or gloo."""
     place = world()
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29500")
-        dist.init_process_group(
-            "nccl" if place.device.type == "cuda" else "gloo", rank=place.rank, world_size=place.size
-        )
+        dist.init_process_group(place.transport, rank=place.rank, world_size=place.size)
     return place
 
 

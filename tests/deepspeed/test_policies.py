@@ -103,19 +103,17 @@ def _check(results: Any) -> None:
         assert sum(share == 1 for share in positions) >= 0.95 * len(positions), found
 
 
-def test_every_method_keeps_the_same(tmp_path: Path) -> None:
-    _check(_run("llama", tmp_path, "deepspeed", "float32", every_pair()))
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_method_keeps_the_same(name: str, world: int, tmp_path: Path) -> None:
+    _check(_run(name, tmp_path, "deepspeed", "float32", every_pair(), world))
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "hf"), ("mixtral", "deepspeed"), ("mixtral", "hf")])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
 def test_methods_keep_the_same(name: str, backend: str, tmp_path: Path) -> None:
     _check(_run(name, tmp_path, backend, "float32", _some()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_method_on_four_ranks(name: str, tmp_path: Path) -> None:
-    _check(_run(name, tmp_path, "deepspeed", "float32", every_pair(), world=4))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

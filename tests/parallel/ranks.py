@@ -109,7 +109,9 @@ def _enter(
     """A rank's process, from beginning to end."""
     sys.path[:] = path
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, DS_ACCELERATOR="cpu")
+    os.environ.update({name: str(value) for name, value in place.items()})
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     good = True
     try:

@@ -1,0 +1,52 @@
+"""Two ranks on one card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.deepspeed.checkpoints import make, save
+from tests.parallel.ranks import run_ranks
+
+pytest.importorskip("deepspeed")
+PROMPT, STEPS = 25, 8
+POLICIES = ["full", "squeeze+kvcrush@0.5", "tova@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"]
+
+
+def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, model.config.vocab_size, (2, PROMPT + STEPS), generator=draw).to(model.device)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=STEPS)
+        logits = model(tokens[:, :PROMPT], past_key_values=cache).logits
+        for at in range(PROMPT, PROMPT + STEPS):
+            logits = model(tokens[:, at : at + 1], past_key_values=cache).logits
+    return cache, logits.float()
+
+
+def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float]]:
+    """Of each policy: the share of positions that one rank keeps too, and how far logits are apart."""
+    import kvpolicy_deepspeed
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = kvpolicy_deepspeed.load(folder, dtype="float32")
+    alone, found = make("llama").to(model.device), dict[str, tuple[float, float]]()
+    for policy in POLICIES:
+        (some, mine), (one, whole) = _play(model, policy), _play(alone, policy)
+        pairs = [(b.positions[:, a.ranks.held], a.positions) for a, b in zip(some.slots, one.slots, strict=True)]
+        same = [float((left.sort(-1).values == right.sort(-1).values).float().mean()) for left, right in pairs]
+        found[policy] = (min(same), float((mine - whole).abs().max()))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_two_ranks_on_one_card(tmp_path: Path) -> None:
+    for found in run_ranks(_compare, 2, save("llama", tmp_path)):
+        assert all(share > 0.95 for share, _ in found.values()), found
+        assert found["full"][1] < 1e-4
