@@ -34,8 +34,9 @@ def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_troubleshooting_quotes_messages_that_exist() -> None:
-    package = DOCS.parent / "kvpolicy"
-    source = "\n".join(path.read_text(encoding="utf-8") for path in sorted(package.rglob("*.py")))
+    packages = [DOCS.parent / "kvpolicy", DOCS.parent / "integrations"]
+    paths = sorted(path for package in packages for path in package.rglob("*.py"))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     source = re.sub(r'"\n\s*f?"', "", source)  # a message may be written in several pieces
     table = (DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
