@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import threading
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
 from kvpolicy import falcon
 from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
-from kvpolicy.calls import bind_slots, caches, check_step, check_stock, is_compiled, prompt_columns, row_lengths
+from kvpolicy.calls import (
+    bind_slots,
+    caches,
+    check_asked,
+    check_step,
+    check_stock,
+    is_compiled,
+    prompt_columns,
+    row_lengths,
+)
+from kvpolicy.checks import by_name, check_call
 from kvpolicy.configs import configs_of, swap_implementation
 from kvpolicy.families import (
     Site,
@@ -46,14 +58,15 @@ class Handle:
         """Attach; use `kvpolicy.attach`."""
         self.policy = policy
         self.cache: PolicyCache | None = None
-        self._model, self._undo = model, list[Any]()
+        self._model, self._undo, self._thread = model, list[Any](), threading.local()
         sites, sharing = find_sites(model), sharing_of(model)
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         unrotates = policy.codec.traits.frame == "pre"
         ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
-        self._link = Link(policy, shape, info, ropes, sharing)
+        rotary = getattr(sites.decoder, "rotary_emb", None)
+        self._link = Link(policy, shape, info, ropes, sharing, rotary)
         try:
             self._connect(sites)
         except BaseException:
@@ -94,6 +107,16 @@ class Handle:
         """Detach."""
         self.detach()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: a copied model has hooks that work for the original."""
+        raise TypeError("A model cannot be copied while a policy is attached to it: detach, copy, and attach to both.")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse, likewise."""
+        raise TypeError(
+            "A model cannot be pickled while a policy is attached to it: use save_pretrained or state_dict, or detach."
+        )
+
     # connecting
 
     def _connect(self, sites: Sites) -> None:
@@ -101,6 +124,7 @@ class Handle:
         self._undo.append(swap_implementation(self._model))
         self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
+        self._names = list(inspect.signature(sites.decoder.forward).parameters)
         for site in sites.layers:
             self._undo.append(site.attention.register_forward_pre_hook(bind_slots, with_kwargs=True).remove)
             if is_falcon(site.attention):
@@ -124,6 +148,7 @@ class Handle:
             given = model_kwargs.get("past_key_values")
             columns = prompt_columns(model_kwargs, generation_config)
             new = max(length + 1 - columns, 0) if columns else None
+            check_asked(generation_config)
             if isinstance(given, PolicyCache):
                 given.expect(row_lengths(model_kwargs, columns), new or 0)
             result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
@@ -137,35 +162,45 @@ class Handle:
         self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
 
     def _measure(self, site: Site) -> None:
-        held: dict[str, Tensor] = {}
         scale = residual_scale(site)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._running is not None and self._running.wants_measures:
-                held["residual"] = args[0] if args else kwargs["hidden_states"]
+            cache = self._running
+            if cache is not None and cache.wants_measures:
+                cache.running.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            if self._running is not None and held:
+            cache = self._running
+            if cache is not None and site.layer_idx in cache.running.residuals:
                 out = output[0] if isinstance(output, tuple) else output
-                self._running.observe(site.layer_idx, held.pop("residual"), out * scale)
+                cache.observe(site.layer_idx, cache.running.residuals.pop(site.layer_idx), out * scale)
 
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.append(attention_output(site).register_forward_hook(after).remove)
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._running is not None and self._running.wants_massive:
-                self._running.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
+            cache = self._running
+            if cache is not None and cache.wants_massive:
+                cache.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
 
         self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
 
-    _running: PolicyCache | None = None
+    @property
+    def _running(self) -> PolicyCache | None:
+        """The cache of this thread's forward; None in a compiled step."""
+        return None if torch.compiler.is_compiling() else getattr(self._thread, "cache", None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""
         if torch.compiler.is_compiling():
             return check_step(module, args, kwargs)
+        args, kwargs = by_name(self._names, args, kwargs)
         cache = kwargs.get("past_key_values")
+        tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return args, kwargs  # the model says so itself
         if cache is None and caches(module, kwargs):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
@@ -173,9 +208,8 @@ class Handle:
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            self._running = cache
-            tokens: Any = kwargs.get("input_ids", args[0] if args else None)
-            tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+            check_call(self._model, module, cache, tokens, kwargs)
+            self._thread.cache = cache
             cache.begin(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         return args, kwargs
 
@@ -185,9 +219,10 @@ class Handle:
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
-        if self._running is not None:
-            self._running.finish()
-            self._running = None
+        running = self._running
+        if running is not None:
+            self._thread.cache = None
+            running.finish()
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:

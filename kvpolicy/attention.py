@@ -91,7 +91,8 @@ def _tiled(
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
         share = torch.softmax(score, -1)
         if valid is not None:  # a padding query sees nothing: neither an output nor a vote
-            share = share.masked_fill_(~valid[:, None, None, start:stop, None], 0)
+            fill = share.masked_fill if share.requires_grad else share.masked_fill_
+            share = fill(~valid[:, None, None, start:stop, None], 0)
         if mass is not None:
             mass[..., :seen] += share.detach().sum(3)
         mixed = share.flatten(2, 3).to(v.dtype) @ values[:, :, :seen]

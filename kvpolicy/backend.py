@@ -39,6 +39,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
     kv_slots: Any = None,
@@ -49,6 +50,7 @@ def attention_forward(
     Returns:
         The output, [B, P, Hq, D], and None: no attention matrix is ever made.
     """
+    kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
     if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4):
         run = _stock_attention(stock, module)
         return run(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs)
@@ -65,12 +67,33 @@ def attention_forward(
             f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
             "which a policy cannot pair: use a model with ordinary or grouped-query attention."
         )
+    if kwargs.get("dropout"):
+        if kv_slots is not None:
+            raise ValueError(
+                "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
+                "call model.eval(), or train with use_cache=False."
+            )
+        return _trained(stock, module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs)
+    if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
+        query, key = query.to(value.dtype), key.to(value.dtype)
     kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
     if kv_slots is None:
         out, _ = attend(query, key, value, kernel, None, attention_mask, False)
     else:
         out = kv_slots.forward(query, key, value, attention_mask, kernel)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _trained(
+    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attend as the stock function does, with its own mask [B, 1, P, P]."""
+    make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+    mask = make(
+        batch_size=query.shape[0], q_length=query.shape[2], kv_length=key.shape[2], q_offset=0, kv_offset=0,
+        mask_function=causal_mask_function, attention_mask=valid, dtype=query.dtype, device=query.device,
+    )  # fmt: skip
+    return _stock_attention(stock, module)(module, query, key, value, mask, **kwargs)  # pyright: ignore[reportReturnType]
 
 
 def _pairs(queries: int, heads: int) -> bool:

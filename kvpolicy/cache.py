@@ -19,6 +19,7 @@ from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
+from kvpolicy.running import Running
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,7 +72,7 @@ class PolicyCache(Cache):
         self._measures: dict[int, Tensor] = {}
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
-        self._one_token = False
+        self._one_token, self.running = False, Running()
         self._shift: Tensor | None = None  # what the rotary embedding adds to the waiting prompt's positions, [B]
 
     def _make_layer(self, index: int, shape: ModelShape) -> Any:
@@ -88,8 +89,7 @@ class PolicyCache(Cache):
     @property
     def nbytes(self) -> int:
         """Every byte held, on this rank."""
-        own = sum(sum(layer.held().values()) for layer in self.slots)
-        return own + sum(self.alone_bytes().values())
+        return sum(sum(layer.held().values()) for layer in self.slots) + sum(self.alone_bytes().values())
 
     @property
     def full_nbytes(self) -> int:
@@ -134,10 +134,10 @@ class PolicyCache(Cache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
+        self.running.begin(self.slots)
         self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
-        if self._one_token:
-            for layer in self.slots:
-                layer.make_room()
+        for layer in self.slots if self._one_token else ():
+            layer.make_room()
         valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
         self._valid = valid if self.wants_measures or self.wants_massive else None
         if self.policy.codec.traits.frame == "pre" and not self._one_token:
@@ -154,8 +154,8 @@ class PolicyCache(Cache):
             residual: Before, [B, P, D].
             update: What attention adds, [B, P, D].
         """
-        before = residual.float()
-        cosine = F.cosine_similarity(before, before + update.float(), dim=-1)
+        before = residual.detach().float()
+        cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
         if self._valid is None:
             self._measures.setdefault(layer_idx, cosine.mean(-1))
         else:
@@ -196,10 +196,11 @@ class PolicyCache(Cache):
     @on_host
     def finish(self) -> None:
         """Do what is due after a forward in eager mode: settle a prompt, or count a step."""
+        self.running.check(self.slots)
         self.settle()
-        if self._one_token:
-            for layer in self.slots:
-                layer.count_step()
+        self.running.now = False
+        for layer in self.slots if self._one_token else ():
+            layer.count_step()
 
     def settle(self) -> None:
         """Divide the budget and compress every layer that waits."""
@@ -213,7 +214,7 @@ class PolicyCache(Cache):
         number = self.slots.index(layer)
         if self._shift is not None and layer.rows is not None:
             layer.rows.shift.copy_(self._shift)
-        layer.settle(self._tokens.keep[:, number], self._tokens.room, self._tokens.most[number])
+        layer.settle(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
 
     def _divide(self, first: PolicyLayer) -> None:
         """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
@@ -259,6 +260,7 @@ class PolicyCache(Cache):
         """Hand keys and values to the layer."""
         if not self.link.active:
             raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
+        self.running.check_update()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
         if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: let that go
@@ -289,10 +291,10 @@ class PolicyCache(Cache):
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
+        self.running = Running()
         self.plan, self._measures, self._waiting, self._end, self._shift = None, {}, [], None, None
 
     @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
-        layer = self.slots[0]
-        return layer.length.shape[0] if layer.is_initialized else -1
+        return self.slots[0].length.shape[0] if self.slots[0].is_initialized else -1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.cache import PolicyCache
+from kvpolicy.layer import PolicyLayer
+from kvpolicy.protocols import Forward
 
 CACHE_NAMES = ("past_key_values", "layer_past")
 
@@ -20,7 +23,20 @@ def bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if not layer.is_sliding:
                 kwargs["kv_slots"] = layer
+                if layer.listens and not torch.compiler.is_compiling():
+                    _note_call(layer, cache, module, args, kwargs)
     return args, kwargs
+
+
+def _note_call(
+    layer: PolicyLayer, cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Let a selector know what a prompt's attention was called with; a decode step scores nothing."""
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    if hidden.shape[1] > 1 or not layer.is_initialized:
+        own = ("hidden_states", "attention_mask", "kv_slots", *CACHE_NAMES)
+        others = {name: value for name, value in kwargs.items() if name not in own}
+        layer.called = Forward(module, hidden.detach(), others, cache.link.rotary)
 
 
 def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -57,6 +73,15 @@ def check_stock(cache: Cache) -> None:
     if cache.get_seq_length() > 0:
         raise ValueError(
             "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
+        )
+
+
+def check_asked(generation_config: Any) -> None:
+    """Raise ValueError where `generate` was asked for a cache whose packages it would ask to install first."""
+    if getattr(generation_config, "cache_implementation", None) == "quantized":
+        raise ValueError(
+            "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "
+            "kivi, in the policy."
         )
 
 

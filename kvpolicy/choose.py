@@ -11,7 +11,7 @@ from kvpolicy.attention import tail_rows
 from kvpolicy.prefill import Prompt
 from kvpolicy.probing import probe_sums
 from kvpolicy.protocols import Seen, State, View
-from kvpolicy.slots import Loose, open_slots
+from kvpolicy.slots import Loose, open_slots, without_nan
 from kvpolicy.state import join_states, map_state, tensors
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def choose(layer: PolicyLayer, prompt: Prompt, keep: Tensor, seen_before: Tensor
         positions, state, seen = _take(positions, state, seen, order)
     view = View(positions, layer.length, keep, layer.layer_idx, layer.ranks, alike=not layer.layout.slots)
     before, state = state, layer.policy.selector.observe(state, seen, view)
-    chosen = _highest(layer.policy.selector.priority(state, view), view)
+    chosen = _highest(without_nan(layer.policy.selector.priority(state, view)), view)
     if prompt.idle is not None:  # such a row alone would not have been called
         idle = prompt.idle[:, None, None]
         chosen = torch.where(idle, view.valid, chosen)
@@ -63,7 +63,13 @@ def _on_offer(layer: PolicyLayer, prompt: Prompt, seen_before: Tensor) -> tuple[
     probed = (None, None)
     if prompt.probes is not None:
         probed = probe_sums(prompt.probes, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
-    return torch.cat([layer.positions, fresh], -1), state, Seen(prompt.total, rows, *probed)
+    seen = Seen(prompt.total, rows, *probed)
+    if prompt.forward is not None:
+        past = layer.past()
+        pairs = [(prompt.keys, prompt.values)] if past is None else [past[:2], (prompt.keys, prompt.values)]
+        keys, values = (torch.cat(parts, 2) for parts in zip(*pairs, strict=True))
+        seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+    return torch.cat([layer.positions, fresh], -1), state, seen
 
 
 def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:
@@ -75,7 +81,12 @@ def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[T
         wide = order.repeat_interleave(t.shape[1] // order.shape[1], 1)
         return t.gather(-1, wide if t.dim() == 3 else wide[:, :, None].expand(-1, -1, t.shape[2], -1))
 
-    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), Seen(*map(heads, seen))
+    def tokens(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
+
+    sums = heads(seen.total), heads(seen.tail), heads(seen.probed), heads(seen.probes)
+    moved = Seen(*sums, seen.forward, tokens(seen.keys), tokens(seen.values))
+    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
 
 
 def _highest(priority: Tensor, view: View) -> Tensor:

@@ -65,10 +65,9 @@ def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
     layer.positions[..., :width] = layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
     for slot, item in zip(tensors(layer.state), tensors(taken.state), strict=True):
         slot[..., :width] = item.masked_fill(gone, 0)
-    empty = taken.keys.new_zeros(*gone.shape[:2], traits.pinned - width, taken.keys.shape[-1])
-    blank = gone[..., None]
-    layer.keys = torch.cat([taken.keys.masked_fill(blank, 0), empty], 2)  # atoms must be there before codes are
-    layer.values = torch.cat([taken.values.masked_fill(blank, 0), empty], 2)
+    beside, blank = (0, 0, 0, traits.pinned - width), gone[..., None]
+    layer.keys = F.pad(taken.keys.masked_fill(blank, 0), beside)  # atoms must be there before codes are
+    layer.values = F.pad(taken.values.masked_fill(blank, 0), beside)
     layer.freeze(traits.pinned)
     return True
 

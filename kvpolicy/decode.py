@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.attention import Kernel, attend_slots
 from kvpolicy.protocols import View
-from kvpolicy.slots import open_slots
+from kvpolicy.slots import open_slots, without_nan
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
     if valid is not None:
         full = full & valid[:, :, None]
     if not layer.grows:
-        worth = layer.policy.selector.priority(layer.state, view).masked_fill(~live, torch.inf)
+        worth = without_nan(layer.policy.selector.priority(layer.state, view)).masked_fill(~live, torch.inf)
         lowest = live & (worth == worth.amin(-1, keepdim=True))
         # Ties go to the earlier position, so the latest of the lowest is evicted.
         victim = positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)

@@ -102,7 +102,7 @@ def coded_layer(
         layer.forward(keys if queries is None else queries, keys, values, None, Kernel(dim**-0.5))
         whole = torch.full((batch,), count, device=keys.device)
         layer.massive = torch.zeros(batch, count, dtype=torch.bool, device=keys.device)
-        layer.settle(whole, torch.zeros_like(whole), count)
+        layer.settle(whole, torch.zeros_like(whole), whole.cpu())
     return layer
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.attention import Kernel, Past
+from kvpolicy.checks import check_kept
 from kvpolicy.choose import choose
 from kvpolicy.coding import flush, recode, settle_loose
 from kvpolicy.decode import decode_step
@@ -23,12 +24,13 @@ from kvpolicy.parallel import ALONE, Ranks
 from kvpolicy.planning import ROOM
 from kvpolicy.policy import Policy
 from kvpolicy.prefill import Prompt, attend_prompt
-from kvpolicy.protocols import Book, Codes, Layout, State
+from kvpolicy.protocols import Book, Codes, Forward, Layout, State
 from kvpolicy.reading import Coded
-from kvpolicy.room import exact_count, extend, free_steps
+from kvpolicy.room import exact_count, extend, free_steps, later
 from kvpolicy.rotary import Rope
 from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
-from kvpolicy.slots import lay_out
+from kvpolicy.running import note_attended
+from kvpolicy.slots import fix_addresses, lay_out
 from kvpolicy.state import map_state
 
 
@@ -64,6 +66,8 @@ class PolicyLayer(CacheLayerMixin):
     books: tuple[Book, ...]
     rows: Rows | None
     state: State
+    ends: list[int]
+    called: Forward | None
 
     def __init__(
         self,
@@ -80,6 +84,8 @@ class PolicyLayer(CacheLayerMixin):
         self.frozen, self.pinned = 0, False
         self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
+        self.waits = False  # for attention, in the running forward
+        self.listens, self.called = policy.selector.needs.forward, None
         self.layout = Layout(0)
         self.tokens = 0
         self._room: float = 0
@@ -100,6 +106,7 @@ class PolicyLayer(CacheLayerMixin):
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
+        self.ends = [0] * batch  # tokens that each row will hold, as far as is known
         self.dtype, self.device = key_states.dtype, device
         self.is_initialized = True
 
@@ -139,6 +146,11 @@ class PolicyLayer(CacheLayerMixin):
         """Take rows `indices` [B']."""
         self._map_rows(lambda t: t[indices.to(t.device)])
 
+    def revive(self) -> None:
+        """Own ordinary tensors, where inference mode made others that only it may change."""
+        self._map_rows(torch.clone)
+        self.columns = self.columns.clone()
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
@@ -157,33 +169,27 @@ class PolicyLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         self.keys, self.values, self.positions = fn(self.keys), fn(self.values), fn(self.positions)
         self.length, self.budget = fn(self.length), fn(self.budget)
+        self.ends = fn(torch.tensor(self.ends)).tolist()
         self.state, self.codes = map_state(fn, self.state), map_state(fn, self.codes)
         if self.rows is not None:
             self.rows = Rows(*(fn(t) if t.shape[0] else t for t in self.rows))
+        fix_addresses(self)
 
     # what the attention function asks
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
-        """Attend from new tokens, and take them in.
-
-        Args:
-            q: [B, Hq, P, D].
-            k: [B, H, P, D].
-            v: [B, H, P, D].
-            valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
-            kernel: Scale and soft cap.
-
-        Returns:
-            [B, Hq, P, D].
-        """
+        """Attend from new tokens, [B, Hq, P, D], and take them in; see `attend_prompt` for the arguments."""
         if not self.is_initialized:
             self.ranks = self._meet(self.layer_idx, q, k)
-        own = q.shape[1]
+        check_kept(self, k, v)
+        own, reads = q.shape[1], self.layout.slots > 0
         if self.ranks.phantom:
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if self.is_initialized and q.shape[2] == 1:
-            return decode_step(self, q, k, v, valid, kernel)[:, :own]
-        return self._take_prompt(q, k, v, valid, kernel)[:, :own]
+            out = decode_step(self, q, k, v, valid, kernel)
+        else:
+            out = self._take_prompt(q, k, v, valid, kernel)
+        return note_attended(self, out, reads)[:, :own]
 
     @on_host  # budgets are settled on the host
     def _take_prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
@@ -194,20 +200,21 @@ class PolicyLayer(CacheLayerMixin):
         self._on_prompt(self)
         return out
 
-    def settle(self, keep: Tensor, room: Tensor, tokens: int) -> None:
+    def settle(self, keep: Tensor, room: Tensor, ends: Tensor) -> None:
         """Bring the waiting prompt under the budget and free it.
 
         Args:
             keep: The most tokens to keep of each row, [B] int64.
             room: Tokens that each row may add later without evicting, [B] int64.
-            tokens: The most that any row may ever hold: what is allocated.
+            ends: The most that each row will hold, as far as is known, [B] int64: what is allocated.
         """
         assert self.prompt is not None
         prompt, self.prompt = self.prompt, None
         keep, room = keep.to(self.device), room.to(self.device)
         seen, self.length = self.length, prompt.lengths(self.length)
         loose = choose(self, prompt, keep, seen)
-        self.tokens = max(tokens, self.tokens)
+        self.ends = later(self.ends, ends, prompt.idle)
+        self.tokens = max(*self.ends, self.tokens)
         lay_out(self, self.policy.codec.layout(self.tokens))
         self.set_budget(keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room))
         self.short = self.tokens < int(self.budget.amax())
@@ -215,13 +222,15 @@ class PolicyLayer(CacheLayerMixin):
             pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive)
         self.keys, self.values = settle_loose(self, loose, prompt.idle)
         self.pinned, self.massive = True, None
+        fix_addresses(self)
         self._code_full()
 
     def set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens."""
         self.budget = budget
         if self.rows is not None:
-            self.rows = with_budget(self.rows, self.policy.codec, budget, self.frozen)
+            own = [min(pair) for pair in zip(budget.tolist(), self.ends, strict=True)]
+            self.rows = with_budget(self.rows, self.policy.codec, own, self.frozen)
 
     def freeze(self, slots: int) -> None:
         """Never again use the first exact slots for other tokens."""
@@ -287,8 +296,6 @@ class PolicyLayer(CacheLayerMixin):
         """Bytes by kind: exact, codes, scales, positions, statistics, counters, and a prompt that waits."""
         if not self.is_initialized:
             return {}
-        kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state)
-        kinds["counters"] = sum(t.nbytes for t in (self.length, self.budget, self.columns, *(self.rows or ())))
-        if self.prompt is not None:
-            kinds["waiting prompt"] = self.prompt.nbytes
-        return kinds
+        counters = (self.length, self.budget, self.columns, *(self.rows or ()))
+        kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters)
+        return kinds if self.prompt is None else kinds | {"waiting prompt": self.prompt.nbytes}

@@ -23,13 +23,16 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-def bytes_by_kind(exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics."""
+def bytes_by_kind(
+    exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any, counters: tuple[Tensor, ...]
+) -> dict[str, int]:
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters."""
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
     for stage in codes:
         for name, tensor in zip(stage._fields, stage, strict=True):
             kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
-    return kinds | {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
+    kinds |= {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
+    return kinds | {"counters": sum(t.nbytes for t in counters)}
 
 
 @lru_cache(maxsize=4096)
@@ -42,9 +45,8 @@ def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dic
     rows = alloc_rows(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
     state = policy.selector.alloc(batch, shape.heads, slots, "meta")
-    return bytes_by_kind((exact, exact), codes, positions, state) | {
-        "counters": 2 * batch * 8 + 8 + sum(t.nbytes for t in rows or ())
-    }
+    counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
+    return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())))
 
 
 def resident_bytes(books: Iterable[Any]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -21,10 +21,17 @@ class Link:
     """What a cache knows of the attachment it belongs to."""
 
     def __init__(
-        self, policy: Policy, model_shape: ModelShape, info: ModelInfo, ropes: dict[int, Rope], sharing: Sharing | None
+        self,
+        policy: Policy,
+        model_shape: ModelShape,
+        info: ModelInfo,
+        ropes: dict[int, Rope],
+        sharing: Sharing | None,
+        rotary: nn.Module | None = None,
     ) -> None:
         """Describe an attachment; `ropes` are empty unless its policy's codec undoes the rotary embedding."""
         self.policy, self.model_shape, self.info, self.ropes = policy, model_shape, info, ropes
+        self.rotary = rotary
         self.layers = len(model_shape.evictable) + len(model_shape.left_alone)
         self.active = True
         self._sharing, self._ranks = sharing, dict[int, Ranks]()
@@ -55,6 +62,10 @@ class Link:
         if layer_idx not in self._ranks:
             self._ranks[layer_idx] = self._sharing.meet(queries.shape[1], keys.shape[1], keys.device)
         return self._ranks[layer_idx]
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: what is loaded elsewhere belongs to no attachment."""
+        raise TypeError("A cache under a policy cannot be pickled, since it belongs to its model: keep the tokens.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Link:
         """Copies of a cache belong to the same attachment."""

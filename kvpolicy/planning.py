@@ -17,6 +17,12 @@ from kvpolicy.policy import Policy
 ROOM = 256
 """Tokens of room that a growing cache takes at a time where it is not told how many will come."""
 
+START = 4096
+"""Tokens behind the prompt that have slots at once, where the budget is larger and nobody said how many will come."""
+
+ENDLESS = 2**40
+"""A budget that no cache reaches; more is the same, and could not be multiplied by the layers."""
+
 
 class Tokens(NamedTuple):
     """A division of tokens among layers.
@@ -24,12 +30,17 @@ class Tokens(NamedTuple):
     Attributes:
         keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
         room: What it may add later without evicting, [B] int64.
-        most: The most that any row of a layer ever holds, one number per layer.
+        ends: The most that each row of a layer ever holds, [B, L] int64.
     """
 
     keep: Tensor
     room: Tensor
-    most: tuple[int, ...]
+    ends: Tensor
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """The most that any row of a layer ever holds, one number per layer."""
+        return tuple(self.ends.amax(0).tolist())
 
 
 def divide(
@@ -52,7 +63,7 @@ def divide(
         return _divide_bytes(policy, measures, prompt, end, shapes, other)
     floor = policy.selector.floor
     if isinstance(policy.budget, int):
-        base = torch.full_like(prompt, policy.budget)
+        base = torch.full_like(prompt, min(policy.budget, ENDLESS))
     else:
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
@@ -82,10 +93,8 @@ def _divide_tokens(
     room = torch.zeros_like(prompt)
     if grows:
         room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
-    most = keep + room[:, None]
-    if end is not None:
-        most = torch.minimum(most, torch.maximum(end, prompt)[:, None])
-    return Tokens(keep, room, tuple(most.amax(0).tolist()))
+    last = prompt + START if end is None else torch.maximum(end, prompt)
+    return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
 
 def _divide_bytes(

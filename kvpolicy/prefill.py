@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.attention import Kernel, Tail, attend, largest_queries, newest_queries
 from kvpolicy.probing import probe_queries
+from kvpolicy.protocols import Forward
 
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
@@ -25,6 +26,7 @@ class Prompt(NamedTuple):
         tail: The newest queries, where the selector needs them.
         probes: The probes, where the selector needs them.
         kernel: Scale and soft cap.
+        forward: What the attention module was called with, where the selector needs it.
     """
 
     keys: Tensor
@@ -34,6 +36,7 @@ class Prompt(NamedTuple):
     tail: Tail | None
     kernel: Kernel
     probes: Tail | None = None
+    forward: Forward | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, from those `seen` before."""
@@ -60,6 +63,8 @@ class Prompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()), *(self.probes or ()))
+        if self.forward is not None:
+            parts = (*parts, self.forward.hidden_states, self.forward.queries)
         return sum(t.nbytes for t in parts if t is not None)
 
 
@@ -87,4 +92,7 @@ def attend_prompt(
         layer.rows.peaks.copy_(torch.maximum(layer.rows.peaks, largest))
     tail = newest_queries(q, valid, needs.tail) if needs.tail else None
     probes = probe_queries(q, valid, needs.probes) if needs.probes else None
-    return out, Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes)
+    forward, layer.called = layer.called, None
+    if forward is not None:
+        forward = forward._replace(queries=q, valid=valid, scale=kernel.scale, softcap=kernel.softcap)
+    return out, Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes, forward)

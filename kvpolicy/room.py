@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.slots import FAR, lay_out, open_slots
+from kvpolicy.slots import FAR, fix_addresses, lay_out, open_slots
 from kvpolicy.state import map_state, tensors
 
 if TYPE_CHECKING:
@@ -33,12 +33,19 @@ def free_steps(layer: PolicyLayer) -> float:
     return int(torch.minimum(exact - exact_count(layer), limit - count).amin())
 
 
+def later(ends: list[int], others: Tensor, idle: Tensor | None) -> list[int]:
+    """The later end of each row; of rows that are `idle` [B], the old one."""
+    found = [max(pair) for pair in zip(ends, others.tolist(), strict=True)]
+    return found if idle is None else [a if own else b for a, b, own in zip(ends, found, idle.tolist(), strict=True)]
+
+
 def extend(layer: PolicyLayer, tokens: int) -> None:
     """Make slots for `tokens` more; in a growing cache they are budget too."""
     assert layer.keys is not None and layer.values is not None
     old = layer.layout.exact
     exact_positions, exact_state = layer.positions[..., :old], map_state(lambda t: t[..., :old], layer.state)
     layer.tokens += tokens
+    layer.ends = [end + tokens for end in layer.ends]
     lay_out(layer, layer.policy.codec.layout(layer.tokens))
     layer.positions[..., :old] = exact_positions
     for now, then in zip(tensors(layer.state), tensors(exact_state), strict=True):
@@ -47,3 +54,4 @@ def extend(layer: PolicyLayer, tokens: int) -> None:
     layer.keys, layer.values = (F.pad(t, pad) for t in (layer.keys, layer.values))
     layer.set_budget(layer.budget + tokens if layer.grows else layer.budget)
     layer.short = not layer.grows and layer.tokens < int(layer.budget.amax())
+    fix_addresses(layer)

@@ -44,9 +44,9 @@ def alloc_rows(codec: Codec, batch: int, heads: int, head_dim: int, device: torc
     )
 
 
-def with_budget(rows: Rows, codec: Codec, budget: Tensor, frozen: int) -> Rows:
-    """The same rows for budgets [B]: each row has the slots that it would have alone. Reads the budgets on the host."""
-    layouts = [codec.layout(int(tokens)) for tokens in budget.tolist()]
+def with_budget(rows: Rows, codec: Codec, tokens: list[int], frozen: int) -> Rows:
+    """The same rows where each may hold so many tokens: each has the slots that it would have alone."""
+    layouts = [codec.layout(own) for own in tokens]
     held = (rows.pins[:, 0] >= 0).any(-1).tolist() if frozen else [False] * len(layouts)
     full = [[at.exact - frozen * own if sum(at.coded) else FAR] for at, own in zip(layouts, held, strict=True)]
     room = [[*at.coded, *[0] * (rows.room.shape[1] - len(at.coded))] for at in layouts]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,6 +88,22 @@ def _longer(layer: PolicyLayer, stage: int, size: int) -> object:
     return codes
 
 
+def fix_addresses(layer: PolicyLayer) -> None:
+    """Say that a layer's tensors stay where they are: CUDA graphs write to no others, and copy those they read.
+
+    Unguarded, since a guard would compile again for every cache; a graph is recorded anew where an address is another.
+    """
+    held: list[Any] = [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
+    parts = (layer.state, layer.codes, layer.books, layer.rows or ())
+    for tensor in [*held, *(tensor for part in parts for tensor in tensors(part))]:
+        torch._dynamo.mark_static_address(tensor, guard=False)  # pyright: ignore[reportPrivateUsage]
+
+
+def without_nan(worth: Tensor) -> Tensor:
+    """A priority in which NaN ranks above every number, below what always stays: what is broken does not vanish."""
+    return worth.masked_fill(worth.isnan(), torch.finfo(worth.dtype).max)
+
+
 def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:
     """Who leaves the exact part (or a stage) first: the index of each token, [B, H, n]; the unchosen come last."""
     traits = layer.policy.codec.traits
@@ -98,7 +114,7 @@ def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:
         order = loose.positions.argsort(dim=-1, descending=True, stable=True)
         seen = loose.positions.masked_fill(~loose.chosen, -1)
         view = View(seen, layer.length, _precise(layer), layer.layer_idx, layer.ranks)
-        worth = layer.policy.selector.priority(loose.state, view)
+        worth = without_nan(layer.policy.selector.priority(loose.state, view))
         order = order.gather(-1, worth.gather(-1, order).argsort(dim=-1, stable=True))
     last = torch.where(loose.chosen, 0, 2)
     if layer.rows is not None:

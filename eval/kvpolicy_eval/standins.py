@@ -14,7 +14,7 @@ from kvpolicy.protocols import Codec
 LEVELS = (2, 3, 4)
 
 
-def stand_in(codec: Codec, folder: Path, heads: int, head_dim: int, atoms: int | None = None) -> Codec:
+def stand_in(codec: Codec, folder: Path, heads: int, head_dim: int, atoms: int | None = None, layers: int = 1) -> Codec:
     """The same codec with random calibrated tensors where it needs some.
 
     Args:
@@ -23,6 +23,7 @@ def stand_in(codec: Codec, folder: Path, heads: int, head_dim: int, atoms: int |
         heads: KV heads.
         head_dim: Numbers of a key.
         atoms: Of CSR's dictionaries; 256 for each head by default, as in the paper.
+        layers: Of the model; they share CSR's dictionaries.
     """
     generator = torch.Generator().manual_seed(0)
     meta = {"model": None, "head_dim": head_dim}
@@ -33,14 +34,17 @@ def stand_in(codec: Codec, folder: Path, heads: int, head_dim: int, atoms: int |
             f"{name}.0": torch.nn.functional.normalize(torch.randn(width, count, generator=generator), dim=0).half()
             for name, width in names.items()
         }
-        save(str(folder / "csr"), "csr", meta | {"groups": {name: [[0]] for name in names}}, tensors)
+        save(str(folder / "csr"), "csr", meta | {"groups": {name: [list(range(layers))] for name in names}}, tensors)
         return dataclasses.replace(codec, dictionary=str(folder / "csr"))
     if isinstance(codec, KVQuant):
-        tensors = {"keys.offset.0": torch.zeros(1, head_dim), "keys.range.0": torch.full((1, head_dim), 3.0)}
-        for side in ("keys", "values"):
-            for bits in LEVELS:
-                tensors[f"{side}.levels.b{bits}.0"] = torch.linspace(-1, 1, 2**bits)
-                tensors[f"{side}.norm.b{bits}.0"] = torch.tensor([1.0, 0.0])
+        tensors: dict[str, torch.Tensor] = {}
+        for layer in range(layers):
+            tensors[f"keys.offset.{layer}"] = torch.zeros(1, head_dim)
+            tensors[f"keys.range.{layer}"] = torch.full((1, head_dim), 3.0)
+            for side in ("keys", "values"):
+                for bits in LEVELS:
+                    tensors[f"{side}.levels.b{bits}.{layer}"] = torch.linspace(-1, 1, 2**bits)
+                    tensors[f"{side}.norm.b{bits}.{layer}"] = torch.tensor([1.0, 0.0])
         save(str(folder / "kvquant"), "kvquant", meta, tensors)
         return dataclasses.replace(codec, calibration=str(folder / "kvquant"))
     return codec

@@ -7,6 +7,7 @@ C coded slots, D head dim, L layers.
 
 from kvpolicy.protocols.choosing import Allocator as Allocator
 from kvpolicy.protocols.choosing import DecodeMode as DecodeMode
+from kvpolicy.protocols.choosing import Forward as Forward
 from kvpolicy.protocols.choosing import Needs as Needs
 from kvpolicy.protocols.choosing import Probes as Probes
 from kvpolicy.protocols.choosing import Seen as Seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvpolicy.parallel import ALONE, Ranks
 
@@ -31,17 +31,45 @@ class Needs(NamedTuple):
         tail: How many of the newest queries' attention rows to keep for `Seen.recent`.
         row: The attention of each decoded token over the slots.
         probes: Which queries' attention to sum for `Seen.probed`, or None.
+        forward: Whether to hand on what the attention module was called with, for `Seen.forward`, and the keys and
+            values on offer.
     """
 
     total: bool = False
     tail: int = 0
     row: bool = False
     probes: Probes | None = None
+    forward: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a refiner and its base."""
         probes = self.probes or other.probes
-        return Needs(self.total or other.total, max(self.tail, other.tail), self.row or other.row, probes)
+        total, row, forward = self.total or other.total, self.row or other.row, self.forward or other.forward
+        return Needs(total, max(self.tail, other.tail), row, probes, forward)
+
+
+class Forward(NamedTuple):
+    """What an attention module was called with, for a selector that computes scores of its own.
+
+    Attributes:
+        module: The attention module.
+        hidden_states: Its input, [B, P, hidden].
+        kwargs: Its other arguments, as the model's code gave them.
+        rotary: The model's rotary embedding, where it has one.
+        queries: As attention takes them, [B, Hq, P, D].
+        valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
+        scale: What products of queries and keys are multiplied by.
+        softcap: What they are then capped by, or None.
+    """
+
+    module: nn.Module
+    hidden_states: Tensor
+    kwargs: dict[str, Any]
+    rotary: nn.Module | None = None
+    queries: Tensor | None = None
+    valid: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 class Seen(NamedTuple):
@@ -53,12 +81,18 @@ class Seen(NamedTuple):
             None unless `Needs.tail`.
         probed: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
         probes: [B, Hq, N], how many probes could see the token, likewise.
+        forward: What the attention module was called with; None unless `Needs.forward`.
+        keys: [B, H, N, D], as attention takes them, likewise.
+        values: [B, H, N, D], likewise.
     """
 
     total: Tensor | None
     tail: Tensor | None
     probed: Tensor | None = None
     probes: Tensor | None = None
+    forward: Forward | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""

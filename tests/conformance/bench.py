@@ -41,7 +41,7 @@ class Bench:
     def _settle(self, layer: PolicyLayer) -> None:
         keep = torch.tensor(self.budgets)
         room = self._new if self.policy.decode == "grow" else 0
-        layer.settle(keep, torch.full_like(keep, room), max(self.budgets) + room)
+        layer.settle(keep, torch.full_like(keep, room), keep + room)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Attend and take in q [B, Hq, n, D], k and v [B, H, n, D]."""

@@ -8,18 +8,27 @@ from pathlib import Path
 import torch
 
 from kvpolicy_eval.bench import crush, decode, prefill
-from kvpolicy_eval.bench.common import Row
+from kvpolicy_eval.bench.common import FLOORS, Row
+from kvpolicy_eval.bench.floor import Machine, measure_machine
 from kvpolicy_eval.markdown import fill, table
 
-HEAD = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours"]
+HEAD = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours", *FLOORS]
 ALL = {"prefill": prefill.measure, "decode": decode.measure, "kvcrush": crush.measure}
 
 
-def show(row: Row) -> list[str]:
+def show(row: Row, machine: Machine) -> list[str]:
     """One line of the table."""
     ratio = row.ratio
     times = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-    return [row.what, f"`{row.policy}`", times, row.bar, f"{ratio.theirs:.3f}", f"{ratio.ours:.3f}"]
+    return [
+        row.what,
+        f"`{row.policy}`",
+        times,
+        row.bar,
+        f"{ratio.theirs:.3f}",
+        f"{ratio.ours:.3f}",
+        *row.floors(machine),
+    ]
 
 
 def main() -> None:
@@ -32,11 +41,14 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[list[str]] = []
+    machine = measure_machine()
     for name in args.which:
         for row in ALL[name]():
-            rows.append(show(row))
+            rows.append(show(row, machine))
             print(" | ".join(rows[-1]), flush=True)
-    text = table(HEAD, rows) + f"\n\ntorch {torch.__version__}, CPU, {torch.get_num_threads()} thread(s), fp32."
+    text = (
+        table(HEAD, rows) + f"\n\ntorch {torch.__version__}, CPU, {torch.get_num_threads()} thread(s), fp32; {machine}."
+    )
     print("\n" + text)
     if args.fill:
         fill(args.fill, "bench", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvpolicy_eval.bench.floor import Machine, Work
+
+FLOORS = ["bytes that must move, stock / ours", "operations", "stock over its floor", "ours over its floor"]
+"""Heads of the cells of `Row.floors`."""
 
 
 class Ratio(NamedTuple):
@@ -23,12 +29,46 @@ class Ratio(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One measurement and its bar."""
+    """One measurement.
+
+    Attributes:
+        what: What was timed.
+        policy: Under which policy.
+        ratio: Our time over the stock cache's, or over the base's.
+        most: The bar: what the ratio may be at most; None where there is none.
+        theirs: What the stock cache, or the base, cannot do without.
+        ours: What we cannot do without; None where a part of a run was timed.
+        why: Where the bar comes from.
+    """
 
     what: str
     policy: str
     ratio: Ratio
-    bar: str
+    most: float | None
+    theirs: Work | None = None
+    ours: Work | None = None
+    why: str = ""
+
+    @property
+    def bar(self) -> str:
+        """The bar in words."""
+        return "" if self.most is None else f"<= {self.most:.3g}x"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median passes."""
+        return "" if self.most is None else "pass" if self.ratio.median <= self.most else "miss"
+
+    def floors(self, machine: Machine) -> list[str]:
+        """Cells: bytes that must move, operations, and both sides' time over the floor of these."""
+        if self.theirs is None or self.ours is None:
+            return ["", "", "", ""]
+        theirs, ours = self.ratio.theirs / self.theirs.floor(machine), self.ratio.ours / self.ours.floor(machine)
+        return [
+            f"{self.theirs.nbytes / 1e6:,.0f} / {self.ours.nbytes / 1e6:,.0f} MB",
+            f"{self.theirs.operations / 1e9:,.2f} / {self.ours.operations / 1e9:,.2f} G",
+            f"{theirs:.1f}x", f"{ours:.1f}x",
+        ]  # fmt: skip
 
 
 def llama(layers: int, hidden: int = 512, heads: int = 8) -> Any:
@@ -75,3 +115,33 @@ def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+class Quantity(NamedTuple):
+    """Something measured by itself, several times, in a unit, with a bar or None."""
+
+    what: str
+    policy: str
+    values: list[float]
+    unit: str
+    most: float | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median passes."""
+        return "" if self.most is None else "pass" if statistics.median(self.values) <= self.most else "miss"
+
+    def __str__(self) -> str:
+        """The median and the quartiles."""
+        low, middle, high = (f"{value:.3g}" for value in statistics.quantiles(self.values, n=4))
+        return f"{middle} {self.unit} ({low} to {high})"

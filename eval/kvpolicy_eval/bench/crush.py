@@ -13,9 +13,13 @@ import torch
 import kvpolicy
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy_eval.bench.common import Ratio, Row, compare, llama, tokens
+from kvpolicy_eval.bench.floor import Work, decode_work, prefill_work
 
 SIZES = ((512, 8, 30), (1024, 16, 12))
 """Hidden size, heads and rounds: KVCrush's own work does not grow with the hidden size, so its share falls with it."""
+
+MOST = 1.005
+"""The bar: what the paper claims."""
 
 
 def measure(length: int = 2048, new: int = 128) -> Iterator[Row]:
@@ -30,12 +34,20 @@ def _at_size(hidden: int, heads: int, rounds: int, length: int, new: int) -> Ite
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with kvpolicy.attach(base, "snapkv@0.2"), kvpolicy.attach(crushed, "kvcrush/snapkv@0.2"):
         ratio = compare(lambda: base.generate(ids, **options), lambda: crushed.generate(ids, **options), rounds)
+        works = (_work(base, length, new), _work(crushed, length, new))
         what = f"generate {length} + {new}, hidden {hidden}"
-        yield Row(what, "kvcrush over snapkv", ratio, "<= 1.005x")
+        yield Row(what, "kvcrush over snapkv", ratio, MOST, *works)
         own = statistics.median(_inside(lambda: crushed.generate(ids, **options)) for _ in range(5))
         added = 1 + own / ratio.theirs
         alone = Ratio(added, added, added, ratio.theirs, own)
-        yield Row(what, "time in KVCrush's own code", alone, "<= 1.005x")
+        yield Row(what, "time in KVCrush's own code", alone, MOST)
+
+
+def _work(model: Any, length: int, new: int) -> Work:
+    """A prompt and the steps after it, at a budget of a fifth; KVCrush must read nothing that its base does not."""
+    plan, config = kvpolicy.plan(model.config, "snapkv@0.2", prompt=length, new=new), model.config
+    kept = 2 * config.hidden_size * sum(layer.tokens for layer in plan.layers)
+    return prefill_work(model, length) + decode_work(model, plan.nbytes, kept).times(new - 1)
 
 
 def _inside(run: Any) -> float:

@@ -1,0 +1,182 @@
+"""Figures of points and lines: accuracy against bytes and budgets, differences, and costs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvpolicy_eval.report.gather import Difference, Findings, Point, Score, amount, front
+from kvpolicy_eval.report.style import GREY, INK, PALETTE, Drawing, Look, looks
+
+
+def accuracy_by_bytes(findings: Findings) -> str:
+    """Mean accuracy of every point against the share of bytes that it holds, and the Pareto front, by model."""
+    models, styles = findings.models, looks(findings.methods)
+    drawing = Drawing("bytes", len(models), 1, (9.6, 4.6))
+    for axes, model in zip(drawing.axes, models, strict=True):
+        points = [point for point in findings.points if point.model == model and point.mean]
+        for point in points:
+            share = point.average("kv_share")
+            if share is not None and point.mean is not None:
+                tip = f"{point.policy}: {point.mean}, {share:.1%} of the bytes"
+                _dot(drawing, axes, 100 * share, point.mean, styles.get(point.method), tip)
+        _front(axes, front(points))
+        _percent(axes, [100 * (point.average("kv_share") or 1) for point in points])
+        axes.set(xlabel="bytes held, % of the full cache", ylabel=_mean_of(findings), title=model)
+    line = {"color": GREY, "linewidth": 5, "alpha": 0.3}
+    full = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none"}
+    _legend(drawing, styles, findings.methods, {"full": full, "Pareto front": line})
+    return drawing.svg("Accuracy against bytes held, with the Pareto front")
+
+
+def accuracy_by_budget(findings: Findings, model: str) -> str:
+    """Every task's score against the budget, a line for each method."""
+    styles, tasks = looks(findings.methods), findings.tasks
+    columns = min(2, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    drawing = Drawing(f"budget-{findings.models.index(model)}", rows, columns, (4.9, 3.1))
+    shown: list[str] = []
+    for axes, task in zip(drawing.axes, tasks, strict=False):
+        points = [point for point in findings.points if point.model == model and task in point.tasks]
+        lines = [method for method in styles if any(point.method == method and point.budget for point in points)]
+        for number, method in enumerate(lines):
+            nudge = 1 + 0.012 * (number - len(lines) / 2)  # so that bars of equal budgets stand side by side
+            some = [point for point in points if point.method == method and point.budget]
+            _line(drawing, axes, some, task, styles[method], nudge)
+        for point in points:
+            if point.method not in styles:
+                axes.axhline(point.tasks[task].value, color=INK, linewidth=1, linestyle=":")
+        shown += lines
+        _percent(axes, [100 * amount(p.budget)[1] for p in points if p.budget and amount(p.budget)[0] == 0])
+        metric = findings.metrics[task].removesuffix(",none")
+        axes.set(title=task, xlabel=_budget_axis(points), ylabel=metric)
+        if all(0 <= point.tasks[task].value <= 1 for point in points):
+            axes.set_ylim(-0.04, 1.05)
+    for axes in drawing.axes[len(tasks) :]:
+        axes.set_axis_off()
+    if not shown:
+        return ""
+    _legend(drawing, styles, shown, {"full": {"color": INK, "linestyle": ":"}})
+    return drawing.svg("Score against budget, task by task; the dotted line is the full cache")
+
+
+def differences_plot(found: list[Difference]) -> str:
+    """What one part changes, with its interval; what crosses zero is no difference that was shown."""
+    drawing = Drawing("differences", 1, 1, (9.6, 0.6 + 0.27 * len(found)))
+    axes = drawing.axes[0]
+    parts = list(dict.fromkeys(one.part for one in found))
+    for place, one in enumerate(reversed(found)):
+        color = PALETTE[parts.index(one.part)]
+        clear = one.score.low > 0 or one.score.high < 0
+        look = Look(color, "o", not clear)
+        tip = f"{one.policy} less {one.base}: {one.score}"
+        _dot(drawing, axes, one.score.value, Score(place, math.nan, math.nan, 0), look, tip)
+        if not math.isnan(one.score.low):
+            axes.plot([one.score.low, one.score.high], [place, place], color=color, linewidth=1.6, zorder=2)
+    axes.axvline(0, color=INK, linewidth=1)
+    axes.set_yticks(range(len(found)), [one.policy for one in reversed(found)], fontsize=8)
+    axes.set_ylim(-0.7, len(found) - 0.3)
+    axes.set_xlabel("change of mean accuracy, with less without; filled where the interval leaves zero out")
+    for part in parts:
+        axes.plot([], [], "o-", color=PALETTE[parts.index(part)], label=part)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    return drawing.svg("What one part of a policy changes")
+
+
+def costs(findings: Findings, model: str) -> str:
+    """Tokens per second and bytes of a sequence: each method at its smallest budget."""
+    points = smallest(findings, model)
+    drawing = Drawing(f"costs-{findings.models.index(model)}", 1, 2, (4.9, 0.9 + 0.27 * len(points)))
+    styles = looks(findings.methods)
+    fields = (
+        ("tokens_per_second", 1.0, "tokens per second, prompt and new"),
+        ("kv_bytes", 2**20, "KV cache of a sequence, MiB"),
+    )
+    for axes, (name, unit, label) in zip(drawing.axes, fields, strict=True):
+        for place, point in enumerate(reversed(points)):
+            value, look = (point.average(name) or 0) / unit, styles.get(point.method)
+            bars = axes.barh(place, value, color=look.color if look else GREY, height=0.7)
+            if look and look.dashed:
+                bars[0].set(facecolor="none", edgecolor=look.color, linestyle="--", linewidth=1.4)
+            drawing.tip(bars[0], f"{point.policy}: {value:,.2f} {label}")
+            said = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            axes.annotate(said, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_ylim(-0.7, len(points) - 0.3)
+        axes.margins(x=0.15)
+        axes.set_xlabel(label)
+        axes.grid(visible=False, axis="y")
+    drawing.axes[0].set_yticks(range(len(points)), [point.policy for point in reversed(points)], fontsize=8)
+    drawing.axes[1].set_yticks([])
+    return drawing.svg("Speed and memory of each method")
+
+
+def smallest(findings: Findings, model: str) -> list[Point]:
+    """Each method's point at its smallest budget."""
+    last: dict[str, Point] = {}
+    for point in findings.points:
+        if point.model == model and point.costs:
+            last[point.method] = point  # points go from the largest budget to the smallest
+    return list(last.values())
+
+
+def _dot(drawing: Drawing, axes: Any, x: float, score: Score, look: Look | None, tip: str) -> None:
+    words = look.drawn if look else {"color": INK, "marker": "*", "markersize": 11}
+    color = words["color"]
+    if not math.isnan(score.low):
+        axes.plot([x, x], [score.low, score.high], color=color, linewidth=1, alpha=0.45, zorder=2)
+    (mark,) = axes.plot([x], [score.value], **words | {"linestyle": "none"}, zorder=3)
+    drawing.tip(mark, tip)
+
+
+def _line(drawing: Drawing, axes: Any, points: list[Point], task: str, look: Look, nudge: float) -> None:
+    shares = all(amount(point.budget)[0] == 0 for point in points)
+    at = [(100 if shares else 1) * amount(point.budget)[1] * nudge for point in points]
+    axes.plot(at, [p.tasks[task].value for p in points], **look.drawn | {"marker": ""}, linewidth=1.4)
+    for x, point in zip(at, points, strict=True):
+        _dot(drawing, axes, x, point.tasks[task], look, f"{point.policy}, {task}: {point.tasks[task]}")
+
+
+def _front(axes: Any, points: list[Point]) -> None:
+    xs = [100 * (point.average("kv_share") or 0) for point in points]
+    ys = [point.mean.value for point in points if point.mean]
+    if len(points) > 1:
+        axes.step(xs, ys, where="post", color=GREY, linewidth=5, alpha=0.3, zorder=1)
+
+
+def _percent(axes: Any, values: list[float]) -> None:
+    """A logarithmic axis with plain numbers, where the values are far apart."""
+    if values and max(values) > 3 * min(values) > 0:
+        axes.set_xscale("log")
+        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 40, 60, 100) if min(values) / 1.6 <= tick <= max(values) * 1.2]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+
+
+def _legend(drawing: Drawing, styles: dict[str, Look], methods: list[str], last: dict[str, Any]) -> None:
+    """Names below the panels, in as many columns as they are short."""
+    from matplotlib.lines import Line2D
+
+    names = list(dict.fromkeys(name for name in methods if name in styles))
+    handles = [Line2D([], [], **styles[name].drawn) for name in names]
+    handles += [Line2D([], [], **words) for words in last.values()]
+    names += last
+    columns = _columns(names)
+    width, height = drawing.figure.get_size_inches()
+    drawing.figure.set_size_inches(width, height + 0.17 * math.ceil(len(names) / columns))
+    drawing.figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
+
+
+def _columns(names: list[str]) -> int:
+    return max(1, min(4, 190 // (7 + max(map(len, names)))))
+
+
+def _mean_of(findings: Findings) -> str:
+    count = len(findings.averaged)
+    first = findings.metrics[findings.averaged[0]].removesuffix(",none")
+    return first if count == 1 else f"mean accuracy over {count} tasks"
+
+
+def _budget_axis(points: list[Point]) -> str:
+    kinds = {amount(point.budget)[0] for point in points if point.budget}
+    names = {0: "budget, % of the prompt's tokens", 1: "budget, tokens per layer", 2: "budget, bytes"}
+    return names[min(kinds, default=0)]

@@ -1,0 +1,132 @@
+"""The report's tables, for the page and for Markdown alike."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpolicy_eval.report.curves import smallest
+from kvpolicy_eval.report.gather import Difference, Findings, Point, amount, front
+from kvpolicy_eval.report.maps import cosines, layer_shares
+
+
+class Table(NamedTuple):
+    """A head and rows of text; what stands in backquotes is code.
+
+    Attributes:
+        head: Names of the columns.
+        rows: Their cells.
+    """
+
+    head: list[str]
+    rows: list[list[str]]
+
+
+def accuracy(findings: Findings, model: str) -> Table:
+    """Mean accuracy of each method at each budget, and the bytes it held."""
+    points = [point for point in findings.points if point.model == model]
+    best = {point.policy for point in front(points)}
+    named = [name_of(budget) for budget in findings.budgets]
+    head = ["policy", *(f"at {name}" for name in named), "without a budget", "bytes held"]
+    rows: list[list[str]] = []
+    for method in dict.fromkeys(point.method for point in points):
+        of_method = {point.budget: point for point in points if point.method == method}
+        cells = [_cell(of_method.get(budget), best) for budget in [*findings.budgets, ""]]
+        shares = [f"{share:.1%}" for p in of_method.values() if (share := p.average("kv_share")) is not None]
+        rows.append([f"`{method}`", *cells, ", ".join(shares)])
+    used = [at for at in range(len(head)) if at == 0 or any(row[at] for row in rows)]
+    return Table([head[at] for at in used], [[row[at] for at in used] for row in rows])
+
+
+def by_task(findings: Findings, model: str) -> Table:
+    """Every task's score of every policy."""
+    head = ["policy", *(f"{task}, {findings.metrics[task].removesuffix(',none')}" for task in findings.tasks)]
+    points = [point for point in findings.points if point.model == model]
+    rows = [[f"`{p.policy}`", *(str(p.tasks.get(task, "")) for task in findings.tasks)] for p in points]
+    return Table(head, rows)
+
+
+def changes(found: list[Difference]) -> Table:
+    """What one part changes."""
+    rows = [[one.part, f"`{one.policy}`", f"`{one.base}`", _signed(one), _verdict(one)] for one in found]
+    return Table(["part", "with it", "without it", "change of mean accuracy", "at 95 %"], rows)
+
+
+def layers(findings: Findings, model: str) -> Table:
+    """Cosines by task, and budgets over an even share of methods whose layers differ."""
+    rows = [[f"cosine, {task}", *(f"{v:.3f}" for v in row)] for task, row in cosines(findings).get(model, {}).items()]
+    for point in smallest(findings, model):
+        shares = layer_shares(point)
+        if shares and max(shares) - min(shares) > 0.02:
+            rows.append([f"budget, `{point.policy}`", *(f"{share:.2f}" for share in shares)])
+    most = max((len(row) for row in rows), default=1) - 1
+    return Table(["layer", *map(str, range(most))], [row + [""] * (most + 1 - len(row)) for row in rows])
+
+
+def positions(findings: Findings, model: str) -> Table:
+    """Of the tokens kept, how many stood in each quarter of the prompt, and in its last twelfth."""
+    head = ["policy", "task", "first quarter", "second", "third", "last quarter", "of it the last 1/12"]
+    rows: list[list[str]] = []
+    for point in smallest(findings, model):
+        for task, probe in point.probes.items() if point.budget else ():
+            if probe.get("kept"):
+                bins = [sum(column) for column in zip(*probe["kept"], strict=True)]
+                whole, size = sum(bins) or 1, len(bins)
+                parts = [sum(bins[at * size // 4 : (at + 1) * size // 4]) / whole for at in range(4)]
+                parts.append(sum(bins[size * 11 // 12 :]) / whole)
+                rows.append([f"`{point.policy}`", task, *(f"{part:.0%}" for part in parts)])
+    return Table(head, rows)
+
+
+def costs(findings: Findings, model: str) -> Table:
+    """Speed and memory of every policy, mean over tasks."""
+    head = ["policy", "tokens per second", "new tokens per second", "KV bytes of a sequence", "of the full cache"]
+    peak = any(point.average("peak_bytes") for point in findings.points)
+    rows: list[list[str]] = []
+    for point in findings.points:
+        if point.model == model and point.costs:
+            rates = [point.average(name) or 0 for name in ("tokens_per_second", "new_tokens_per_second", "kv_bytes")]
+            row = [f"`{point.policy}`", *(f"{rate:,.0f}" for rate in rates), f"{point.average('kv_share') or 0:.1%}"]
+            rows.append(row + ([f"{(point.average('peak_bytes') or 0) / 2**30:.2f} GiB"] if peak else []))
+    return Table(head + (["peak of the accelerator"] if peak else []), rows)
+
+
+def failures(findings: Findings) -> Table:
+    """Cells that failed, and why."""
+    rows = [
+        [row.model, f"`{row.method}{'@' * bool(row.budget)}{row.budget}`", row.task, row.error]
+        for row in findings.failed
+    ]
+    return Table(["model", "policy", "task", "error"], rows)
+
+
+def versions(findings: Findings) -> Table:
+    """What the numbers were made with."""
+    names = list(dict.fromkeys(name for found in findings.versions for name in found))
+    rows = [[name, ", ".join(dict.fromkeys(found.get(name, "") for found in findings.versions))] for name in names]
+    return Table(["what", "version"], rows)
+
+
+def name_of(budget: str) -> str:
+    """A budget in words.
+
+    Example:
+        >>> name_of("0.2"), name_of("64"), name_of("8MiB")
+        ('20%', '64 tokens', '8MiB')
+    """
+    kind, size = amount(budget)
+    return (f"{100 * size:.4g}%", f"{budget} tokens", budget)[kind]
+
+
+def _cell(point: Point | None, best: set[str]) -> str:
+    if point is None or point.mean is None:
+        return "" if point is None else "a task is missing"
+    return f"**{point.mean}**" if point.policy in best else str(point.mean)
+
+
+def _signed(one: Difference) -> str:
+    score = one.score
+    return f"{score.value:+.3f} [{score.low:+.3f}, {score.high:+.3f}]"
+
+
+def _verdict(one: Difference) -> str:
+    return "better" if one.score.low > 0 else "worse" if one.score.high < 0 else "no difference shown"

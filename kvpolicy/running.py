@@ -1,0 +1,83 @@
+"""The forward that runs on a cache: one at a time, through every layer, and to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvpolicy.layer import PolicyLayer
+
+
+class Running:
+    """Whether a forward runs on a cache, and what is held until it ends.
+
+    Attributes:
+        now: Whether one does.
+        residuals: Inputs of layers that are being measured, [B, P, D].
+    """
+
+    def __init__(self) -> None:
+        """None runs."""
+        self.now = False
+        self.residuals: dict[int, Tensor] = {}
+
+    def begin(self, layers: Sequence[PolicyLayer]) -> None:
+        """Note that a forward begins, in which every layer must attend.
+
+        Raises:
+            RuntimeError: Where another has not ended.
+        """
+        if self.now:
+            raise RuntimeError(
+                "A forward on this cache was broken off, or still runs in another thread, so that its layers do not "
+                "agree: start a new cache, or call its reset()."
+            )
+        self.now = True
+        self.residuals.clear()
+        for layer in layers:
+            layer.waits = True
+            if layer.is_initialized and layer.length.is_inference() and not torch.is_inference_mode_enabled():
+                layer.revive()
+
+    def check(self, layers: Sequence[PolicyLayer]) -> None:
+        """Raise RuntimeError where a layer was left out: its answer was not the policy's."""
+        for layer in layers:
+            if layer.waits:
+                raise RuntimeError(
+                    f"Layer {layer.layer_idx} did not attend to the cache's slots, as it does where it checkpoints "
+                    "gradients in training mode, or was replaced after attaching: call model.eval(), or attach last."
+                )
+
+    def check_update(self) -> None:
+        """Raise ValueError where no forward of the cache's own model hands over keys."""
+        if not self.now and not torch.compiler.is_compiling():
+            raise ValueError(
+                "This cache belongs to a model with a policy, and the model that was called has none: attach one to "
+                "it, and make its cache with kvpolicy.PolicyCache(model)."
+            )
+
+
+def note_attended(layer: PolicyLayer, out: Tensor, reads: bool) -> Tensor:
+    """Note that a layer has attended, to its slots where `reads`: no gradient may come back from these.
+
+    Args:
+        layer: The layer.
+        out: Its output, which is returned.
+        reads: Whether it had slots to attend to.
+    """
+    if not torch.compiler.is_compiling():
+        layer.waits = False
+        if reads and out.requires_grad:
+            out.register_hook(_refuse)
+    return out
+
+
+def _refuse(gradient: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "Gradients cannot flow through a cache under a policy, whose slots hold no graph: run the whole text in one "
+        "forward, or detach the policy."
+    )

@@ -1,0 +1,115 @@
+"""The GPU script, on the CPU with a tiny shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy_eval import gpu, gpu_case
+from kvpolicy_eval.gpu import Runner, Series
+from kvpolicy_eval.gpu_table import report
+
+TINY = Series("table3", "tiny", 32, 16, "dynamic", "eager", batches=(1, 4), until_full=True)
+
+
+def case(method: str, mode: str, policy: str = "", batch: int = 2, limit: int = 0, prompt: int = 32) -> dict[str, Any]:
+    return Series("table3", "tiny", prompt, 16, method, mode, policy).case(batch, "cpu", limit)
+
+
+@pytest.mark.parametrize(
+    ("method", "mode", "policy"),
+    [
+        ("dynamic", "eager", ""),
+        ("static", "graphs", ""),
+        ("policy", "eager", "squeeze:profile=PROFILE+window@9"),
+        ("policy", "graphs", "squeeze+window@9"),
+        ("policy", "eager", "kvcrush/snapkv:window=4@0.5"),
+        ("policy", "eager", "snapkv:window=4+csr@0.9"),
+    ],
+)
+def test_every_side_runs(method: str, mode: str, policy: str) -> None:
+    torch.compiler.reset()
+    found = gpu_case.measure(case(method, mode, policy))
+    full = 2 * 4 * 2 * 32 * 2  # keys and values of a token: layers, heads, numbers, bytes
+    assert found["decode_tokens_per_s"] > 0 and found["prefill_s"] > 0
+    if method != "policy":
+        assert found["kv_bytes"] == 2 * 48 * full
+    elif "window@9" in policy:
+        assert found["kv_bytes"] < 2 * 48 * full / 4
+
+
+def test_a_prompt_goes_through_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_case, "TOGETHER", 16)
+    assert gpu_case.chunk_of(2, 32) == 8
+    found = gpu_case.measure(case("policy", "eager", "squeeze+window@9"))
+    assert found["kv_bytes"] > 0
+
+
+def test_running_out_of_memory_ends_one_case(tmp_path: Path) -> None:
+    """In a real process of its own, which the file remembers."""
+    results = tmp_path / "gpu.jsonl"
+    runner = Runner(results, "cpu", limit=1000, quiet=True)
+    runner.run(TINY)
+    (record,) = gpu.read_results(results)
+    assert record["status"] == "out of memory" and record["card"] == "CPU"
+    assert record["versions"]["torch"] == torch.__version__
+
+
+def fake(start: list[int], room: int, card: str = "card") -> Any:
+    """A card with room for so many rows."""
+
+    def run(self: Runner, case: dict[str, Any]) -> dict[str, Any]:
+        batch = case["batch"]
+        start.append(batch)
+        more = {"card": card, "versions": {"torch": "1"}, "case": case, "date": "2026-01-01"}
+        rows = room * (5 if case["method"] == "policy" else 1)
+        if batch > rows:
+            return {**more, "status": "out of memory", "error": ""}
+        rate = batch * (300.0 if case["method"] == "policy" else 100.0)
+        held = {"prefill_s": 1.0, "step_ms": 1.0, "kv_bytes": 10}
+        return {**more, "status": "ok", "decode_tokens_per_s": rate, "peak_bytes": 10**9, **held}
+
+    return run
+
+
+def test_the_largest_batch_is_found_and_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Runner, "_start", fake(started, 100))
+    results = tmp_path / "gpu.jsonl"
+    Runner(results, "cpu", quiet=True).run(TINY)
+    assert 88 <= max(batch for batch in started if batch <= 100) <= 100
+    first = list(started)
+    results.write_text(results.read_text() + '{"case": {"cut')  # killed while it wrote
+    Runner(results, "cpu", quiet=True).run(TINY)
+    assert started == first
+
+
+def test_targets_pass_or_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_start", fake([], 64))
+    runner = Runner(tmp_path / "gpu.jsonl", "cpu", quiet=True)
+    for series in gpu.plan_suites("tiny"):
+        if series.suite == "table3":
+            runner.run(series)
+    text = report(runner.records)
+    assert "3.00x | >= 2.5x | pass" in text
+    assert "| >= 5.0x | miss" in text or "| >= 5.0x | pass" in text
+    assert "kvpress" not in text  # there is no environment of it here
+
+
+def test_another_card_needs_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "_start", fake([], 2))
+    results = tmp_path / "gpu.jsonl"
+    results.write_text(json.dumps({"case": {}, "status": "ok", "card": "another"}) + "\n")
+    with pytest.raises(ValueError, match="give another --results"):
+        Runner(results, "cpu", quiet=True).run(TINY)
+
+
+def test_errors_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--memory", "much", "--report", "--results", str(tmp_path / "none.jsonl")]) == 2
+    assert "much" in capsys.readouterr().err
+    assert gpu.main(["--report", "--results", str(tmp_path / "none.jsonl")]) == 0
+    assert "No results yet." in capsys.readouterr().out

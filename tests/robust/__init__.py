@@ -1,0 +1,1 @@
+"""Hostile use: the right answer or one clear sentence, and never a wrong answer in silence."""

@@ -1,0 +1,73 @@
+"""What tests of hostile use share: policies, a model of one's own, and what a refusal must look like."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, make_batch, talk
+from tests.conformance.policies import words
+
+POLICIES = {
+    "full": "full",
+    "h2o": "h2o@0.5",
+    "squeeze": words("squeeze", "snapkv"),
+    "kvcrush": "kvcrush/streaming:sinks=2@0.5",
+    "kivi": words("snapkv", "kivi"),
+    "mikv": words("h2o", "mikv"),
+    "csr": words("streaming", "csr"),
+}
+EACH = pytest.mark.parametrize("policy", [*POLICIES.values()], ids=[*POLICIES])
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+NEW = sum(TURNS[1:])
+
+
+def roomy(policy: str, budget: str = "64") -> str:
+    """The policy with a budget for everything."""
+    return policy if policy == "full" else f"{policy.rpartition('@')[0]}@{budget}"
+
+
+def exact(policy: str) -> bool:
+    """Whether what is kept is kept as it is."""
+    return not any(codec in policy for codec in ("+kivi", "+mikv", "+csr"))
+
+
+def own(family: str = "llama") -> Any:
+    """A model that a test may change."""
+    return copy.deepcopy(build(family))
+
+
+def converse(model: Any, lengths: list[int], seed: int = 0) -> tuple[Tensor, PolicyCache]:
+    """Logits of a conversation over a new cache, and the cache."""
+    cache = PolicyCache(model, new=NEW)
+    return talk(model, *make_batch(lengths, TURNS, seed), TURNS, cache), cache
+
+
+def prompt(width: int = 26) -> Tensor:
+    """Ids of one row, [1, width]."""
+    return make_batch([width], [width])[0]
+
+
+def answer(model: Any, **how: Any) -> Tensor:
+    """What greedy generation of a padded batch gives."""
+    ids, mask = make_batch([24, 15], [24])
+    return model.generate(ids, attention_mask=mask, **(GREEDY | how))
+
+
+@contextmanager
+def refused(match: str) -> Generator[None]:
+    """Nothing but one sentence of ours, which ends with how to go on."""
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match) as error:
+        yield
+    said = str(error.value)
+    assert said.endswith(".") and ". " not in said and "\n" not in said, said
+    raised = [Path(str(entry.path)) for entry in error.traceback][-1]
+    assert "kvpolicy" in raised.parts, f"{raised} raised it"

@@ -1,0 +1,188 @@
+"""Attached twice, to two models, changed meanwhile; caches where they do not belong; kinds of generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, make_batch, talk
+from tests.engine.test_attach import trace
+from tests.robust.hostile import EACH, GREEDY, answer, converse, exact, own, prompt, refused, roomy
+
+
+@EACH
+def test_nested(policy: str) -> None:
+    """Attach inside attach on another model, detached in the wrong order; the same model only once."""
+    outer, inner = own(), own("qwen2")
+    before = [trace(outer), trace(inner)]
+    first = kvpolicy.attach(outer, policy)
+    want = answer(outer)
+    with refused("already attached"):
+        kvpolicy.attach(outer, "h2o@0.5")
+    second = kvpolicy.attach(inner, "h2o@0.5")
+    other = answer(inner)
+    assert torch.equal(answer(outer), want)
+    first.detach()
+    assert torch.equal(answer(inner), other)
+    again = kvpolicy.attach(outer, policy)
+    first.detach()  # which is no longer attached
+    assert torch.equal(answer(outer), want)
+    second.detach()
+    again.detach()
+    assert [trace(outer), trace(inner)] == before
+
+
+@EACH
+def test_two_models_of_one_config(policy: str) -> None:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=48, intermediate_size=48,
+    )  # fmt: skip
+    models: list[Any] = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        models.append(transformers.LlamaForCausalLM(config).eval())
+    stock = [answer(model) for model in models]
+    with kvpolicy.attach(models[0], policy):
+        one = answer(models[0])
+        assert torch.equal(answer(models[1]), stock[1])
+        with kvpolicy.attach(models[1], "window@3"):
+            assert torch.equal(answer(models[0]), one)
+    assert all(torch.equal(answer(model), right) for model, right in zip(models, stock, strict=True))
+
+
+@EACH
+def test_one_decoder_in_two_models(policy: str) -> None:
+    """Attached through one of them, it is attached."""
+    model = own()
+    other: Any = transformers.LlamaForCausalLM(model.config).eval()
+    other.model = model.model
+    with kvpolicy.attach(model, policy), refused("already attached"):
+        kvpolicy.attach(other, policy)
+    with kvpolicy.attach(other, policy):
+        pass
+
+
+@EACH
+def test_a_cache_with_a_model_that_has_no_policy(policy: str) -> None:
+    """Its layers would attend to the newest tokens alone."""
+    with kvpolicy.attach(build("llama"), policy), torch.no_grad():
+        cache = PolicyCache(build("llama"))
+        with refused("has none"):
+            build("qwen2")(prompt(), past_key_values=cache)
+        with kvpolicy.attach(build("qwen2"), policy), refused("another model"):
+            build("qwen2")(prompt(), past_key_values=cache)
+        build("llama")(prompt(), past_key_values=cache)
+        with refused("has none"):
+            build("qwen2")(prompt(1), past_key_values=cache)
+        build("llama")(prompt(1), past_key_values=cache)
+    with refused("detached"), kvpolicy.attach(build("llama"), "window@0.5"), torch.no_grad():
+        build("llama")(prompt(1), past_key_values=cache)
+
+
+@EACH
+def test_changed_while_attached(policy: str) -> None:
+    """What puts the policy out of action is noticed in the next forward."""
+    model = own()
+    with kvpolicy.attach(model, policy):
+        want = answer(model)
+        model.set_attn_implementation("eager")
+        with refused("'eager'"):
+            answer(model)
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        held, layer = model.model.layers[1].self_attn, model.model.layers[1]
+        layer.self_attn = type(held)(model.config, 1)
+        layer.self_attn.load_state_dict(held.state_dict())
+        with refused("did not attend"):
+            answer(model)
+        layer.self_attn = held
+        assert torch.equal(answer(model), want)
+
+
+@EACH
+def test_a_cache_is_used_again(policy: str) -> None:
+    """Reset, with another batch; and unused in between."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        _, cache = converse(model, [26, 17], seed=1)
+        cache.reset()
+        cache.reset()
+        again = talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], cache)
+        fresh = PolicyCache(model, new=14)
+        assert torch.equal(talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], fresh), again)
+
+
+@EACH
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
+def test_other_caches(policy: str, kind: str) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        with refused("Cache cannot be kept"):
+            answer(model, cache_implementation=kind)
+        answer(model)
+
+
+@EACH
+def test_what_takes_tokens_back(policy: str) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        with refused("cannot be cropped"):
+            model.generate(prompt(), assistant_model=build("qwen2"), **GREEDY)
+        with pytest.raises(ValueError):  # in transformers' own words: it is no longer part of it
+            model.generate(prompt(), penalty_alpha=0.6, top_k=4, max_new_tokens=4)
+        with refused("output_attentions"), torch.no_grad():
+            model(prompt(), output_attentions=True, use_cache=True)
+        answer(model)
+
+
+@EACH
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 3},
+        {"num_return_sequences": 2, "do_sample": True},
+        {"use_cache": False},
+        {"cache_implementation": "dynamic"},
+    ],
+    ids=lambda how: "-".join(how),
+)
+def test_kinds_of_generation(policy: str, how: dict[str, Any]) -> None:
+    """The stock tokens at a full budget; at a small one, twice the same."""
+    model = build("llama")
+    torch.manual_seed(0)
+    stock = answer(model, **how)
+    for words in (policy, roomy(policy)):
+        outs: list[torch.Tensor] = []
+        for _ in range(2):
+            with kvpolicy.attach(model, words):
+                torch.manual_seed(0)
+                outs.append(answer(model, **how))
+        assert torch.equal(*outs)
+    if exact(policy) or "use_cache" in how:
+        assert torch.equal(outs[0], stock)
+
+
+@EACH
+def test_embeddings_alone(policy: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        want, _ = converse(model, [26, 17])
+        cache, given = PolicyCache(model, new=14), model.get_input_embeddings()(ids)
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        start = 0
+        for size in TURNS:
+            now = slice(start, start + size)
+            logits = model(
+                inputs_embeds=given[:, now], attention_mask=mask[:, : now.stop], position_ids=places[:, now],
+                past_key_values=cache,
+            ).logits  # fmt: skip
+            assert torch.equal(logits, want[:, now])
+            start += size

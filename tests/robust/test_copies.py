@@ -1,0 +1,82 @@
+"""Copied, pickled and saved while attached."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.play import make_batch
+from tests.engine.test_attach import trace
+from tests.robust.hostile import EACH, answer, own, prompt, refused
+
+
+@EACH
+def test_a_model_and_its_handle_are_not_copied(policy: str) -> None:
+    """Their hooks would work for the original; the original works on."""
+    model = own()
+    with kvpolicy.attach(model, policy) as handle:
+        want = answer(model)
+        for thing in (model, model.model, handle):
+            with refused("detach"):
+                copy.deepcopy(thing)
+            with refused("detach"):
+                pickle.dumps(thing)
+        with refused("detach"):
+            copy.copy(handle)
+        with refused("detach"):
+            torch.save(model, io.BytesIO())
+        assert torch.equal(answer(model), want)
+    twin = copy.deepcopy(model)
+    with kvpolicy.attach(twin, policy):
+        assert torch.equal(answer(twin), want)
+
+
+@EACH
+def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), past_key_values=cache)
+        with refused("cannot be pickled"):
+            pickle.dumps(cache)
+        with refused("cannot be pickled"):
+            torch.save(cache, io.BytesIO())
+        other = copy.deepcopy(cache)
+        model(prompt(3), past_key_values=other)
+        one = model(prompt(1), past_key_values=cache).logits
+        fresh = PolicyCache(model)
+        model(prompt(), past_key_values=fresh)
+        assert torch.equal(model(prompt(1), past_key_values=fresh).logits, one)
+        assert cache.slots[0].length.tolist() == [27] and other.slots[0].length.tolist() == [29]
+
+
+@pytest.mark.parametrize("policy", ["h2o@0.5", "squeeze+snapkv@0.5"])
+def test_saved_while_attached(policy: str, tmp_path: Path) -> None:
+    """What is saved knows nothing of the policy."""
+    model = own()
+    ids, mask = make_batch([20, 13], [20])
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+    model.save_pretrained(tmp_path / "before")  # which writes the class's name into the config
+    names, before = [*model.state_dict()], trace(model)
+    with kvpolicy.attach(model, policy):
+        answer(model)
+        assert [*model.state_dict()] == names
+        model.load_state_dict(model.state_dict())
+        model.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), tmp_path / "weights.pt")
+        assert "kvpolicy" not in model.config.to_json_string()
+    assert "kvpolicy" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, attention_mask=mask).logits, want)
+    assert loaded.config._attn_implementation == model.config._attn_implementation
+    assert trace(model) == before

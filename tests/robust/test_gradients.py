@@ -1,0 +1,106 @@
+"""Gradient mode, training, checkpoints: the stock gradient, or one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.play import make_batch
+from tests.robust.hostile import EACH, answer, own, prompt, refused, roomy
+
+
+def gradient(model: Any, **how: Any) -> Tensor:
+    """Of a training step on a padded batch."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    ids, mask = make_batch([26, 17], [26])
+    model(ids, attention_mask=mask, labels=ids.where(mask.bool(), -100), **how).loss.backward()
+    return model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint")
+@EACH
+@pytest.mark.parametrize("how", ["train", "dropout", "checkpoints", "eager"])
+def test_a_training_step(policy: str, how: str) -> None:
+    model = own()
+    if how == "eager":
+        model.set_attn_implementation("eager")
+    if how == "checkpoints":
+        model.gradient_checkpointing_enable()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.3 if how in ("dropout", "eager") else 0.0
+    model.train()
+    stock = gradient(model, use_cache=False)
+    with kvpolicy.attach(model, policy):
+        assert torch.allclose(gradient(model), stock, atol=1e-6, rtol=1e-4)
+
+
+@EACH
+def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
+    """A prompt attends to itself alone, so its gradient is whole."""
+    model = own()
+    stock = gradient(model, past_key_values=DynamicCache())
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        assert torch.allclose(gradient(model, past_key_values=cache), stock, atol=1e-6, rtol=1e-3)
+    held = [t for layer in cache.slots for t in (layer.keys, layer.values) if t is not None]
+    assert not any(t.requires_grad for t in held)
+
+
+@EACH
+@pytest.mark.parametrize("turns", [[1], [1, 1, 1], [4], [4, 1]])
+def test_backward_through_slots(policy: str, turns: list[int]) -> None:
+    """They hold no graph, so a gradient would lack a part."""
+    model, start, total = own(), 26, torch.zeros(())
+    ids, _ = make_batch([26], [26, *turns])
+    with kvpolicy.attach(model, roomy(policy)):
+        cache = PolicyCache(model)
+        model(ids[:, :26], past_key_values=cache)
+        for size in turns:
+            total = total + model(ids[:, start : start + size], past_key_values=cache).logits.sum()
+            start += size
+        with refused("Gradients cannot flow"):
+            total.backward()
+
+
+@EACH
+def test_training_mode(policy: str) -> None:
+    """`generate` gives the same as in evaluation; attention that is dropped at random is refused."""
+    model = own()
+    with kvpolicy.attach(model, policy):
+        want = answer(model)
+        model.train()
+        assert torch.equal(answer(model), want)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        with refused("at random"):
+            answer(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint")
+@EACH
+def test_checkpoints_with_a_cache(policy: str) -> None:
+    """Transformers takes the cache from the layers in training mode, and works on in evaluation."""
+    model = own()
+    with kvpolicy.attach(model, policy):
+        want = answer(model)
+        model.gradient_checkpointing_enable()
+        assert torch.equal(answer(model), want)
+        model.train()
+        with refused("did not attend"):
+            model(prompt(), past_key_values=PolicyCache(model))
+
+
+def test_measures_hold_no_graph() -> None:
+    """What `squeeze` measures of a prompt stays in the cache, and its graph must not."""
+    model = own()
+    with kvpolicy.attach(model, "squeeze+h2o@0.5"):
+        cache = PolicyCache(model)
+        model(prompt(), past_key_values=cache)
+    assert not cache.cosines().requires_grad

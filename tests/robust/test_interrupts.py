@@ -1,0 +1,173 @@
+"""Broken off in the middle, and several threads."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, forward, make_batch
+from tests.robust.hostile import EACH, NEW, answer, converse, own, prompt, refused
+
+
+class Impatient(StoppingCriteria, BaseStreamer):
+    """Ctrl-C at the third step."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.put(None)
+        return torch.zeros(len(args[0]), dtype=torch.bool)
+
+    def put(self, value: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+@EACH
+@pytest.mark.parametrize("how", ["criterion", "streamer"])
+def test_between_steps(policy: str, how: str) -> None:
+    """The model works on; so does the cache, which is whole between steps."""
+    model, ids = build("llama"), prompt()
+    more: Any = {"streamer": Impatient()}
+    if how == "criterion":
+        more = {"stopping_criteria": StoppingCriteriaList([Impatient()])}
+    with kvpolicy.attach(model, policy):
+        want = answer(model)
+        cache = PolicyCache(model, new=9)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=9, min_new_tokens=9, **more)
+        assert torch.equal(answer(model), want)
+        length = int(cache.slots[0].length)
+        assert all(int(layer.length) == length for layer in cache.slots)
+        with torch.no_grad():
+            model(prompt(1), past_key_values=cache)
+
+
+def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
+    """A forward that is interrupted inside layer 1."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.get_submodule(f"model.layers.1.{where}").register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    hook.remove()
+
+
+@EACH
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp"])
+@pytest.mark.parametrize("when", ["prompt", "step"])
+def test_inside_a_layer(policy: str, where: str, when: str) -> None:
+    """The model and other caches work on; the cache itself says that its layers do not agree."""
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        want, other, cache = answer(model), PolicyCache(model), PolicyCache(model)
+        model(prompt(), past_key_values=other)
+        after = model(prompt(1), past_key_values=copy.deepcopy(other)).logits
+        if when == "step":
+            model(prompt(), past_key_values=cache)
+        broken(model, cache, prompt(1 if when == "step" else 19), where)
+        assert torch.equal(model(prompt(1), past_key_values=other).logits, after)
+        for ids in (prompt(1), prompt()):
+            with refused("broken off"):
+                model(ids, past_key_values=cache)
+        cache.reset()
+        model(prompt(), past_key_values=cache)
+        assert torch.equal(model(prompt(1), past_key_values=cache).logits, after)
+        assert torch.equal(answer(model), want)
+
+
+@EACH
+def test_the_models_own_cache_is_broken_off(policy: str) -> None:
+    model = own()
+    with kvpolicy.attach(model, policy) as handle:
+        want = answer(model)
+        broken(model, None, prompt(), "mlp")
+        with refused("broken off"), torch.no_grad():
+            model(prompt(1), past_key_values=handle.cache)
+        assert torch.equal(answer(model), want)
+
+
+def test_a_refused_budget_spoils_nothing() -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, "streaming:sinks=4@0.1"):
+        with refused("too few"):
+            answer(model)
+        with refused("too few"):
+            answer(model)
+
+
+def in_threads(*jobs: Any, times: int = 4) -> list[list[Tensor]]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        running = [pool.submit(lambda job=job: [job() for _ in range(times)]) for job in jobs]
+        return [job.result() for job in running]
+
+
+@EACH
+def test_two_threads_on_two_models(policy: str) -> None:
+    models = [build("llama"), build("qwen2")]
+    with kvpolicy.attach(models[0], policy), kvpolicy.attach(models[1], policy):
+        want = [answer(model) for model in models]
+        got = in_threads(*(lambda model=model: answer(model) for model in models))
+    assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
+
+
+@EACH
+def test_two_threads_on_one_model(policy: str) -> None:
+    """Each with its own cache: right, since nothing of a forward is kept at the model."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        want = [converse(model, [26, 17], seed)[0] for seed in (1, 2)]
+        got = in_threads(*(lambda seed=seed: converse(model, [26, 17], seed)[0] for seed in (1, 2)))
+        assert all(torch.equal(one, right) for ones, right in zip(got, want, strict=True) for one in ones)
+        right = answer(model)
+        assert all(torch.equal(one, right) for ones in in_threads(*[lambda: answer(model)] * 2) for one in ones)
+
+
+@EACH
+def test_two_threads_on_one_cache(policy: str) -> None:
+    """The second forward finds the first one at work."""
+    model, inside = own(), list[str]()
+    cache = PolicyCacheInUse(model, policy)
+
+    def meanwhile(*_: Any) -> None:
+        hook.remove()
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(cache.step).exception()
+        inside.append(str(error))
+
+    with cache.handle:
+        hook = model.model.layers[1].mlp.register_forward_pre_hook(meanwhile)
+        cache.step()
+        cache.step()
+    assert "still runs in another thread" in inside[0] and inside[0].endswith(".")
+    assert cache.cache.slots[0].length.tolist() == [28]
+
+
+class PolicyCacheInUse:
+    """A conversation that two threads share."""
+
+    def __init__(self, model: Any, policy: str) -> None:
+        self.model, self.handle = model, kvpolicy.attach(model, policy)
+        self.cache = PolicyCache(model, new=NEW)
+        self.ids, self.mask = make_batch([26], TURNS)
+        forward(model, self.ids, self.mask, 0, 26, self.cache)
+
+    def step(self) -> Tensor:
+        with torch.no_grad():
+            return self.model(prompt(1), past_key_values=self.cache).logits

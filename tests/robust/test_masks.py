@@ -1,0 +1,120 @@
+"""Attention masks and rows: odd ones give what the stock model gives, impossible ones a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, talk
+from tests.robust.hostile import EACH, exact, prompt, refused, roomy
+
+SIZES = [26, 1, 1, 6, 1]
+
+
+def masks() -> dict[str, Tensor]:
+    every = torch.ones(2, sum(SIZES), dtype=torch.int64)
+    holes, right = every.clone(), every.clone()
+    holes[0, 5:9] = holes[1, 12] = holes[1, 29:31] = 0
+    right[1, 18:26] = 0
+    return {"ones": every, "holes": holes, "right": right, "float": holes.float(), "bool": holes.bool()}
+
+
+@EACH
+@pytest.mark.parametrize("kind", [*masks()])
+def test_odd_masks(policy: str, kind: str) -> None:
+    """Where nothing is dropped, the stock model's logits; else those of the row alone."""
+    model, mask = build("llama"), masks()[kind]
+    ids, _ = make_batch([26, 26], SIZES)
+    stock = talk(model, ids, mask, SIZES, DynamicCache())
+    seen = mask.bool()
+    with kvpolicy.attach(model, roomy(policy)):
+        ours = talk(model, ids, mask, SIZES, PolicyCache(model, new=9))
+        assert not exact(policy) or (ours - stock)[seen].abs().max() < 3e-5
+    with kvpolicy.attach(model, policy):
+        ours = talk(model, ids, mask, SIZES, PolicyCache(model, new=9))
+        alone = talk(model, ids[:1], mask[:1], SIZES, PolicyCache(model, new=9))
+    assert (ours[:1] - alone)[seen[:1]].abs().max() < (5e-5 if exact(policy) else 0.1)
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        ({"full_attention": None}, "is a dict"),
+        ([[1] * 26] * 2, "is a list"),
+        (torch.ones(26), "shape"),
+        (torch.ones(2, 26, 26), "shape"),
+        (torch.ones(1, 26), "shape"),
+        (torch.ones(3, 26), "shape"),
+        (torch.zeros(2, 26).index_fill(1, torch.arange(5), -1e9), "other numbers"),
+        (torch.ones(2, 1, 26, 26, dtype=torch.bool).tril(), "2-D"),
+        (torch.ones(2, 9, dtype=torch.int64), "columns"),
+    ],
+)
+def test_impossible_masks(policy: str, mask: Any, match: str) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        with refused(match):
+            model(prompt().expand(2, -1), attention_mask=mask, use_cache=True)
+        with refused(match):
+            model(prompt().expand(2, -1), attention_mask=mask, past_key_values=PolicyCache(model))
+
+
+@EACH
+@pytest.mark.parametrize("new", [1, 6])
+def test_a_mask_that_hides_what_was_seen(policy: str, new: int) -> None:
+    """The stock model would hide it; slots cannot."""
+    model = build("llama")
+    ids, mask = make_batch([26, 17], [26, new])
+    hides = mask.clone()
+    hides[0, 3:20] = 0
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids[:, :26], attention_mask=mask[:, :26], past_key_values=cache)
+        with refused("earlier tokens"):
+            model(ids[:, 26:], attention_mask=hides, past_key_values=cache)
+        model(ids[:, 26:], attention_mask=mask, past_key_values=cache)
+
+
+@EACH
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+def test_a_batch_that_changes_between_turns(policy: str, before: int, after: int) -> None:
+    model, ids = build("llama"), prompt()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids.expand(before, -1), past_key_values=cache)
+        for new in (1, 3):
+            with refused(f"holds {before} row"):
+                model(ids[:, :new].expand(after, -1), past_key_values=cache)
+        if after < before:
+            cache.batch_select_indices(torch.arange(after))
+        else:
+            cache.batch_select_indices(torch.zeros(after, dtype=torch.int64))
+        fresh = PolicyCache(model)
+        model(ids.expand(after, -1), past_key_values=fresh)
+        got, want = (model(ids[:, :1].expand(after, -1), past_key_values=c).logits for c in (cache, fresh))
+    assert torch.allclose(got, want, atol=1e-5)
+
+
+@EACH
+def test_arguments_by_place(policy: str) -> None:
+    """A cache and a mask are found however the decoder was called."""
+    model = build("llama")
+    ids, mask = make_batch([26, 17], [26, 1])
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        outs: list[Tensor] = []
+        for by_name in (True, False):
+            cache = PolicyCache(model)
+            if by_name:
+                model.model(ids[:, :26], attention_mask=mask[:, :26], past_key_values=cache)
+            else:
+                model.model(ids[:, :26], mask[:, :26], None, cache)
+            outs.append(model.model(ids[:, 26:], mask, None, cache)[0])
+    assert torch.equal(*outs)

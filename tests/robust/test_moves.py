@@ -1,0 +1,134 @@
+"""Models on meta, moved between dtypes and devices, in inference mode and under autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, forward, make_batch, talk
+from tests.conformance.replay import kept_positions
+from tests.robust.hostile import EACH, NEW, converse, own, prompt, refused
+
+
+def on_meta() -> Any:
+    config = build("llama").config
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@EACH
+def test_meta(policy: str) -> None:
+    model = on_meta()
+    with kvpolicy.attach(model, policy):
+        with refused("meta device"), torch.no_grad():
+            model(prompt().to("meta"), use_cache=True)
+
+
+@EACH
+def test_loaded_after_attaching(policy: str) -> None:
+    """From meta to the CPU: the answers are the loaded weights'."""
+    model, other = own(), own()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    with kvpolicy.attach(other, policy):
+        want, _ = converse(other, [26, 17])
+    with kvpolicy.attach(model, policy):
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(converse(model, [26, 17])[0], want)
+
+
+@EACH
+def test_another_dtype_between_prompts(policy: str) -> None:
+    model, other = own(), own().to(torch.bfloat16)
+    with kvpolicy.attach(other, policy):
+        want, fresh = converse(other, [26, 17])
+    with kvpolicy.attach(model, policy):
+        converse(model, [26, 17])
+        model.to(torch.bfloat16)
+        got, cache = converse(model, [26, 17])
+    assert torch.equal(got, want)
+    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in fresh.slots]
+    assert cache.plan is not None and cache.nbytes == fresh.nbytes
+
+
+@EACH
+@pytest.mark.parametrize("new", [1, 3])
+def test_another_dtype_in_a_conversation(policy: str, new: int) -> None:
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), past_key_values=cache)
+        model.to(torch.bfloat16)
+        with refused("now makes torch.bfloat16"):
+            model(prompt(new), past_key_values=cache)
+
+
+@EACH
+def test_to_meta_in_a_conversation(policy: str) -> None:
+    """The same for devices, of which a CPU has no other."""
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), past_key_values=cache)
+        model.to("meta")
+        with refused("meta device"):
+            model(prompt(1).to("meta"), past_key_values=cache)
+
+
+@pytest.mark.gpu
+@EACH
+def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> None:
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(prompt(), past_key_values=cache)
+        model.cuda()
+        with refused("on cuda"):
+            model(prompt(1).cuda(), past_key_values=cache)
+        fresh = PolicyCache(model)
+        ids, mask = (t.cuda() for t in make_batch([26, 17]))
+        assert torch.isfinite(talk(model, ids, mask, TURNS, fresh)[0]).all()
+    assert all(layer.device.type == "cuda" for layer in fresh.slots)
+
+
+@EACH
+def test_out_of_inference_mode(policy: str) -> None:
+    """A prompt in inference mode, and the steps outside, with and without gradients."""
+    model = build("llama")
+    ids, mask = make_batch([26, 17])
+    with kvpolicy.attach(model, policy):
+        want, _ = converse(model, [26, 17])
+        cache, start = PolicyCache(model, new=NEW), 0
+        for number, size in enumerate(TURNS):
+            with torch.inference_mode(number % 3 == 0):
+                logits = forward(model, ids, mask, start, start + size, cache)
+            assert torch.equal(logits, want[:, start : start + size])
+            start += size
+        fresh = PolicyCache(model)
+        with torch.inference_mode():
+            model(prompt(), past_key_values=fresh)
+        model(prompt(1), past_key_values=fresh)
+
+
+@EACH
+def test_autocast(policy: str) -> None:
+    """Keys and values in one dtype, bytes as planned, and near to what the model says without."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        plain, _ = converse(model, [26])
+        with torch.autocast("cpu", torch.bfloat16):
+            got, cache = converse(model, [26])
+            stock = talk(model, *make_batch([26]), TURNS[:1], transformers.DynamicCache())
+        assert torch.isfinite(got).all()
+        assert (got[:, :26] - plain[:, :26]).abs().max() < 3 * (stock - plain[:, :26]).abs().max()
+        assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+        assert {layer.keys.dtype for layer in cache.slots if layer.keys is not None} == {torch.bfloat16}
+        with refused("autocast"), torch.no_grad():
+            model(prompt(1), past_key_values=cache)

@@ -1,0 +1,103 @@
+"""NaN and infinity: they stay in their row, they are seen, and no token is lost for them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from tests.conformance.models import build
+from tests.conformance.play import TURNS, make_batch, talk
+from tests.conformance.policies import CODECS, words
+from tests.robust.hostile import EACH, converse
+
+NAN, INF = float("nan"), float("inf")
+PLACES: dict[str, Any] = {
+    "first": (0, 0),
+    "a token": (0, 10),
+    "last": (0, -1),
+    "a head": (0, slice(None), slice(0, 8)),
+    "a channel": (0, slice(None), 3),
+}
+
+
+@contextmanager
+def spoiled(model: Any, place: Any, value: float, projection: str = "k_proj", call: int = 0) -> Generator[None]:
+    """Layer 1 makes keys with `value` at `place`, in one call."""
+    calls: list[int] = []
+
+    def hook(_: Any, args: Any, out: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == call + 1:
+            out = out.clone()
+            out[place] = value
+        return out
+
+    handle = getattr(model.model.layers[1].self_attn, projection).register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def check(cache: PolicyCache) -> None:
+    """Every head holds its budget, and no token twice."""
+    for layer in cache.slots:
+        assert torch.equal((layer.positions >= 0).sum(-1), layer.budget[:, None].expand(-1, 2))
+        for head in layer.positions.flatten(0, 1).tolist():
+            held = [position for position in head if position >= 0]
+            assert len(set(held)) == len(held)
+
+
+@EACH
+@pytest.mark.parametrize("place", [*PLACES])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_prompt(policy: str, place: str, value: float) -> None:
+    """Row 0 is spoiled and says so; row 1 gives the same numbers as ever."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        want, _ = converse(model, [26, 17])
+        with spoiled(model, PLACES[place], value):
+            got, cache = converse(model, [26, 17])
+    assert (got[1] - want[1]).abs().max() < 1e-5
+    assert got[0, :26].isnan().any()
+    check(cache)
+
+
+@EACH
+def test_a_step(policy: str) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        want, _ = converse(model, [26, 17])
+        with spoiled(model, 0, NAN, call=3):
+            got, cache = converse(model, [26, 17])
+    assert torch.equal(got[1], want[1])
+    assert got[0, 28].isnan().any()
+    check(cache)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+def test_a_codec_hides_nothing(codec: str, projection: str) -> None:
+    """Where nothing is dropped, what is broken stays broken, as in a stock cache."""
+    model, turns = build("llama"), [26, *[1] * 6]
+    for value in (NAN, INF):
+        with kvpolicy.attach(model, words("h2o", codec, budget="40")), spoiled(model, (0, 10), value, projection):
+            logits = talk(model, *make_batch([26, 17], turns), turns, PolicyCache(model, new=6))
+        assert logits[0, 26:].isnan().any(-1).all()
+        assert torch.isfinite(logits[1, 9:]).all()
+
+
+@EACH
+def test_a_model_of_nothing_but_nan(policy: str) -> None:
+    """It ends, and the cache is whole."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy), spoiled(model, slice(None), NAN):
+        logits = talk(model, *make_batch([26, 17]), TURNS, PolicyCache(model, new=14))
+    assert logits[:, 25].isnan().all()
