@@ -188,8 +188,8 @@ class Handle:
 
     @property
     def _running(self) -> PolicyCache | None:
-        """The cache of this thread's forward; None in a compiled step."""
-        return None if torch.compiler.is_compiling() else getattr(self._thread, "cache", None)
+        """The cache of this thread's forward, if one runs; none does in a compiled step."""
+        return getattr(self._thread, "cache", None)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""

@@ -185,10 +185,9 @@ class PolicyLayer(CacheLayerMixin):
         own, reads = q.shape[1], self.layout.slots > 0
         if self.ranks.phantom:
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
-        if self.is_initialized and q.shape[2] == 1:
-            out = decode_step(self, q, k, v, valid, kernel)
-        else:
-            out = self._take_prompt(q, k, v, valid, kernel)
+        step = self.is_initialized and q.shape[2] == 1
+        take = decode_step if step else PolicyLayer._take_prompt
+        out = take(self, q, k, v, valid, kernel)
         return note_attended(self, out, reads)[:, :own]
 
     @on_host  # budgets are settled on the host

@@ -69,10 +69,10 @@ def note_attended(layer: PolicyLayer, out: Tensor, reads: bool) -> Tensor:
         out: Its output, which is returned.
         reads: Whether it had slots to attend to.
     """
-    if not torch.compiler.is_compiling():
+    if layer.waits:  # never in a compiled step, which shall write to nothing on the host
         layer.waits = False
-        if reads and out.requires_grad:
-            out.register_hook(_refuse)
+    if reads and out.requires_grad and not torch.compiler.is_compiling():
+        out.register_hook(_refuse)
     return out
 
 

@@ -64,10 +64,10 @@ def test_attach_and_plan_of_eighty_layers() -> None:
 
 
 def test_a_long_run_compares_its_ends_with_a_young_cache() -> None:
-    steady = Run("h2o@512", "", [Block(10, 0.002, 0.001, 0), Block(10, 0.004, 0.002, 0)], 0)
+    steady = Run("h2o@512", "", [Block(10, 0.002, 1.1, 0), Block(10, 0.004, 1.1, 0)], 0)
     assert steady.slower == 1 and steady.passes
-    assert not steady._replace(blocks=[Block(10, 0.002, 0.001, 0), Block(11, 0.002, 0.001, 0)]).passes
-    assert not steady._replace(blocks=[Block(10, 0.002, 0.001, 0), Block(10, 0.003, 0.001, 0)]).passes
+    assert not steady._replace(blocks=[Block(10, 0.002, 1.1, 0), Block(11, 0.002, 1.1, 0)]).passes
+    assert not steady._replace(blocks=[Block(10, 0.002, 1.1, 0), Block(10, 0.002, 1.3, 0)]).passes
     assert not steady._replace(compiled=2).passes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,9 @@ def test_a_model_and_its_handle_are_not_copied(policy: str) -> None:
             with refused("detach"):
                 copy.deepcopy(thing)
             with refused("detach"):
-                pickle.dumps(thing)
+                torch.save(thing, io.BytesIO())
         with refused("detach"):
             copy.copy(handle)
-        with refused("detach"):
-            torch.save(model, io.BytesIO())
         assert torch.equal(answer(model), want)
     twin = copy.deepcopy(model)
     with kvpolicy.attach(twin, policy):
@@ -45,8 +42,6 @@ def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
         model(prompt(), past_key_values=cache)
-        with refused("cannot be pickled"):
-            pickle.dumps(cache)
         with refused("cannot be pickled"):
             torch.save(cache, io.BytesIO())
         other = copy.deepcopy(cache)

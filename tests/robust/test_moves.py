@@ -25,9 +25,8 @@ def on_meta() -> Any:
 @EACH
 def test_meta(policy: str) -> None:
     model = on_meta()
-    with kvpolicy.attach(model, policy):
-        with refused("meta device"), torch.no_grad():
-            model(prompt().to("meta"), use_cache=True)
+    with kvpolicy.attach(model, policy), refused("meta device"), torch.no_grad():
+        model(prompt().to("meta"), use_cache=True)
 
 
 @EACH

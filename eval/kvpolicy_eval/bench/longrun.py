@@ -34,11 +34,18 @@ Step = Callable[[Tensor, Any], Tensor]
 
 
 class Block(NamedTuple):
-    """A thousand steps: the cache's bytes at their end, the median step's seconds, and the young copy's."""
+    """A thousand steps.
+
+    Attributes:
+        nbytes: The cache's bytes at their end.
+        seconds: The median step's.
+        over_young: The same over the young copy's, the median over pieces that are neighbours in time.
+        memory: Bytes of the process.
+    """
 
     nbytes: int
     seconds: float
-    young: float
+    over_young: float
     memory: int
 
 
@@ -53,8 +60,7 @@ class Run(NamedTuple):
     @property
     def slower(self) -> float:
         """The last thousand steps over the first, each over the young copy beside it."""
-        first, last = self.blocks[0], self.blocks[-1]
-        return (last.seconds / last.young) / (first.seconds / first.young)
+        return self.blocks[-1].over_young / self.blocks[0].over_young
 
     @property
     def passes(self) -> bool:
@@ -96,12 +102,14 @@ def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt:
         _times(step, copy.deepcopy(young), start, PIECE)  # compiles, and warms up
         blocks: list[Block] = []
         for _ in range(tokens // block):
-            own, beside = list[float](), list[float]()
+            own, ratios, other, at = list[float](), list[float](), copy.deepcopy(young), start
             for _ in range(block // PIECE):
-                beside += _times(step, copy.deepcopy(young), start, BESIDE)[0]
+                beside, at = _times(step, other, at, BESIDE)
                 times, token = _times(step, cache, token, PIECE)
                 own += times
-            blocks.append(Block(cache.nbytes, statistics.median(own), statistics.median(beside), resident_memory()))
+                ratios.append(statistics.median(times) / statistics.median(beside))
+            seconds, over = statistics.median(own), statistics.median(ratios)
+            blocks.append(Block(cache.nbytes, seconds, over, resident_memory()))
     return Run(policy, backend, blocks, counter.frame_count if backend else 0)
 
 

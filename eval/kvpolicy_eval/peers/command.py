@@ -72,15 +72,16 @@ def _measure(args: argparse.Namespace) -> None:
         args.n, tuple(args.lengths), args.rounds, args.threads, args.layers, args.hidden
     )  # fmt: skip
     python = env.find(args.env)
-    before = read(args.out) if args.out.exists() else {}
+    before: dict[str, Any] = read(args.out) if args.out.exists() else {}
     with (
         (args.log or Path(os.devnull)).open("w", encoding="utf-8") as log,
         Process("kvpolicy_eval.peers.ours", log=log) as ours,
         Process("kvpolicy_eval.peers.theirs", python, log) as theirs,
     ):
-        results = run_all(args.only, Pair(ours, theirs), options)
-    said = before.get("options", {}) | {name: describe(name, options) for name in args.only}
-    args.out.write_text(json.dumps(before | results | {"options": said}, indent=1) + "\n", encoding="utf-8")
+        for name in args.only:  # what is done stays, should the next be interrupted
+            before |= run_all([name], Pair(ours, theirs), options)
+            before["options"] = before.get("options", {}) | {name: describe(name, options)}
+            args.out.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
 
 
 def describe(name: str, options: Options) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 KVPRESS = "0.5.5"
 PACKAGES = (f"kvpress=={KVPRESS}", "transformers==5.2.0", "optimum-quanto==0.2.7", "hqq==0.2.8.post1")
 """What is compared with; torch is the one at hand."""
+WARM = "import torch, optimum.quanto, kvpress; torch.ops.quanto.unpack(torch.zeros(8, dtype=torch.uint8), 4)"
+"""Lets quanto compile its extension now, and not within a measurement."""
 
 
 def folder(given: str | Path | None = None) -> Path:
@@ -53,7 +55,10 @@ def make(given: str | Path | None = None) -> Path:
         [sys.executable, "-m", "venv", str(place)],
         [str(python_of(place)), "-m", "pip", "install", "--quiet", f"torch=={torch}", *PACKAGES],
     ]
+    steps.append([str(python_of(place)), "-c", WARM])
     for step in steps[1 if python_of(place).exists() else 0 :]:
+        for lock in place.rglob("optimum/quanto/library/extensions/*/build/lock"):
+            lock.unlink()  # left by a build that was killed, and waited for without end
         done = subprocess.run(step, check=False)
         if done.returncode:
             raise RuntimeError(f"The environment in {place} could not be made: `{' '.join(step)}` failed, see above.")

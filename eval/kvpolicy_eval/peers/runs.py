@@ -102,13 +102,14 @@ def _overlap(pair: Pair, ids: list[int], ours: str, theirs: str, keep: int) -> d
 RECALL_OURS = [
     "full", "kivi:bits=4", "snapkv", "snapkv:kernel=7", "tova", "streaming", "knorm", "h2o",
     "squeeze+snapkv:kernel=7", "squeeze+kvcrush/snapkv:kernel=7", "squeeze+kvcrush/snapkv:kernel=7+kivi:bits=4",
+    "tokenwise:bits=4", "snapkv:kernel=7+tokenwise:bits=4", "squeeze+kvcrush/snapkv:kernel=7+tokenwise:bits=4",
 ]  # fmt: skip
 RECALL_THEIRS = [
     "", "quanto-4", "hqq-4", "snapkv:window_size=32", "snapkv:window_size=32:kernel_size=7", "tova", "streaming",
     "knorm", "observed", "expected", "keydiff", "pyramid:window_size=32:kernel_size=7",
     "ada/snapkv:window_size=32:kernel_size=7", "snapkv:window_size=32:kernel_size=7+quanto-4",
 ]  # fmt: skip
-AS_IT_IS = ("", "full", "quanto-4", "hqq-4", "kivi:bits=4")
+AS_IT_IS = ("", "full", "quanto-4", "hqq-4", "kivi:bits=4", "tokenwise:bits=4")
 TASKS = ("recall", "multi_query", "passkey", "needles", "hot_keys")
 
 
