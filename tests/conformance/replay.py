@@ -105,9 +105,9 @@ def recording() -> Generator[Recorder]:
     recorder, real, real_settle = Recorder(), PolicyLayer.forward, PolicyLayer.settle
     real_note = PolicyCache.note_massive
 
-    def settle(self: PolicyLayer, keep: Tensor, room: Tensor, tokens: int) -> None:
+    def settle(self: PolicyLayer, keep: Tensor, room: Tensor, ends: Tensor) -> None:
         recorder.keep[self.layer_idx] = keep.tolist()
-        real_settle(self, keep, room, tokens)
+        real_settle(self, keep, room, ends)
 
     def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
         given = [x.detach().clone() for x in (q, k, v)]
