@@ -40,7 +40,7 @@ from kvpolicy.families import (
 )  # fmt: skip
 from kvpolicy.link import Link, links
 from kvpolicy.parallel import sharing_of
-from kvpolicy.planning import CachePlan
+from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
 from kvpolicy.rotary import Rope

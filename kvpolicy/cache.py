@@ -13,9 +13,10 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.families import ModelShape
 from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
-from kvpolicy.ledger import planned_resident, resident_bytes
-from kvpolicy.link import Link, link_of
-from kvpolicy.planning import CachePlan, Shape, divide, explain, plan_layers
+from kvpolicy.ledger import Shape, planned_resident, resident_bytes
+from kvpolicy.link import link_of
+from kvpolicy.planning import divide, explain, plan_layers
+from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
@@ -61,10 +62,9 @@ class PolicyCache(Cache):
         new: int | None = None,
     ) -> None:
         """Make an empty cache."""
-        link: Link = link_of(model)
+        self.link = link = link_of(model)
         self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
         link.check(self.policy)
-        self.link, self.model_shape = link, link.model_shape
         super().__init__(layers=[self._make_layer(index, link.model_shape) for index in range(link.layers)])
         self.prompt, self.new = prompt, new
         self._end: Tensor | None = None  # tokens of each row once the last is generated, [B]
@@ -229,7 +229,7 @@ class PolicyCache(Cache):
         if self.new is not None and self._end is None:
             self._end = length + self.new
         columns = first.get_seq_length() + (self.new or 0)
-        alone = {i: self.model_shape.alone_bytes(i, batch, columns) for i in self.model_shape.left_alone}
+        alone = {i: self.link.model_shape.alone_bytes(i, batch, columns) for i in self.link.model_shape.left_alone}
         self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(alone.values()))
         if measures is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
             raise RuntimeError(
@@ -291,8 +291,8 @@ class PolicyCache(Cache):
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
-        self.running = Running()
-        self.plan, self._measures, self._waiting, self._end, self._shift = None, {}, [], None, None
+        self.plan, self.running, self._end, self._shift = None, Running(), None, None
+        self._measures, self._waiting = {}, []
 
     @property
     def batch_size(self) -> int:

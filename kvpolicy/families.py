@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpolicy.planning import Shape
+from kvpolicy.ledger import Shape
 from kvpolicy.protocols import ModelInfo
 
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budget import bytes_of
-from kvpolicy.ledger import Shape as Shape
-from kvpolicy.ledger import layer_bytes, planned_resident
-from kvpolicy.plans import CachePlan as CachePlan
-from kvpolicy.plans import LayerPlan as LayerPlan
+from kvpolicy.ledger import Shape, layer_bytes, planned_resident
+from kvpolicy.plans import CachePlan, LayerPlan
 from kvpolicy.policy import Policy
 
 ROOM = 256

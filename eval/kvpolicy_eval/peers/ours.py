@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -81,21 +82,9 @@ class Ours(Side):
                 length, steps, lambda: kvpolicy.PolicyCache(self.model, new=steps), lambda cache: cache.nbytes
             )
 
-    def trap(self, name: str, **how: Any) -> Answer:
-        """One question about behaviour."""
-        return getattr(self, f"_trap_{name}")(**how)
-
-    def _trap_padding(self, ids: list[int], pad: int, new: int, method: str) -> Answer:
-        row = torch.tensor([ids])
-        rows = torch.cat([torch.zeros(1, pad, dtype=torch.int64), row], 1).repeat(2, 1)
-        rows[1] = torch.arange(rows.shape[1]) % 500 + 3
-        mask = torch.ones_like(rows)
-        mask[0, :pad] = 0
-        how: Any = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        with kvpolicy.attach(self.model, policy_of(method, 0.5)):
-            alone = self.model.generate(row, **how)[0, row.shape[1] :]
-            both = self.model.generate(rows, attention_mask=mask, **how)[0, rows.shape[1] :]
-        return {"value": int((alone == both).sum()), "of": new}
+    def under(self, method: str, share: float) -> AbstractContextManager[Any]:
+        """The model under a method that keeps a share of the prompt."""
+        return kvpolicy.attach(self.model, policy_of(method, share))
 
     def _trap_sinks(self, ids: list[int], steps: int, keep: int) -> Answer:
         with kvpolicy.attach(self.model, policy_of("streaming:sinks=4", keep)):

@@ -112,6 +112,27 @@ class Side:
             "held": held(cache),
         }
 
+    def under(self, method: str, share: float) -> AbstractContextManager[Any]:
+        """The model under a method that keeps a share of the prompt; each side has its own way."""
+        raise NotImplementedError
+
+    def trap(self, name: str, **how: Any) -> Answer:
+        """One question about behaviour."""
+        return getattr(self, f"_trap_{name}")(**how)
+
+    def _trap_padding(self, ids: list[int], pad: int, new: int, method: str) -> Answer:
+        row = torch.tensor([ids])
+        rows = torch.cat([torch.zeros(1, pad, dtype=torch.int64), row], 1).repeat(2, 1)
+        rows[1] = torch.arange(rows.shape[1]) % 500 + 3
+        mask = torch.ones_like(rows)
+        mask[0, :pad] = 0
+        how: Any = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        with self.under(method, 0.5):
+            alone = self.model.generate(row, **how)[0, row.shape[1] :]
+        with self.under(method, 0.5):
+            both = self.model.generate(rows, attention_mask=mask, **how)[0, rows.shape[1] :]
+        return {"value": int((alone == both).sum()), "of": new}
+
 
 def serve(side: Side) -> None:
     """Answer questions until there are no more; what libraries print goes to stderr."""
