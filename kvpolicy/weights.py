@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+
+from kvpolicy.dividing import FAMILIES, Heads, check_family, slots
 
 BACKENDS = ("deepspeed", "hf")
 """Who may divide a model: DeepSpeed's AutoTP as `kvpolicy_deepspeed` loads it, or transformers' own plan."""
@@ -42,7 +45,7 @@ class Weights:
         return self.replicated + self.sharded
 
 
-class Part(NamedTuple):
+class Held(NamedTuple):
     """One parameter: how many numbers each rank holds of it, and whether that is all of it."""
 
     held: tuple[int, ...]
@@ -104,19 +107,19 @@ def _skeleton(config: Any) -> Any:
         ) from error
 
 
-def _whole(model: nn.Module, tp: int) -> Iterator[Part]:
+def _whole(model: nn.Module, tp: int) -> Iterator[Held]:
     for parameter in model.parameters():
-        yield Part((parameter.numel(),) * tp, True)
+        yield Held((parameter.numel(),) * tp, True)
 
 
-def _own_plan(model: Any, tp: int) -> Iterator[Part]:
+def _own_plan(model: Any, tp: int) -> Iterator[Held]:
     """As transformers divides it: the styles of the model's own plan, the first ranks having more where it is odd."""
     _check_plan(model, tp)
     for name, parameter in model.named_parameters():
         style = _style(name, model.tp_plan)
         dim = _dim(style, name, parameter.dim())
         if dim is None:
-            yield Part((parameter.numel(),) * tp, True)
+            yield Held((parameter.numel(),) * tp, True)
             continue
         pieces = 2 if style.startswith("packed") and parameter.dim() > 1 else 1  # gate and up are cut one by one
         size = parameter.shape[dim] // pieces
@@ -154,108 +157,15 @@ def _dim(style: str, name: str, dims: int) -> int | None:
     return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
 
 
-def _autotp(model: Any, tp: int) -> Iterator[Part]:
+def _autotp(model: Any, tp: int) -> Iterator[Held]:
     """As `kvpolicy_deepspeed` lets AutoTP divide it: linears of the layers, the head, and experts that are fused."""
-    from kvpolicy.families import find_sites
-
-    heads = _Heads.of(model.config, tp)
-    inside = [module for site in find_sites(model).layers for module in site.attention.modules()]
-    attending = {id(module) for module in inside if isinstance(module, nn.Linear)}
-    if not attending:
-        raise ValueError(f"AutoTP divides linear layers, and the attention of a {model.config.model_type} has none.")
-    summed, head = _summed(model), model.get_output_embeddings()
-    for path, module in model.named_modules():
-        own, name = dict(module.named_parameters(recurse=False)), _inside(path)
-        fused = {"gate_up_proj", "down_proj"} <= own.keys()
-        linear = isinstance(module, nn.Linear) and (module is head or (name and name not in _ROUTERS))
-        sums = module is head or name in summed  # so its inputs are divided, and its bias is added behind the sum
-        for key, parameter in own.items():
-            if fused:
-                yield _evenly(parameter, *((2, 1) if key == "down_proj" else (1, 2)), tp)
-            elif not linear or (sums and key == "bias"):
-                yield Part((parameter.numel(),) * tp, True)
-            elif id(module) in attending:
-                dim = 1 if sums else 0
-                yield _cut(parameter, dim, heads.held(parameter.shape[dim]))
-            else:
-                yield _evenly(parameter, 1 if sums else 0, 2 if "gate_up" in name else 1, tp)
+    check_family(model.config, "deepspeed", tp)
+    family = FAMILIES[model.config.model_type]
+    ranks = [slots(model, family, Heads.of(model.config, rank, tp), rank, tp) for rank in range(tp)]
+    for name, slot in ranks[0].items():
+        yield Held(tuple(math.prod(own[name].shape) for own in ranks), slot.part is None)
 
 
-_ROUTERS = ("mlp.gate", "mlp.shared_expert_gate")
-"""Linears that stay whole."""
-
-
-class _Heads(NamedTuple):
-    """Query and KV heads of a model, and of each rank."""
-
-    queries: int
-    keys: int
-    dim: int
-    own_queries: list[int]
-    own_keys: list[int]
-
-    @classmethod
-    def of(cls, config: Any, tp: int) -> _Heads:
-        from kvpolicy.families import describe
-
-        shape, queries = describe(config).shape, int(config.get_text_config(decoder=True).num_attention_heads)
-        keys = shape.heads
-        if queries < tp:
-            raise ValueError(f"{queries} query heads cannot be divided over {tp} ranks: give at most {queries}.")
-        if keys < tp and not tp % keys and not queries % tp:  # each KV head is held by several ranks
-            return cls(queries, keys, shape.head_dim, _share(queries, tp), [1] * tp)
-        own = _share(keys, tp)
-        return cls(queries, keys, shape.head_dim, [count * (queries // keys) for count in own], own)
-
-    def held(self, size: int) -> list[int]:
-        """Rows or columns of each rank, of as many as all queries, all keys, or queries with keys and values have."""
-        units = size // self.dim
-        if units == self.queries:
-            own = self.own_queries
-        elif units == self.keys:
-            own = self.own_keys
-        else:
-            own = [queries + 2 * keys for queries, keys in zip(self.own_queries, self.own_keys, strict=True)]
-        return [self.dim * count for count in own]
-
-
-def _evenly(parameter: nn.Parameter, dim: int, pieces: int, tp: int) -> Part:
-    """Cut a dimension, or each of its pieces, into parts as equal as they can be."""
-    return _cut(parameter, dim, [pieces * size for size in _share(parameter.shape[dim] // pieces, tp)])
-
-
-def _share(count: int, tp: int) -> list[int]:
-    return [count // tp + (rank < count % tp) for rank in range(tp)]
-
-
-def _cut(parameter: nn.Parameter, dim: int, sizes: list[int]) -> Part:
+def _cut(parameter: nn.Parameter, dim: int, sizes: list[int]) -> Held:
     line = parameter.numel() // parameter.shape[dim]
-    return Part(tuple(line * size for size in sizes), False)
-
-
-def _inside(path: str) -> str:
-    """A module's name with its parent's below its layer, as AutoTP calls it; nothing outside of the layers."""
-    below = re.split(r"\.\d+\.", path)[1:]
-    return ".".join(["", *below[-1].split(".")][-2:]) if below else ""
-
-
-def _summed(model: nn.Module) -> set[str]:
-    """Linears behind which ranks are summed, which AutoTP knows by name or by the norm that follows."""
-    known = ("out_proj", "o_proj", "down_proj", "attention.dense", "attn.dense")
-    found: set[str] = set()
-    for stack in model.modules():
-        for layer in stack if isinstance(stack, nn.ModuleList) else ():
-            names = list(_names(layer))
-            found.update(name for name in names if any(part in name for part in known))
-            found.update(names[at - 1] for at, name in enumerate(names) if name == "norm")
-    return found - {"norm"}
-
-
-def _names(module: nn.Module, parent: str = "") -> Iterator[str]:
-    for key, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            yield f"{parent}.{key}"
-        elif isinstance(child, nn.LayerNorm):
-            yield "norm"
-        else:
-            yield from _names(child, key)
+    return Held(tuple(line * size for size in sizes), False)

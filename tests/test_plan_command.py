@@ -79,7 +79,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("llama-3-70b full --backend hf --tp 16", "8 KV heads over 16 ranks"),
         ("llama-3-70b csr", "made for another model"),
         ("FOLDER full", "config of"),
-        ("FOLDER/gpt2.json full --tp 2", "attention of a gpt2 has none"),
+        ("FOLDER/gpt2.json full --tp 2", "not with gpt2"),
         ("FOLDER/vit.json full", "no causal language model of the kind vit"),
         ("FOLDER/odd.json full", "not a multiple"),
         ("FOLDER/bad.json full", "not a valid JSON"),

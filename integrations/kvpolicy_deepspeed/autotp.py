@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import sys
 from types import ModuleType
 from typing import Any
@@ -12,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy_deepspeed.filling import Slot
+from kvpolicy.dividing import SUMMED, Family, Heads, Slot, kinds, slots
 from kvpolicy_deepspeed.launch import World
-from kvpolicy_deepspeed.shards import SUMMED, Family, Heads, Part, even, part
 
 _HEADS = {
     "num_heads": "queries",
@@ -52,10 +50,10 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
 
     deepspeed = engine()
     block = type(find_sites(model).layers[0].block)
-    slots = _slots(model, family, heads, place)
-    _shrink_experts(model, slots)
+    own = slots(model, family, heads, place.rank, place.size)
+    _shrink_experts(model, own)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    linear = {_tail(name) for name, kind in _kinds(model, family).items() if kind in SUMMED and name not in slots}
+    linear = {_tail(name) for name, kind in kinds(model, family).items() if kind in SUMMED and name not in own}
     deepspeed.init_inference(
         model,
         dtype=dtype,
@@ -65,12 +63,12 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
         max_out_tokens=1 << 20,
     )
     _check(model, family)
-    _resize(model, slots, dtype, place.device)
+    _resize(model, own, dtype, place.device)
     for name, buffer in buffers.items():  # DeepSpeed leaves noise in them, and casts what must stay fp32
         owner, leaf = _owner(model, name)
         setattr(owner, leaf, buffer.to(place.device))
     _tell_heads(model, heads)
-    return slots
+    return own
 
 
 def _tail(name: str) -> str:
@@ -79,50 +77,14 @@ def _tail(name: str) -> str:
     return f".{own}" if parent.isdigit() else f"{parent}.{own}"
 
 
-def _kinds(model: nn.Module, family: Family) -> dict[str, Any]:
-    """Of every matrix in the model's layers that is divided, how."""
-    found: dict[str, Any] = {}
-    for name, _ in model.named_modules():
-        inner = re.fullmatch(r".+?\.\d+\.(.+)", name)
-        if inner and inner[1] in family.matrices:
-            found[name] = family.matrices[inner[1]]
-    for name, kind in family.matrices.items():  # experts' matrices are parameters of their module
-        if "experts." in name:
-            ends = f".{name}"
-            found |= {full: kind for full, _ in model.named_parameters() if full.endswith(ends)}
-    return found
-
-
-def _slots(model: Any, family: Family, heads: Heads, place: World) -> dict[str, Slot]:
-    kinds = _kinds(model, family)
-    head = _head_name(model)
-    slots: dict[str, Slot] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        whole = tuple(parameter.shape)
-        owner, _, leaf = name.rpartition(".")
-        kind = kinds.get(name) or kinds.get(owner)
-        if name == f"{head}.weight":
-            slots[name] = Slot(whole, Part(1, [even(whole[1], place.rank, place.size)]))
-        elif kind is None or (leaf == "bias" and kind in SUMMED):
-            slots[name] = Slot(whole, None)
-        else:
-            slots[name] = Slot(whole, part(kind, whole, heads, place.rank, place.size))
-    return slots
-
-
-def _head_name(model: Any) -> str:
-    head = model.get_output_embeddings()
-    return next(name for name, module in model.named_modules() if module is head)
-
-
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
 
 
-def _shrink_experts(model: nn.Module, slots: dict[str, Slot]) -> None:
+def _shrink_experts(model: nn.Module, own: dict[str, Slot]) -> None:
     """Divide experts' matrices, which AutoTP leaves whole; each rank's output is summed over the ranks."""
-    for name, slot in slots.items():
+    for name, slot in own.items():
         owner, leaf = _owner(model, name)
         if len(slot.whole) != 3 or slot.part is None:
             continue
@@ -141,7 +103,7 @@ def _sum_over_ranks(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 def _check(model: nn.Module, family: Family) -> None:
     """Whether AutoTP divided what the family's table says, and the way it says."""
     modules = dict(model.named_modules())
-    for name, kind in _kinds(model, family).items():
+    for name, kind in kinds(model, family).items():
         module = modules.get(name)
         if module is None:  # experts' matrices, which are ours
             continue
@@ -152,9 +114,9 @@ def _check(model: nn.Module, family: Family) -> None:
             )
 
 
-def _resize(model: nn.Module, slots: dict[str, Slot], dtype: torch.dtype, device: torch.device) -> None:
+def _resize(model: nn.Module, own: dict[str, Slot], dtype: torch.dtype, device: torch.device) -> None:
     """Give every parameter its shape and dtype, where AutoTP divides otherwise: fused and replicated heads."""
-    for name, slot in slots.items():
+    for name, slot in own.items():
         owner, leaf = _owner(model, name)
         now = getattr(owner, leaf)
         if now.shape != slot.shape or now.dtype != dtype or now.device != device:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy_deepspeed.shards import FAMILIES
-
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -52,36 +50,3 @@ def check_dtype(dtype: Any, backend: str) -> Any:
     if backend == "deepspeed" and found not in _FLOATS:
         raise ValueError(f'DeepSpeed does not run {found}: use float32, bfloat16 or float16, or backend="hf".')
     return found
-
-
-def check_family(config: Any, backend: str, size: int) -> None:
-    """Raise ValueError where a backend is not known to give the right numbers for a model on so many ranks."""
-    from kvpolicy.families import describe
-
-    kind = config.model_type
-    known = sorted(name for name, family in FAMILIES.items() if backend == "deepspeed" or family.native)
-    if kind not in known:
-        other = ': use backend="deepspeed".' if kind in FAMILIES else "; no other backend divides it either."
-        raise ValueError(f'backend="{backend}" is tested with {", ".join(known)}, and not with {kind}{other}')
-    if getattr(config, "quantization_config", None):
-        raise ValueError("Quantized weights cannot be divided: load a checkpoint in bfloat16, float16 or float32.")
-    queries, keys = int(config.num_attention_heads), describe(config).shape.heads
-    if backend == "hf" and keys % size:
-        raise ValueError(
-            f"transformers cannot divide {keys} KV heads over {size} ranks: use "
-            'backend="deepspeed", which replicates them, or another number of ranks.'
-        )
-    if kind == "falcon":
-        _check_falcon(config, queries, keys, size)
-    if queries < size:
-        raise ValueError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")
-
-
-def _check_falcon(config: Any, queries: int, keys: int, size: int) -> None:
-    if config.alibi:
-        raise ValueError("Falcon with ALiBi cannot be divided over ranks: use a rotary Falcon.")
-    if keys < size and (size % keys or queries % size):
-        raise ValueError(
-            f"A Falcon with {queries} query heads and {keys} KV head(s) cannot be divided over {size} ranks: use a "
-            f"number of ranks that divides {queries} and is a multiple of {keys}."
-        )

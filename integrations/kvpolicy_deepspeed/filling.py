@@ -8,26 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.dividing import Family, Part, Slot, aligned
 from kvpolicy_deepspeed.checkpoint import Piece
 from kvpolicy_deepspeed.launch import World
-from kvpolicy_deepspeed.shards import Family, Part, aligned
-
-
-class Slot(NamedTuple):
-    """What a parameter of the divided model is to hold.
-
-    Attributes:
-        whole: Shape of the undivided tensor.
-        part: What this rank holds of it; None for all.
-    """
-
-    whole: tuple[int, ...]
-    part: Part | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds."""
-        return self.part.shape(self.whole) if self.part else self.whole
 
 
 class _Goal(NamedTuple):

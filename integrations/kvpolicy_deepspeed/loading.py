@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kvpolicy.dividing import FAMILIES, Heads, check_family
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import Checkpoint, of_tensors
 from kvpolicy_deepspeed.launch import World, meet, world
-from kvpolicy_deepspeed.shards import FAMILIES, Heads
 
 Backend = Literal["deepspeed", "hf"]
 
@@ -45,7 +45,7 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
     checks.check_policy(config, policy)
     dtype = checks.check_dtype(dtype, backend)
     if place.size > 1:
-        checks.check_family(config, backend, place.size)
+        check_family(config, backend, place.size)
     place = meet()
     if isinstance(path_or_model, nn.Module):
         model = _divide_model(path_or_model, dtype, place)

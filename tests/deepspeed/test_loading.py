@@ -13,9 +13,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kvpolicy_deepspeed
+from kvpolicy.dividing import check_family
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import INDEX, Checkpoint
-from kvpolicy_deepspeed.checks import check_dtype, check_family
+from kvpolicy_deepspeed.checks import check_dtype
 from tests.deepspeed.checkpoints import compare, make, save
 from tests.parallel.ranks import run_ranks
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -108,6 +109,7 @@ def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt:
                 times, token = _times(step, cache, token, PIECE)
                 own += times
                 ratios.append(statistics.median(times) / statistics.median(beside))
+            gc.collect()  # copies of the young cache, or they would count as the process' growth
             seconds, over = statistics.median(own), statistics.median(ratios)
             blocks.append(Block(cache.nbytes, seconds, over, resident_memory()))
     return Run(policy, backend, blocks, counter.frame_count if backend else 0)
