@@ -1,0 +1,190 @@
+"""Pictures of codecs whose point is where their levels or atoms lie: kvquant, rotate, turboquant, csr."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from kvpolicy.codecs._rotation import mix
+from kvpolicy.codecs.turboquant import normal_levels
+from kvpolicy.reading import store_of
+from kvpolicy_eval.pictures.common import BLUE, GREEN, GREY, INK, ORANGE, VERMILION
+from kvpolicy_eval.pictures.panels import canvas, heat
+from kvpolicy_eval.pictures.tensors import HEAD, after, lost, originals, read
+
+KVQUANT = "kvquant:bits=3:residual_length=8:block_size=8"
+CHANNEL = 4
+"""A channel of keys that the rotary embedding turns visibly within the prompt."""
+UNEVEN = 0, 2
+"""The layer and the KV head whose channels differ most in size."""
+BITS, SEED = 3, 0
+"""Of the levels that turboquant's picture shows, and of its random signs."""
+CSR = "csr:s={}:online=16:block_size=8"
+TOKEN = 200
+"""The position of the key that is written in atoms."""
+PAIRS = (2, 4, 6, 8)
+WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "white", "framealpha": 1}
+"""Of a legend that stands on lines."""
+
+
+def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
+    """One channel over positions as attention sees it and unrotated, and the middle and half width of its range."""
+    book = after(KVQUANT).books[0]
+    middle, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (book.key_offset, book.key_range))
+    held = originals()
+    return held.keys[HEAD, :, CHANNEL], held.unrotated[HEAD, :, CHANNEL], middle, half
+
+
+def kvquant_normalised() -> tuple[Tensor, Tensor]:
+    """Unrotated keys of the layer in the units of their calibrated ranges, and the levels that they go to."""
+    book = after(KVQUANT).books[0]
+    return ((originals().unrotated - book.key_offset[0]) / book.key_range[0]).flatten(), book.key_levels
+
+
+def kvquant() -> Figure:
+    """Why keys are coded unrotated, and where the levels lie."""
+    figure, (first, second) = canvas(2, ["kvquant:bits=2", "kvquant", "kvquant:bits=4"])
+    turned, still, middle, half = kvquant_channel()
+    first.plot(turned, color=GREY, linewidth=0.8, label="as attention sees it")
+    first.plot(still, color=BLUE, linewidth=0.8, label="unrotated")
+    first.axhspan(middle - half, middle + half, color=ORANGE, alpha=0.25, linewidth=0, label="calibrated range")
+    first.set_xlabel("position (tokens)")
+    first.set_ylabel("number")
+    first.set_title(f"channel {CHANNEL} of the keys")
+    first.legend(ncols=3, loc="lower left", columnspacing=1)
+    first.margins(x=0)
+    first.set_ylim(bottom=min(float(turned.min()), middle - half) - 2)
+    x, levels = kvquant_normalised()
+    second.hist(x.clamp(-1.5, 1.5), bins=90, color=BLUE, density=True)
+    for number, level in enumerate(levels.tolist()):
+        second.axvline(level, color=VERMILION, linewidth=1.2, label=None if number else "calibrated levels")
+    even = torch.linspace(-1, 1, len(levels))
+    second.plot(even, torch.zeros(len(even)), "|", color=INK, markersize=14, label="evenly spaced ones", clip_on=False)
+    second.set_xlabel("number, in half widths of its channel's range")
+    second.set_ylabel("share per half width")
+    second.set_title("normalised keys of the layer, and 8 levels")
+    second.set_ylim(0, 1.3)
+    second.legend(loc="upper right", **WHITE)
+    return figure
+
+
+def peak(x: Tensor) -> Tensor:
+    """Largest absolute number of each vector over its root mean square."""
+    return x.abs().amax(-1) / x.square().mean(-1).sqrt()
+
+
+def rotate_peaks() -> tuple[Tensor, Tensor]:
+    """The mean of `peak` over the keys of every KV head of the model, by layer, before and after mixing."""
+    model_layers = range(8)
+    keys = torch.stack([originals(layer_idx).unrotated for layer_idx in model_layers])
+    return peak(keys).mean(-1).flatten(), peak(mix(keys)).mean(-1).flatten()
+
+
+def rotate() -> Figure:
+    """Unrotated keys before and after mixing."""
+    figure, (first, second, third) = canvas(
+        3, ["rotate", "rotate:bits=3", "rotate:bits=4"], width_ratios=[1, 1.15, 0.95]
+    )
+    keys = originals(UNEVEN[0]).unrotated[UNEVEN[1]]
+    limit = float(keys.abs().max())
+    heat(first, keys[:128], "keys without rotary embedding", limit)
+    heat(second, mix(keys)[:128], "the same, mixed", limit, bar="number")
+    before, mixed = rotate_peaks()
+    third.scatter(before, mixed, s=12, color=BLUE, label="a KV head")
+    at = UNEVEN[0] * originals().keys.shape[0] + UNEVEN[1]
+    third.scatter(before[at : at + 1], mixed[at : at + 1], s=24, color=VERMILION, label="the one on the left")
+    third.axline((2.2, 2.2), slope=1, color=GREY, linewidth=0.8, linestyle=":")
+    third.set_xlim(2, 3.2)
+    third.set_ylim(2, 3.2)
+    third.set_xlabel("largest / root mean square")
+    third.set_ylabel("the same, mixed")
+    third.set_title("peak, mean of a head")
+    third.legend(loc="upper left")
+    return figure
+
+
+def turboquant_channels() -> tuple[Tensor, Tensor]:
+    """Every channel of every key over the key's root mean square: as it is, and after random signs and mixing."""
+    keys = originals(UNEVEN[0]).keys[UNEVEN[1]]
+    scaled = keys / keys.square().mean(-1, keepdim=True).sqrt()
+    return scaled, mix(scaled, SEED)
+
+
+def turboquant() -> Figure:
+    """Channels before and after mixing, the normal distribution and its levels."""
+    figure, (first, second) = canvas(2, ["turboquant:bits=2", "turboquant:bits=3", "turboquant"])
+    plain, mixed = turboquant_channels()
+    for x, color, label in ((plain, GREY, "as they are"), (mixed, BLUE, "after random signs and mixing")):
+        first.step(range(x.shape[-1]), x.square().mean(0).sqrt(), where="mid", color=color, label=label)
+    first.set_ylim(0, 3.2)
+    first.set_xlabel("channel")
+    first.set_ylabel("root mean square of a channel")
+    first.set_title("channels of keys")
+    first.legend(loc="upper right")
+    second.hist(mixed.flatten().clamp(-4, 4), bins=80, color=BLUE, density=True)
+    grid = torch.linspace(-4, 4, 161)
+    normal = torch.exp(-grid.square() / 2) / (2 * torch.pi) ** 0.5
+    second.plot(grid, normal, color=INK, linewidth=1, label="normal distribution")
+    for number, level in enumerate(normal_levels(BITS)):
+        second.axvline(level, color=VERMILION, linewidth=1, label=None if number else f"its {2**BITS} best levels")
+    second.set_title("all channels after mixing, and what 3 bits can say")
+    second.set_xlabel("number, in root mean squares of its key")
+    second.set_ylabel("share per unit")
+    second.set_ylim(0, 0.56)
+    second.legend(loc="upper right", **WHITE)
+    return figure
+
+
+def csr_pairs() -> tuple[Tensor, Tensor]:
+    """Atoms and coefficients of one key, [s] each, as they are stored."""
+    layer = after(CSR.format(PAIRS[-1]))
+    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
+    codes = store_of(layer, 0).codes
+    return codes.key_index[0, HEAD, slot].long(), codes.key_coef[0, HEAD, slot].float()
+
+
+def csr_sums() -> dict[int, Tensor]:
+    """The key as it is read back with 2, 4, 6 and 8 pairs."""
+    return {s: read(after(CSR.format(s)))[0][TOKEN] for s in PAIRS}
+
+
+def csr_errors() -> tuple[list[float], list[float]]:
+    """Error of keys and of values of the head with so many pairs."""
+    held = originals()
+    both = [read(after(CSR.format(s))) for s in PAIRS]
+    return [lost(k, held.unrotated[HEAD]) for k, _ in both], [lost(v, held.values[HEAD]) for _, v in both]
+
+
+def csr() -> Figure:
+    """One key, its pairs, and how the error falls."""
+    figure, (first, second, third) = canvas(
+        3, ["csr:s=4", "csr:s=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
+    )
+    first.plot(originals().unrotated[HEAD, TOKEN], color=INK, linewidth=2.4, alpha=0.35, label="the key")
+    for (s, x), color in zip(csr_sums().items(), (VERMILION, "", "", BLUE), strict=True):
+        if color:
+            first.plot(x, color=color, linewidth=1, label=f"{s} pairs")
+    first.set_xlabel("channel")
+    first.set_ylabel("number")
+    first.set_title(f"the key at position {TOKEN}, and as it is read back")
+    first.set_ylim(-7, 8)
+    first.legend(ncols=3, loc="upper left", columnspacing=1)
+    atoms, coefficients = csr_pairs()
+    second.barh(range(len(atoms)), coefficients.tolist(), color=BLUE)
+    second.set_yticks(range(len(atoms)), [f"atom {atom}" for atom in atoms.tolist()])
+    second.invert_yaxis()
+    second.axvline(0, color=INK, linewidth=0.8)
+    second.set_xlabel("coefficient")
+    second.set_title("its pairs, as stored")
+    for errors, color, label in zip(csr_errors(), (BLUE, GREEN), ("keys", "values"), strict=True):
+        third.plot(PAIRS, errors, "o-", color=color, label=label)
+    third.set_xticks(PAIRS)
+    third.set_ylim(bottom=0)
+    third.set_xlabel("pairs per vector, s")
+    third.set_ylabel("relative squared error")
+    third.set_title("error of the head")
+    third.legend()
+    return figure

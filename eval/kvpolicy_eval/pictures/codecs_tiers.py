@@ -1,0 +1,150 @@
+"""Pictures of codecs whose point is which token is stored how: plain, staircase, mikv, zipcache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from kvpolicy_eval.pictures.common import BLUE, GREY, ORANGE, SKY, VERMILION
+from kvpolicy_eval.pictures.panels import canvas
+from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, lost_each, originals, read, stage_of
+
+PLAIN, PLAIN_STEPS = "h2o:recent=0.25@96", 40
+STAIRS, STAIRS_STEPS = "staircase:eight=64:four=128:group_size=16:residual_length=16", 64
+MIKV = "h2o+mikv:residual_length=8:block_size=8"
+ZIP, ZIP_STEPS = "probe+zipcache:recode_every=50", 50
+WIDTHS = {"exact": "#b0b0b0", "8 bits": BLUE, "4 bits": SKY, "2 bits": ORANGE}
+
+
+def plain_slots() -> tuple[Tensor, Tensor]:
+    """The position of the token in each slot, after the prompt and after some steps."""
+    before, later = (after(PLAIN, steps, PLAIN_STEPS).positions[0, HEAD] for steps in (0, PLAIN_STEPS))
+    return before, later
+
+
+def plain() -> Figure:
+    """Slots before and after some decode steps."""
+    figure, (axes,) = canvas(1, ["plain"])
+    before, later = plain_slots()
+    slots = torch.arange(len(later))
+    new = later >= PROMPT
+    axes.scatter(slots[: len(before)], before, s=16, facecolors="none", edgecolors=GREY, label="after the prompt")
+    axes.scatter(slots[~new], later[~new], s=5, color=BLUE, label=f"still there after {PLAIN_STEPS} more tokens")
+    axes.scatter(slots[new], later[new], s=9, color=VERMILION, marker="s", label="new, in a slot that became free")
+    axes.axhline(PROMPT - 0.5, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_ylim(-20, 640)
+    axes.set_xlabel("slot of the cache (one KV head of one layer)")
+    axes.set_ylabel("position of its token")
+    axes.set_title(f"{PLAIN}: a new token overwrites the slot of the one that leaves; nothing is moved")
+    axes.legend(ncols=3, loc="upper left")
+    return figure
+
+
+def staircase_moments() -> list[tuple[str, Tensor, Tensor]]:
+    """Where each token is and what its key has lost, after the prompt and after some steps."""
+    found: list[tuple[str, Tensor, Tensor]] = []
+    keys = originals().keys[HEAD]
+    for steps in (0, STAIRS_STEPS):
+        layer = after(STAIRS, steps, STAIRS_STEPS)
+        name = f"after {steps} more tokens" if steps else "after the prompt"
+        found.append((name, stage_of(layer), lost_each(read(layer)[0][:PROMPT], keys)))
+    return found
+
+
+def staircase() -> Figure:
+    """Where tokens are, and what their keys have lost."""
+    figure, (axes,) = canvas(1, ["staircase", "kivi:bits=2", "kivi:bits=4"], 2.9)
+    moments = staircase_moments()
+    colors = list(WIDTHS.values())
+    for (name, where, error), (marker, size) in zip(moments, ((".", 22), ("x", 14)), strict=True):
+        for stage, color in enumerate(colors):
+            at = (where[:PROMPT] == stage).nonzero().flatten()
+            at = at[at % 3 == 0]  # more would hide each other
+            if stage and len(at):
+                axes.scatter(at, error[at], s=size, marker=marker, color=color, linewidths=0.8)
+        axes.plot([], [], marker, color=GREY, label=name)
+    axes.set_yscale("log")
+    axes.set_xlim(-2, PROMPT + STAIRS_STEPS)
+    axes.set_ylabel("squared error of a key\nover its squared norm")
+    axes.set_title("a mark: the key of every third prompt token; the strips: how all tokens are stored")
+    lines = [axes.get_lines()[at] for at in range(len(moments))]
+    axes.legend(handles=[*lines, *_legend()], ncols=3, loc="lower left")
+    _strips(axes, [where for _, where, _ in moments], ["prompt", f"+{STAIRS_STEPS}"])
+    return figure
+
+
+def mikv_scores() -> tuple[Tensor, Tensor]:
+    """Attention that h2o has summed for each token, and where the token is."""
+    from kvpolicy.state import tensors
+    from kvpolicy_eval.pictures.tensors import by_position
+
+    layer = after(MIKV)
+    return by_position(layer, next(iter(tensors(layer.state)))), stage_of(layer)
+
+
+def mikv() -> Figure:
+    """Attention that tokens gathered, and what it buys them."""
+    figure, (axes,) = canvas(1, ["mikv", "mikv:high_bits=8"])
+    scores, where = mikv_scores()
+    for stage, (name, color) in enumerate((("exact", BLUE), ("2 bits", ORANGE))):
+        at = (where == stage).nonzero().flatten()
+        axes.scatter(at, scores[at], s=10, color=color, label=f"{name}: {len(at)} tokens")
+    axes.set_yscale("log")
+    axes.set_xlabel("position (tokens)")
+    axes.set_ylabel("attention received,\nsummed over queries")
+    axes.set_title(f"{MIKV}: what got the most attention, and the newest, is exact")
+    axes.legend(ncols=2, loc="lower left")
+    return figure
+
+
+def zipcache_moments() -> list[tuple[str, Tensor]]:
+    """Where each token is: after the prompt, just before all are coded anew, and after that."""
+    moments = {0: "prompt", ZIP_STEPS - 1: f"+{ZIP_STEPS - 1}", ZIP_STEPS: f"+{ZIP_STEPS}"}
+    return [(name, stage_of(after(ZIP, steps, ZIP_STEPS))) for steps, name in moments.items()]
+
+
+def zipcache() -> Figure:
+    """Where tokens are before and after they are coded anew."""
+    figure, (axes,) = canvas(1, ["zipcache", "zipcache:high_bits=8"], 2.0)
+    moments = zipcache_moments()
+    first, last = moments[0][1], moments[-1][1][:PROMPT]
+    moved = int(((first > 0) & (last > 0) & (first != last)).sum())
+    colors = ListedColormap(["white", WIDTHS["exact"], WIDTHS["4 bits"], WIDTHS["2 bits"]])
+    grid = torch.full((len(moments), PROMPT + ZIP_STEPS), -1)
+    for row, (_, where) in enumerate(moments):
+        grid[row, : len(where)] = where
+    axes.imshow(grid.numpy() + 1, cmap=colors, vmin=0, vmax=3, aspect="auto", interpolation="none")
+    axes.set_yticks(range(len(moments)), [name for name, _ in moments])
+    axes.set_xlabel("position (tokens)")
+    axes.set_ylabel("tokens read")
+    axes.set_title(f"{ZIP}: {moved} of {PROMPT} prompt tokens change their width when coded anew")
+    handles = [Patch(color=WIDTHS[name], label=name) for name in ("exact", "4 bits", "2 bits")]
+    axes.legend(handles=handles, ncols=3, loc="upper left", bbox_to_anchor=(0, -0.22))
+    return figure
+
+
+def _legend() -> list[Patch]:
+    return [Patch(color=color, label=name) for name, color in WIDTHS.items()]
+
+
+def _strips(axes: Any, moments: list[Tensor], names: list[str]) -> None:
+    """Under an axis of positions, one strip of colours for each moment."""
+    colors = ListedColormap(["white", *WIDTHS.values()])
+    for row, (where, name) in enumerate(zip(moments, names, strict=True)):
+        strip = axes.inset_axes((0, -0.13 - 0.1 * row, 1, 0.08))
+        shown = torch.full((1, PROMPT + STAIRS_STEPS), -1)
+        shown[0, : len(where)] = where
+        how: Any = {"aspect": "auto", "interpolation": "none", "vmin": 0, "vmax": len(WIDTHS)}
+        strip.imshow(shown.numpy() + 1, cmap=colors, **how)
+        strip.set_yticks([0], [name])
+        strip.tick_params(length=0)
+        last = row == len(moments) - 1
+        strip.set_xticks(range(0, PROMPT + STAIRS_STEPS, 64) if last else [])
+        if last:
+            strip.set_xlabel("position (tokens)")
+    axes.set_xticks([])
