@@ -29,6 +29,9 @@ from kvpolicy_eval.standins import stand_in
 
 HEADS, GROUP, DIM = 2, 4, 128
 LENGTHS = (4096, 32768)
+HEAD = [
+    "codec", "tokens", "encode, ms", "score, ms", "over fp32", "over bf16", "mix, ms", "over fp32", "over bf16",
+]  # fmt: skip
 
 
 class Case:
@@ -80,20 +83,20 @@ def _rope() -> Rope:
     return Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
 
 
-def measure(codec: str, tokens: int, rounds: int, compiled: bool) -> list[list[str]]:
-    """Lines for encode (of all tokens), score and mix of one codec."""
+def measure(codec: str, tokens: int, rounds: int, compiled: bool) -> list[str]:
+    """A line of one codec: encode (of all tokens), then score and mix."""
     with TemporaryDirectory() as folder, torch.inference_mode():
         case = Case(codec, tokens, Path(folder))
         coding = compare(lambda: None, case.encode, rounds).ours
-        lines = [[f"`{codec}`", f"{tokens:,}", "encode", "", "", f"{1000 * coding:.0f}"]]
+        line = [f"`{codec}`", f"{tokens:,}", f"{1000 * coding:.0f}"]
         for what in ("score", "mix"):
             run: Any = torch.compile(getattr(case, what)) if compiled else getattr(case, what)
             cells: list[str] = []
             for dtype in (torch.float32, torch.bfloat16):
                 ratio = compare(lambda what=what, dtype=dtype: _dense(case, what, dtype), run, rounds)
                 cells += [f"{ratio.median:.1f}"]
-            lines.append([f"`{codec}`", f"{tokens:,}", what, *cells, f"{1000 * ratio.ours:.1f}"])
-    return lines
+            line += [f"{1000 * ratio.ours:.1f}", *cells]
+    return line
 
 
 _copies: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -120,12 +123,11 @@ def main() -> None:
     lines: list[list[str]] = []
     for tokens in args.lengths:
         for codec in args.codecs:
-            for line in measure(codec, tokens, args.rounds, args.compile):
-                lines.append(line)
-                print(" | ".join(line), flush=True)
+            lines.append(measure(codec, tokens, args.rounds, args.compile))
+            print(" | ".join(lines[-1]), flush=True)
             _copies.clear()
     how = "compiled" if args.compile else "eager"
-    text = table(["codec", "tokens", "what", "time over fp32", "time over bf16", "milliseconds"], lines)
+    text = table(HEAD, lines)
     text += f"\n\n{HEADS} KV heads x {GROUP} query heads of {DIM}, {how}, torch {torch.__version__}, CPU, "
     text += f"{torch.get_num_threads()} thread(s)."
     print("\n" + text)

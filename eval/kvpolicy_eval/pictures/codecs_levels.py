@@ -66,7 +66,7 @@ def kvquant() -> Figure:
     second.set_xlabel("number, in half widths of its channel's range")
     second.set_ylabel("share per half width")
     second.set_title("normalised keys of the layer, and 8 levels")
-    second.set_ylim(0, 1.3)
+    second.set_ylim(0, 1.6)
     second.legend(loc="upper right", **WHITE)
     return figure
 
@@ -133,7 +133,7 @@ def turboquant() -> Figure:
     second.set_title("all channels after mixing, and what 3 bits can say")
     second.set_xlabel("number, in root mean squares of its key")
     second.set_ylabel("share per unit")
-    second.set_ylim(0, 0.56)
+    second.set_ylim(0, 0.62)
     second.legend(loc="upper right", **WHITE)
     return figure
 
