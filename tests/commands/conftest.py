@@ -1,0 +1,39 @@
+"""What tests of the command share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpolicy.cli import main
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a line in a terminal of some columns; returns what it printed, or the one line of an error."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(line: str, code: int = 0, columns: int = 80) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(line.split()) == code
+        out, err = capsys.readouterr()
+        if code == 2:
+            assert not out and err.startswith("kvpolicy: ") and err.count("\n") == 1
+        return err if code == 2 else out
+
+    return call
+
+
+@pytest.fixture
+def facts(run: Callable[..., str]) -> Callable[..., dict[str, Any]]:
+    """Run a line with `--json`; returns what it says, after its head was looked at."""
+
+    def call(line: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(run(f"{line} --json"))
+        assert (found["kvpolicy"], found["format"], found["command"]) == ("0.1.0", 1, line.split()[0])
+        return found
+
+    return call

@@ -1,0 +1,146 @@
+"""Tokens of a text and the share that keeps each, and how they are laid out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy.shading import DARK, LIGHT, SHADES, cells, ink, level, runs_on, visible, wrapped
+from kvpolicy.spans import Span, pieces, spans
+
+TEXTS = ("tiger=4821\nlion=1234\n?lion=", "def f(x):\n    return x + 1\n\n\nprint(f(2), f(3))\n?tiger=")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return kvpolicy.tiny()
+
+
+def counted(cache: Any, layer: int, row: int, position: int) -> float:
+    """The share of a layer's heads that hold a position, slot by slot."""
+    heads = cache.slots[layer].positions[row].tolist()
+    return sum(position in slots for slots in heads) / len(heads)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o@0.4", "squeeze+snapkv@0.5", "tova+kivi:bits=4@0.6"])
+def test_shares_are_those_of_the_slots_in_padded_rows(policy: str, tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    batch = tokenizer(list(TEXTS), return_tensors="pt", padding=True)
+    assert not batch.attention_mask.all()
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        made = model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    cache = handle.cache
+    assert cache is not None and cache.slots[0].positions.shape[1] == 4
+    for row, text in enumerate(TEXTS):
+        padding = int((batch.attention_mask[row] == 0).sum())
+        tokens = pieces(tokenizer, made[row, padding:].tolist())
+        found = spans(handle, tokens, row=row)
+        assert "".join(span.text for span in found).startswith(f"<s>{text}")
+        assert [span.position for span in found] == list(range(len(tokens)))
+        assert [span.seen for span in found] == [True] * (len(tokens) - 1) + [False]  # the last was never given back
+        for span in found:
+            shares = [counted(cache, layer, row, span.position) for layer in range(8)]
+            assert span.layers == pytest.approx(shares)
+            assert span.kept == pytest.approx(sum(shares) / 8)
+        assert policy == "full" or min(sum(span.layers) for span in found[-5:-1]) > 0
+        assert policy == "full" or any(span.kept < 1 for span in found[:-1])
+
+
+def test_what_cannot_be_shown(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    with torch.no_grad(), kvpolicy.attach(model, "full") as handle:
+        with pytest.raises(ValueError, match="no cache yet"):
+            spans(handle, [])
+        with pytest.raises(ValueError, match="is empty"):
+            spans(kvpolicy.PolicyCache(model), [])
+        model(tokenizer("a=1", return_tensors="pt").input_ids)
+    with pytest.raises(ValueError, match="no row 1"):
+        spans(handle, ["<s>", "a", "=", "1"], row=1)
+    with pytest.raises(ValueError, match="seen 4 tokens of row 0, and 3 are given"):
+        spans(handle, ["<s>", "a", "="])
+
+
+def test_pieces_make_the_text_again(tiny: tuple[Any, Any]) -> None:
+    _, tokenizer = tiny
+    text = "tiger = 4821\n\tlion  é 中文 🙂 x"
+    found = pieces(tokenizer, tokenizer(text).input_ids)
+    whole = "".join(piece for piece in found if not (piece.startswith("<") and piece.endswith(">")))
+    assert whole == text
+    assert [piece for piece in found if piece.startswith("<")][1:5] == ["<C3>", "<E4>", "<B8>", "<E6>"]
+
+
+def test_bytes_that_make_no_character(tiny: tuple[Any, Any]) -> None:
+    _, tokenizer = tiny
+    lead = tokenizer("é").input_ids[1]
+    assert pieces(tokenizer, [lead, lead, *tokenizer("abc").input_ids[1:]])[:2] == ["<C3>", "<C3>"]
+    assert pieces(tokenizer, [lead]) == ["<C3>"]
+
+
+def test_pieces_keep_the_spaces_of_sentencepiece() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["▁the", "▁cat", "s", "<unk>", "<0xC3>", "<0xA9>"]
+    plain = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Metaspace()
+    plain.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="<unk>")
+    assert pieces(tokenizer, [0, 1, 2, 0, 4, 5]) == ["the", " cat", "s", " the", "<C3>", "é"]
+
+
+def row_of(*texts: str) -> list[Span]:
+    return [Span(text, at, 0.0, (0.0,)) for at, text in enumerate(texts)]
+
+
+def lines(width: int, *texts: str) -> list[str]:
+    return ["".join(text for text, _ in line) for line in wrapped(row_of(*texts), width)]
+
+
+def test_lines_break_between_words() -> None:
+    assert lines(10, "one", " two", " thr", "ee", " go") == ["one two", " three go"]
+    assert lines(8, "one", " tw", "o", " three") == ["one two", " three"]
+    assert lines(4, "abcdefghij") == ["abcd", "efgh", "ij"]
+    assert lines(4, "中文字") == ["中文", "字"]
+    assert lines(50, f"{'a line' * 8}\n", "  b\n", "\n", "c") == ["a line" * 8 + "↵", "  b↵", "↵", "c"]
+    assert wrapped([], 10) == []
+
+
+def test_a_list_of_short_lines_runs_on() -> None:
+    assert runs_on(row_of("a=1\n", "b=2\n", "c=3")) and not runs_on(row_of("a line that is long\n", "b"))
+    assert lines(9, "a=1\n", "b", "=", "2\n", "c=3") == ["a=1↵b=2↵", "c=3"]
+
+
+@pytest.mark.parametrize("width", [7, 20, 61])
+def test_no_letter_is_lost_and_no_line_too_long(width: int) -> None:
+    text = "def f(x):\n\treturn [中, 文]  # and so on, for long enough to be wrapped at every width\n" * 2
+    cut = [text[at : at + 3] for at in range(0, len(text), 3)]
+    found = lines(width, *cut)
+    assert "".join(found) == visible(text).replace("\n", "")
+    assert max(map(cells, found)) <= width
+
+
+def test_signs() -> None:
+    assert visible("a\n\t\x00\x1b\x7f\x85\u2028") == "a↵\n⇥   ␀␛␡\ufffd\ufffd"
+    assert (cells("e\u0301"), cells("中x")) == (1, 3)
+
+
+@pytest.mark.parametrize("shade", [*SHADES, *LIGHT, *DARK])
+def test_text_can_be_read_on_every_shade(shade: str) -> None:
+    def light(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, bright = sorted((light(shade), light(ink(shade))))
+    assert (bright + 0.05) / (dark + 0.05) >= 4.5  # WCAG's AA
+
+
+def test_levels_rise() -> None:
+    assert [level(share) for share in (0, 1e-6, 0.2, 0.4, 0.6, 0.8, 0.999, 1)] == [0, 1, 2, 3, 4, 5, 5, 6]
