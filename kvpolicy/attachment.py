@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
-from kvpolicy import falcon
+from kvpolicy import falcon, notebook
 from kvpolicy.backend import PREFIX
 from kvpolicy.cache import PolicyCache
 from kvpolicy.calls import (
@@ -39,6 +39,7 @@ from kvpolicy.families import (
     sample_weights,
 )  # fmt: skip
 from kvpolicy.link import Link, links
+from kvpolicy.notices import check_caching, tell_attached, tell_detached, tell_settled
 from kvpolicy.parallel import sharing_of
 from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
@@ -73,6 +74,7 @@ class Handle:
             self.detach()
             raise
         links[model] = self._link
+        tell_attached(model, policy, shape)
 
     @property
     def plan(self) -> CachePlan | None:
@@ -96,6 +98,7 @@ class Handle:
         self._link.active = False
         if links.get(self._model) is self._link:
             del links[self._model]
+            tell_detached(self._model, self.policy)
 
     def __enter__(self) -> Handle:
         """Nothing more to do: attaching is done."""
@@ -106,6 +109,13 @@ class Handle:
     ) -> None:
         """Detach."""
         self.detach()
+
+    def __repr__(self) -> str:
+        """One line: policy, model, and what the newest cache holds."""
+        return notebook.handle_words(self, type(self._model).__name__, self._link.active)
+
+    def _repr_html_(self) -> str:
+        return notebook.handle_html(self, type(self._model).__name__, self._link.active)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copied model has hooks that work for the original."""
@@ -209,7 +219,7 @@ class Handle:
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
             check_call(self._model, module, cache, tokens, kwargs)
-            self._thread.cache = cache
+            self._thread.cache, self._thread.plan = cache, cache.plan
             cache.begin(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         return args, kwargs
 
@@ -223,6 +233,8 @@ class Handle:
         if running is not None:
             self._thread.cache = None
             running.finish()
+            if running.plan is not self._thread.plan:
+                tell_settled(running)
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
@@ -242,7 +254,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     Raises:
         ValueError: Where the model or its state is not supported, naming what and how to go on.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
@@ -256,6 +268,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     if budget is not None:
         policy = dataclasses.replace(policy, budget=budget)
     _check_fresh(model)
+    check_caching(model)
     return Handle(model, policy)
 
 

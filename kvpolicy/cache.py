@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
+from kvpolicy import notebook
 from kvpolicy.families import ModelShape
 from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
@@ -21,9 +22,6 @@ from kvpolicy.policy import Policy
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
 from kvpolicy.running import Running
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class PolicyCache(Cache):
@@ -41,7 +39,7 @@ class PolicyCache(Cache):
     Raises:
         ValueError: Where no policy is attached to the model, or what this policy must measure is not measured there.
 
-    Example:
+    Examples:
         >>> import torch, kvpolicy
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=9)
@@ -74,6 +72,8 @@ class PolicyCache(Cache):
         self._valid: Tensor | None = None
         self._one_token, self.running = False, Running()
         self._shift: Tensor | None = None  # what the rotary embedding adds to the waiting prompt's positions, [B]
+
+    __repr__, _repr_html_ = notebook.cache_words, notebook.cache_html  # pyright: ignore[reportAssignmentType]
 
     def _make_layer(self, index: int, shape: ModelShape) -> Any:
         if index in shape.left_alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpolicy import notebook
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 from kvpolicy.weights import Weights
@@ -79,6 +80,13 @@ class CachePlan:
     def full_largest_batch(self, memory: int) -> int:
         """The same for the stock cache, which keeps everything."""
         return _rows(memory - (self.weights.nbytes if self.weights else 0), self.full_nbytes, self.batch)
+
+    def __repr__(self) -> str:
+        """One line: policy, layers and bytes."""
+        return notebook.sizes_words(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.plan_html(self)
 
     def __str__(self) -> str:
         """A table of tokens and bytes per layer."""

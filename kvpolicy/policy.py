@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpolicy import grammar
+from kvpolicy import grammar, notebook
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.budget import Budget, check_budget
 from kvpolicy.codecs.plain import Plain
@@ -40,7 +40,7 @@ class Policy:
         TypeError: Where a part is in the wrong place.
         ValueError: Where the budget is out of range, too small for the selector, or needs a selector.
 
-    Example:
+    Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
         >>> policy = Policy(codec=KIVI(bits=4))
         >>> str(policy), policy.budget
@@ -72,7 +72,7 @@ class Policy:
         Raises:
             ValueError: Where the text is not a policy; it says which word, what exists and what is near.
 
-        Example:
+        Examples:
             >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
             'pyramid+kivi:bits=4'
             >>> Policy.parse("full") == Policy()
@@ -87,7 +87,7 @@ class Policy:
             raise ValueError(f"The policy {text!r} cannot be built: {error}") from error
 
     def __str__(self) -> str:
-        """The shortest words that parse back; of a part without a registered name, what `repr` says."""
+        """The shortest words that parse back; of a part without a registered name, its `repr`."""
         default = Policy()
         parts: dict[Kind, Any] = {kind: getattr(self, kind) for kind in _PROTOCOLS}
         parts = {kind: part for kind, part in parts.items() if part != getattr(default, kind)}
@@ -96,7 +96,14 @@ class Policy:
         try:
             return grammar.show(parts, budget) if parts else _IDENTITY[0]
         except ValueError:
-            return repr(self)
+            return notebook.parts_words(self)
+
+    def __repr__(self) -> str:
+        """What makes it again."""
+        return notebook.policy_words(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.policy_html(self)
 
     @property
     def decode(self) -> DecodeMode:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy import notebook
+from kvpolicy.formats import stamp
 from kvpolicy.policy import Policy
 
 if TYPE_CHECKING:
     from kvpolicy.cache import PolicyCache
+
+
+FORMAT = 1
+"""Version of what `Report.as_dict` gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +59,19 @@ class Report:
     resident_nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
+        """Plain numbers and strings, ready for JSON, with the version of kvpolicy and of the format."""
         names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
         layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
         head = {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "note": self.note}
         head |= {"resident_nbytes": self.resident_nbytes}
-        return head | {"layers": layers}
+        return stamp(FORMAT) | head | {"layers": layers}
+
+    def __repr__(self) -> str:
+        """One line: policy, layers and bytes."""
+        return notebook.sizes_words(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.report_html(self)
 
     def __str__(self) -> str:
         """A table, one line per layer."""

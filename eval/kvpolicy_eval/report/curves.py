@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from kvpolicy.plots._style import GREY, PALETTE
+from kvpolicy.plots.points import FRONT, STAR, Look, dot, front_line, legend_below, looks, percent_axis
 from kvpolicy_eval.report.gather import Difference, Findings, Point, Score, amount, front
-from kvpolicy_eval.report.style import GREY, INK, PALETTE, Drawing, Look, looks
+from kvpolicy_eval.report.style import INK, Drawing
 
 
 def accuracy_by_bytes(findings: Findings) -> str:
@@ -20,12 +22,12 @@ def accuracy_by_bytes(findings: Findings) -> str:
             if share is not None and point.mean is not None:
                 tip = f"{point.policy}: {point.mean}, {share:.1%} of the bytes"
                 _dot(drawing, axes, 100 * share, point.mean, styles.get(point.method), tip)
-        _front(axes, front(points))
-        _percent(axes, [100 * (point.average("kv_share") or 1) for point in points])
+        best = [(100 * (point.average("kv_share") or 0), point.mean.value) for point in front(points) if point.mean]
+        front_line(axes, [x for x, _ in best], [y for _, y in best])
+        percent_axis(axes, [100 * (point.average("kv_share") or 1) for point in points])
         axes.set(xlabel="bytes held, % of the full cache", ylabel=_mean_of(findings), title=model)
-    line = {"color": GREY, "linewidth": 5, "alpha": 0.3}
-    full = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none"}
-    _legend(drawing, styles, findings.methods, {"full": full, "Pareto front": line})
+    last = {"full": STAR | {"color": INK}, "Pareto front": FRONT}
+    legend_below(drawing.figure, findings.methods, styles, last)
     return drawing.svg("Accuracy against bytes held, with the Pareto front")
 
 
@@ -47,7 +49,7 @@ def accuracy_by_budget(findings: Findings, model: str) -> str:
             if point.method not in styles:
                 axes.axhline(point.tasks[task].value, color=INK, linewidth=1, linestyle=":")
         shown += lines
-        _percent(axes, [100 * amount(p.budget)[1] for p in points if p.budget and amount(p.budget)[0] == 0])
+        percent_axis(axes, [100 * amount(p.budget)[1] for p in points if p.budget and amount(p.budget)[0] == 0])
         metric = findings.metrics[task].removesuffix(",none")
         axes.set(title=task, xlabel=_budget_axis(points), ylabel=metric)
         if all(0 <= point.tasks[task].value <= 1 for point in points):
@@ -56,7 +58,7 @@ def accuracy_by_budget(findings: Findings, model: str) -> str:
         axes.set_axis_off()
     if not shown:
         return ""
-    _legend(drawing, styles, shown, {"full": {"color": INK, "linestyle": ":"}})
+    legend_below(drawing.figure, shown, styles, {"full": {"color": INK, "linestyle": ":"}})
     return drawing.svg("Score against budget, task by task; the dotted line is the full cache")
 
 
@@ -120,12 +122,7 @@ def smallest(findings: Findings, model: str) -> list[Point]:
 
 
 def _dot(drawing: Drawing, axes: Any, x: float, score: Score, look: Look | None, tip: str) -> None:
-    words = look.drawn if look else {"color": INK, "marker": "*", "markersize": 11}
-    color = words["color"]
-    if not math.isnan(score.low):
-        axes.plot([x, x], [score.low, score.high], color=color, linewidth=1, alpha=0.45, zorder=2)
-    (mark,) = axes.plot([x], [score.value], **words | {"linestyle": "none"}, zorder=3)
-    drawing.tip(mark, tip)
+    drawing.tip(dot(axes, x, score.value, score.low, score.high, look, INK), tip)
 
 
 def _line(drawing: Drawing, axes: Any, points: list[Point], task: str, look: Look, nudge: float) -> None:
@@ -134,40 +131,6 @@ def _line(drawing: Drawing, axes: Any, points: list[Point], task: str, look: Loo
     axes.plot(at, [p.tasks[task].value for p in points], **look.drawn | {"marker": ""}, linewidth=1.4)
     for x, point in zip(at, points, strict=True):
         _dot(drawing, axes, x, point.tasks[task], look, f"{point.policy}, {task}: {point.tasks[task]}")
-
-
-def _front(axes: Any, points: list[Point]) -> None:
-    xs = [100 * (point.average("kv_share") or 0) for point in points]
-    ys = [point.mean.value for point in points if point.mean]
-    if len(points) > 1:
-        axes.step(xs, ys, where="post", color=GREY, linewidth=5, alpha=0.3, zorder=1)
-
-
-def _percent(axes: Any, values: list[float]) -> None:
-    """A logarithmic axis with plain numbers, where the values are far apart."""
-    if values and max(values) > 3 * min(values) > 0:
-        axes.set_xscale("log")
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 40, 60, 100) if min(values) / 1.6 <= tick <= max(values) * 1.2]
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-
-
-def _legend(drawing: Drawing, styles: dict[str, Look], methods: list[str], last: dict[str, Any]) -> None:
-    """Names below the panels, in as many columns as they are short."""
-    from matplotlib.lines import Line2D
-
-    names = list(dict.fromkeys(name for name in methods if name in styles))
-    handles = [Line2D([], [], **styles[name].drawn) for name in names]
-    handles += [Line2D([], [], **words) for words in last.values()]
-    names += last
-    columns = _columns(names)
-    width, height = drawing.figure.get_size_inches()
-    drawing.figure.set_size_inches(width, height + 0.17 * math.ceil(len(names) / columns))
-    drawing.figure.legend(handles, names, loc="outside lower center", ncols=columns, fontsize=8)
-
-
-def _columns(names: list[str]) -> int:
-    return max(1, min(4, 190 // (7 + max(map(len, names)))))
 
 
 def _mean_of(findings: Findings) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy import Plain, Policy, Uniform
+from kvpolicy.plots.results import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, Store, load_json
 from kvpolicy_eval.sweep.command import NOTES
@@ -204,12 +205,7 @@ def differences(findings: Findings) -> list[Difference]:
 def front(points: Iterable[Point]) -> list[Point]:
     """The points that no other beats in bytes and accuracy both, from few bytes to many."""
     rest = [point for point in points if point.mean is not None and point.average("kv_share") is not None]
-    best, chosen = float("-inf"), list[Point]()
-    for point in sorted(rest, key=lambda point: (point.average("kv_share") or 0, -_value(point))):
-        if _value(point) > best:
-            best = _value(point)
-            chosen.append(point)
-    return chosen
+    return pareto(rest, lambda point: point.average("kv_share") or 0, _value)
 
 
 def _value(point: Point) -> float:

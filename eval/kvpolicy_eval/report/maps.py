@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import matplotlib
-
+from kvpolicy.plots._style import DIVERGING, SEQUENTIAL
+from kvpolicy.plots.heat import field, heat
 from kvpolicy_eval.report.curves import smallest
 from kvpolicy_eval.report.gather import Findings, Point
-from kvpolicy_eval.report.style import DIVERGING, SEQUENTIAL, Drawing
+from kvpolicy_eval.report.style import Drawing
 
 
 def importance(findings: Findings) -> str:
@@ -19,7 +19,7 @@ def importance(findings: Findings) -> str:
         return ""
     drawing = Drawing("importance", len(found), 1, (9.6, 1.1 + 0.3 * max(map(len, found.values()))))
     for axes, (model, rows) in zip(drawing.axes, found.items(), strict=True):
-        _heat(drawing, axes, list(rows.values()), list(rows), SEQUENTIAL, "cosine", ".2f")
+        heat(axes, list(rows.values()), list(rows), SEQUENTIAL, "cosine")
         axes.set(title=model, xlabel="layer")
     return drawing.svg("Cosine of each layer's input and output of attention")
 
@@ -31,7 +31,7 @@ def budgets(findings: Findings, model: str) -> str:
     if not rows:
         return ""
     drawing = Drawing(f"layers-{findings.models.index(model)}", 1, 1, (9.6, 1.2 + 0.3 * len(rows)))
-    _heat(drawing, drawing.axes[0], list(rows.values()), list(rows), DIVERGING, "over even", ".2f", 1.0)
+    heat(drawing.axes[0], list(rows.values()), list(rows), DIVERGING, "over even", middle=1.0)
     drawing.axes[0].set_xlabel("layer")
     return drawing.svg("Budget of each layer over an even share")
 
@@ -48,12 +48,8 @@ def kept(findings: Findings, model: str, task: str) -> str:
     image: Any = None
     for number, (axes, point) in enumerate(zip(drawing.axes, points, strict=False)):
         probe = point.probes[task]
-        image = axes.imshow(
-            probe["kept"], aspect="auto", cmap=SEQUENTIAL, vmin=0, vmax=100, interpolation="nearest",
-            extent=(0, 100, layers - 0.5, -0.5),
-        )  # fmt: skip
+        image = field(axes, probe["kept"], SEQUENTIAL, 0, 100, (0, 100, layers - 0.5, -0.5))
         axes.set_title(point.policy if len(point.policy) < 40 else f"{point.policy[:38]}…", fontsize=8)
-        axes.grid(visible=False)
         axes.tick_params(labelsize=8)
         axes.set_yticks([0, layers - 1], [str(probe["layers"][0]), str(probe["layers"][-1])])
         axes.set_xticks([0, 50, 100], ["0", "50", "100"] if number + columns >= len(points) else [])
@@ -87,29 +83,3 @@ def layer_shares(point: Point) -> list[float]:
         sum(row[layer] * len(row) / total for row, total in zip(rows, sums, strict=True)) / len(rows)
         for layer in range(len(rows[0]) if rows else 0)
     ]
-
-
-def _heat(
-    drawing: Drawing, axes: Any, rows: list[list[float]], names: list[str], colors: str, label: str, number: str,
-    middle: float | None = None,
-) -> None:  # fmt: skip
-    """Rows of numbers as coloured fields, with the numbers in them where there is room."""
-    values = [value for row in rows for value in row]
-    reach = None if middle is None else max(0.05, *(abs(value - middle) for value in values))
-    low, high = (min(values), max(values)) if middle is None or reach is None else (middle - reach, middle + reach)
-    image = axes.imshow(rows, aspect="auto", cmap=colors, vmin=low, vmax=high, interpolation="nearest")
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    step = math.ceil(len(rows[0]) / 20)
-    axes.set_xticks(range(0, len(rows[0]), step))
-    axes.grid(visible=False)
-    scale = matplotlib.colormaps[colors]
-    for y, row in enumerate(rows if len(rows[0]) <= 20 else []):
-        for x, value in enumerate(row):
-            red, green, blue, _ = scale((value - low) / ((high - low) or 1))
-            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-            axes.text(
-                x, y, format(value, number), ha="center", va="center", fontsize=7.5, color="#fff" if dark else "#000"
-            )
-    bar = drawing.figure.colorbar(image, ax=axes, pad=0.01)
-    bar.set_label(label, fontsize=8)
-    bar.ax.tick_params(labelsize=8)

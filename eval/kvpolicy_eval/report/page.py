@@ -57,7 +57,7 @@ def page(findings: Findings) -> str:
 def inline(text: str) -> str:
     """Text with `code` and **bold**, as HTML.
 
-    Example:
+    Examples:
         >>> inline("`a<b` is **so**")
         '<code>a&lt;b</code> is <strong>so</strong>'
     """

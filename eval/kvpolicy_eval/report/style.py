@@ -1,24 +1,17 @@
-"""How figures look: SVG that takes the page's text colour, colours that the colour-blind can tell apart."""
+"""How the page's figures look: as those of `kvpolicy.plots`, but SVG that takes the page's text colour."""
 
 from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import matplotlib
+from matplotlib.figure import Figure
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from kvpolicy.plots._style import GREY
 
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8C6BB1")
-"""Okabe and Ito's without black and yellow, which one of the two backgrounds would swallow; readable on both."""
-MARKERS = "osD^vPX"
-GREY = "#8a8a8a"
-SEQUENTIAL = "viridis"
-DIVERGING = "PuOr"
 INK = "#010203"
 """Stands for the page's text colour."""
 
@@ -40,46 +33,6 @@ RC: Any = {
 """Settings of matplotlib, under which figures are to be drawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Of a method's points and line.
-
-    Attributes:
-        color: The same for a selector with and without layer budgets.
-        marker: Changes where colours come round again.
-        dashed: Whether layers differ in budget: a dashed line and a hollow marker.
-    """
-
-    color: str
-    marker: str
-    dashed: bool
-
-    @property
-    def drawn(self) -> dict[str, Any]:
-        """Words for matplotlib."""
-        fill = "none" if self.dashed else self.color
-        style = "--" if self.dashed else "-"
-        return {"color": self.color, "marker": self.marker, "markerfacecolor": fill, "linestyle": style}
-
-
-def looks(methods: list[str]) -> dict[str, Look]:
-    """A look for each method; `full` has none."""
-    from kvpolicy import Policy, Uniform
-
-    found: dict[str, Look] = {}
-    families: dict[str, int] = {}
-    for method in methods:
-        policy = Policy.parse(method)
-        if policy == Policy():
-            continue
-        layered = policy.allocator != Uniform()
-        family = "+".join(part for part in (str(policy.selector), str(policy.codec)) if part)
-        number = families.setdefault(family, len(families))
-        at = number % len(PALETTE)
-        found[method] = Look(PALETTE[at], MARKERS[(at + number // len(PALETTE)) % len(MARKERS)], layered)
-    return found
-
-
 class Drawing:
     """A figure, and what is shown where the pointer rests.
 
@@ -94,8 +47,8 @@ class Drawing:
         """Make empty panels."""
         self.name, self.tips = name, dict[str, str]()
         inches = (columns * size[0], rows * size[1])
-        self.figure, axes = plt.subplots(rows, columns, figsize=inches, squeeze=False, layout="constrained")
-        self.axes: list[Any] = list(axes.flat)
+        self.figure = Figure(figsize=inches, layout="constrained")
+        self.axes: list[Any] = list(self.figure.subplots(rows, columns, squeeze=False).flat)
 
     def tip(self, artist: Any, text: str) -> None:
         """Show `text` where the pointer rests on a line, a marker or a patch."""
@@ -112,7 +65,6 @@ class Drawing:
         out = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
             self.figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        plt.close(self.figure)
         text = out.getvalue()
         text = text[text.index("<svg") :]
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -109,7 +109,7 @@ def versions(findings: Findings) -> Table:
 def name_of(budget: str) -> str:
     """A budget in words.
 
-    Example:
+    Examples:
         >>> name_of("0.2"), name_of("64"), name_of("8MiB")
         ('20%', '64 tokens', '8MiB')
     """

@@ -1,0 +1,176 @@
+"""A table of results: accuracy and bytes of policies, read from rows or from a sweep's files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+Results = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+"""Rows, or a file that has them."""
+
+T = TypeVar("T")
+_Row = Mapping[str, Any]
+
+
+class Point(NamedTuple):
+    """One policy's result.
+
+    Attributes:
+        method: Its words without a budget.
+        policy: Its words.
+        share: Bytes held, as a share of the full cache.
+        accuracy: Mean over tasks.
+        low: Lower end of its interval, NaN where there is none.
+        high: Upper end.
+    """
+
+    method: str
+    policy: str
+    share: float
+    accuracy: float
+    low: float
+    high: float
+
+
+def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], float]) -> list[T]:
+    """Find what nothing else beats in cost and worth both, from the cheapest on.
+
+    Args:
+        items: Among which.
+        cost: What is better when lower.
+        worth: What is better when higher.
+
+    Returns:
+        The front.
+
+    Examples:
+        >>> pareto([(0.1, 0.5), (0.2, 0.4), (0.4, 0.9)], cost=lambda one: one[0], worth=lambda one: one[1])
+        [(0.1, 0.5), (0.4, 0.9)]
+    """
+    best, chosen = float("-inf"), list[T]()
+    for item in sorted(items, key=lambda item: (cost(item), -worth(item))):
+        if worth(item) > best:
+            best = worth(item)
+            chosen.append(item)
+    return chosen
+
+
+def read_points(results: Results, model: str | None = None) -> list[Point]:
+    """Read each policy's mean accuracy over all tasks, and its share of bytes.
+
+    Args:
+        results: See `accuracy_against_bytes`.
+        model: Whose rows, where there are several models.
+
+    Returns:
+        The policies, in the table's order. One that lacks a task of the others is left out.
+
+    Raises:
+        ValueError: Where columns or results are missing, or nobody said which model.
+    """
+    rows = [row for row in _read(results) if row.get("status", "done") == "done"]
+    if not rows:
+        raise ValueError("The results have no row: give rows with policy, accuracy and share, or a sweep's table.csv.")
+    found: dict[tuple[str, str], dict[str, _Row]] = {}
+    tasks = list[str]()
+    for task, of_task in _by_task(_of_model(rows, model)).items():
+        tasks.append(task)
+        for row in of_task:
+            found.setdefault(_policy(row), {})[task] = row
+    return [_point(*key, [row[task] for task in tasks]) for key, row in found.items() if len(row) == len(tasks)]
+
+
+def _read(results: Results) -> list[_Row]:
+    if not isinstance(results, (str, os.PathLike)):
+        return list(results)
+    path = Path(results)
+    path = path / "table.csv" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"There is no file {path}: give a table in CSV or JSON lines, such as a sweep's table.csv.")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".csv":
+            return list(csv.DictReader(text.splitlines()))
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"{path} is no table in CSV (.csv) or JSON lines (any other ending): {error}.") from error
+
+
+def _of_model(rows: list[_Row], model: str | None) -> list[_Row]:
+    models = list(dict.fromkeys(str(row.get("model", "")) for row in rows))
+    if model is None and len(models) > 1:
+        raise ValueError(f"The results are of several models: say model={models[0]!r}, or another of {models[1:]}.")
+    if model is not None and model not in models:
+        raise ValueError(f"The results have no model {model!r}: choose from {', '.join(models)}.")
+    return [row for row in rows if model is None or str(row.get("model", "")) == model]
+
+
+def _by_task(rows: list[_Row]) -> dict[str, list[_Row]]:
+    """The rows of each task's best metric: better when higher, and if possible with an interval."""
+    tasks = defaultdict[str, list[_Row]](list)
+    for row in rows:
+        tasks[str(row.get("task", ""))].append(row)
+    chosen: dict[str, list[_Row]] = {}
+    for task, of_task in tasks.items():
+        best = max(of_task, key=lambda row: (_higher(row), not math.isnan(_number(row, "low"))))
+        if _higher(best):
+            chosen[task] = [row for row in of_task if _metric(row) == _metric(best)]
+    if not chosen:
+        raise ValueError("No metric of the results is better when higher: there is no accuracy to draw.")
+    return chosen
+
+
+def _higher(row: _Row) -> bool:
+    return str(row.get("higher_is_better", True)) == "True"
+
+
+def _metric(row: _Row) -> tuple[str, str]:
+    return str(row.get("metric", "")), str(row.get("filter", ""))
+
+
+def _policy(row: _Row) -> tuple[str, str]:
+    """The words of a row's policy, without its budget and with it."""
+    if "policy" in row:
+        return str(row["policy"]).partition("@")[0], str(row["policy"])
+    if "method" not in row:
+        raise _lacks("policy")
+    method, budget = str(row["method"]), str(row.get("budget") or "")
+    return method, f"{method}@{budget}" if budget else method
+
+
+def _point(method: str, policy: str, rows: list[_Row]) -> Point:
+    """The mean of a policy's tasks; their examples are independent, so that widths add as squares."""
+    values = [_needed(row, "accuracy", "value") for row in rows]
+    share = sum(_needed(row, "share", "kv_share") for row in rows) / len(rows)
+    mean = sum(values) / len(rows)
+    ends = [
+        math.hypot(*(_number(row, end) - value for row, value in zip(rows, values, strict=True))) / len(rows)
+        for end in ("low", "high")
+    ]
+    return Point(method, policy, share, mean, mean - ends[0], mean + ends[1])
+
+
+def _needed(row: _Row, *names: str) -> float:
+    value = next((number for name in names if not math.isnan(number := _number(row, name))), None)
+    if value is None:
+        raise _lacks(" or ".join(names))
+    return value
+
+
+def _number(row: _Row, name: str) -> float:
+    """A cell as a number, NaN where it is empty."""
+    value = row.get(name)
+    try:
+        return float("nan") if value is None or value == "" else float(value)
+    except ValueError:
+        raise ValueError(f"The results have {value!r} under {name}: give a number, or nothing.") from None
+
+
+def _lacks(name: str) -> ValueError:
+    return ValueError(f"The results lack {name}: give every row policy, accuracy and share of the full cache's bytes.")

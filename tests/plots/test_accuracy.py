@@ -1,0 +1,118 @@
+"""Accuracy against bytes: points, intervals and the front are those of the table."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from kvpolicy import plots
+from kvpolicy.plots.results import pareto, read_points
+
+ROWS: list[dict[str, Any]] = [
+    {"policy": "full", "accuracy": 1.0, "share": 1.0},
+    {"policy": "h2o@0.2", "accuracy": 0.5, "share": 0.2, "low": 0.4, "high": 0.7},
+    {"policy": "squeeze+h2o@0.2", "accuracy": 0.8, "share": 0.21, "low": 0.7, "high": 0.9},
+    {"policy": "h2o@0.4", "accuracy": 0.7, "share": 0.4},
+]
+
+
+def lines(figure: Figure) -> dict[str, Any]:
+    return {str(line.get_label()): line for line in figure.axes[0].lines}
+
+
+def test_points_intervals_and_front() -> None:
+    figure = plots.accuracy_against_bytes(ROWS)
+    found = lines(figure)
+    for row in ROWS:
+        mark = found[row["policy"]]
+        assert mark.get_xdata()[0] == pytest.approx(100 * row["share"])
+        assert mark.get_ydata()[0] == row["accuracy"]
+    vertical = [list(line.get_ydata()) for line in figure.axes[0].lines if len(line.get_xdata()) == 2]  # pyright: ignore[reportArgumentType]
+    assert [[pytest.approx(0.4), pytest.approx(0.7)], [pytest.approx(0.7), pytest.approx(0.9)]] == vertical
+    front = figure.axes[0].lines[-1]
+    assert list(front.get_ydata()) == [0.5, 0.8, 1.0]  # pyright: ignore[reportArgumentType]
+    assert found["h2o@0.2"].get_color() == found["squeeze+h2o@0.2"].get_color()
+    assert found["squeeze+h2o@0.2"].get_markerfacecolor() == "none", "hollow: layers differ"
+    names = [text.get_text() for text in figure.legends[0].texts]
+    assert names == ["h2o", "squeeze+h2o", "full", "Pareto front"]
+    assert figure.axes[0].get_xlabel() == "bytes held, % of the full cache"
+
+
+def test_tasks_are_averaged_and_their_widths_add_as_squares() -> None:
+    ends = [(0.5, 0.2, 0.9), (0.7, 0.3, 0.8)]
+    rows = [
+        {"policy": "h2o@0.2", "task": task, "accuracy": value, "low": low, "high": high, "share": share}
+        for task, share, (value, low, high) in zip("ab", (0.1, 0.3), ends, strict=True)
+    ]
+    (point,) = read_points(rows)
+    assert (point.method, point.accuracy, point.share) == ("h2o", pytest.approx(0.6), pytest.approx(0.2))
+    assert (point.low, point.high) == (pytest.approx(0.6 - 0.25), pytest.approx(0.6 + (0.16 + 0.01) ** 0.5 / 2))
+
+
+def test_a_sweeps_table_is_read(tmp_path: Path) -> None:
+    head = {"model": "tiny", "filter": "none", "status": "done", "higher_is_better": True, "low": "", "high": ""}
+    rows = [
+        head | {"method": "h2o", "budget": "0.2", "task": "a", "metric": "acc", "value": 0.5, "kv_share": 0.2},
+        head | {"method": "h2o", "budget": "0.2", "task": "a", "metric": "ppl", "value": 9.0, "kv_share": 0.2},
+        head | {"method": "full", "budget": "", "task": "a", "metric": "acc", "value": 0.9, "kv_share": 1.0},
+        head | {"method": "tova", "budget": "0.2", "task": "a", "status": "failed"},
+    ]
+    rows[1]["higher_is_better"] = False
+    with (tmp_path / "table.csv").open("w", newline="") as out:
+        table = csv.DictWriter(out, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for source in (tmp_path, tmp_path / "table.csv", str(tmp_path / "table.jsonl"), rows):
+        assert [(one.policy, one.accuracy, one.share) for one in read_points(source)] == [
+            ("h2o@0.2", 0.5, 0.2), ("full", 0.9, 1.0),
+        ]  # fmt: skip
+
+
+def test_a_policy_that_lacks_a_task_is_left_out() -> None:
+    rows = [{**row, "task": task} for row in ROWS for task in "ab" if (row["policy"], task) != ("h2o@0.4", "b")]
+    assert "h2o@0.4" not in [one.policy for one in read_points(rows)] and len(read_points(rows)) == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "have no row"),
+        ([{"accuracy": 1, "share": 1}], "lack policy"),
+        ([{"policy": "full", "share": 1}], "lack accuracy or value"),
+        ([{"policy": "full", "accuracy": 1}], "lack share or kv_share"),
+        ([{"policy": "full", "accuracy": "high", "share": 1}], "have 'high' under accuracy: give a number"),
+        ([{"policy": "full", "accuracy": 1, "share": 1, "higher_is_better": False}], "no accuracy to draw"),
+        ([ROWS[0] | {"model": "a"}, ROWS[0] | {"model": "b"}], "several models: say model='a'"),
+        ("nothing/here.csv", "There is no file"),
+    ],
+)
+def test_what_is_missing_is_said(rows: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        plots.accuracy_against_bytes(rows)
+
+
+def test_a_broken_file_and_an_unknown_model_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "table.jsonl"
+    path.write_text("{not json}\n")
+    with pytest.raises(ValueError, match="is no table in CSV"):
+        plots.accuracy_against_bytes(path)
+    with pytest.raises(ValueError, match="no model 'c': choose from a"):
+        plots.accuracy_against_bytes([row | {"model": "a"} for row in ROWS], model="c")
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    pairs = [(0.3, 0.5), (0.1, 0.2), (0.3, 0.6), (0.2, 0.1), (1.0, 0.6)]
+    wanted = [a for a in pairs if not any(b != a and b[0] <= a[0] and b[1] >= a[1] for b in pairs)]
+    assert pareto(pairs, lambda one: one[0], lambda one: one[1]) == sorted(wanted)
+
+
+def test_a_name_that_is_no_policy_has_a_look_of_its_own() -> None:
+    rows = [{"policy": "expected attention", "accuracy": 0.5, "share": 0.2}, *ROWS]
+    found = lines(plots.accuracy_against_bytes(rows))
+    assert found["expected attention"].get_color() != found["h2o@0.2"].get_color()

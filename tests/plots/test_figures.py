@@ -1,0 +1,206 @@
+"""Every figure holds the numbers of what it was drawn from, says its units, and leaves no state behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+import kvpolicy
+from kvpolicy import Handle, plots
+from kvpolicy.embedded import config_of
+from tests.plots.conftest import LENGTHS, llama, run
+
+
+def first(figure: Any) -> Any:
+    """Its first axes, of whose lines and bars matplotlib's types know too little."""
+    return figure.axes[0]
+
+
+def image(figure: Figure) -> Any:
+    return first(figure).images[0].get_array()
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].texts]
+
+
+def test_similarity_is_what_was_measured(squeezed: Handle) -> None:
+    assert squeezed.cache is not None
+    figure = plots.layer_similarity(squeezed, names=["one", "<two>", "three"])
+    np.testing.assert_allclose(image(figure), squeezed.cache.cosines().numpy())
+    axes = first(figure)
+    assert axes.get_xlabel() == "layer" and [label.get_text() for label in axes.get_yticklabels()][1] == "<two>"
+    assert figure.axes[1].get_ylabel() == "cosine"
+    written = [float(text.get_text()) for text in axes.texts]
+    assert written == [round(value, 2) for value in squeezed.cache.cosines().flatten().tolist()]
+    assert not plots.layer_similarity(torch.rand(3, 80)).axes[0].texts, "too many for numbers"
+
+
+def test_similarity_of_nothing_says_so(coded: Handle, model: Any) -> None:
+    with pytest.raises(ValueError, match=r"measures no layers: attach one whose allocator does"):
+        plots.layer_similarity(coded)
+    with pytest.raises(ValueError, match="give a row for each prompt"):
+        plots.layer_similarity([[0.1, 0.2], [0.3]])
+    with pytest.raises(ValueError, match="2 names for 1 prompts"):
+        plots.layer_similarity([[0.1]], names=["a", "b"])
+    with kvpolicy.attach(model, "squeeze+h2o@0.4") as handle, pytest.raises(ValueError, match="seen no prompt yet"):
+        plots.layer_similarity(handle)
+
+
+def test_budgets_are_those_of_the_layers(squeezed: Handle) -> None:
+    assert squeezed.cache is not None
+    figure = plots.budgets(squeezed)
+    rows = torch.stack([layer.budget for layer in squeezed.cache.slots]).double()  # [L, B]
+    axes = first(figure)
+    bars = [patch.get_height() for patch in axes.patches]
+    assert bars == rows.mean(1).tolist() and len(set(bars)) > 1
+    assert axes.get_ylabel() == "budget, tokens (mean of 3 rows)" and axes.get_xlabel() == "layer"
+    (ranges,) = (one for one in axes.collections)
+    ends = [segment[:, 1].tolist() for segment in ranges.get_segments()]
+    assert ends == [[row.min(), row.max()] for row in rows]
+    even = next(line for line in axes.lines if line.get_linestyle() == "--")
+    assert even.get_ydata()[0] == pytest.approx(rows.mean().item())
+
+
+def test_budgets_of_several_are_lines(model: Any) -> None:
+    config = config_of("llama-2-70b")
+    found = {words: kvpolicy.plan(config, words, prompt=1000) for words in ("pyramid+h2o@0.2", "h2o@0.2", "kivi")}
+    figure = plots.budgets(found)
+    lines = {line.get_label(): list(line.get_ydata()) for line in first(figure).lines}
+    for words, plan in found.items():
+        assert lines[words] == [layer.tokens for layer in plan.layers] and len(lines[words]) == 80
+    assert [name for name in legend(figure) if name.startswith("even")] == [
+        f"even share: {tokens:,} tokens" for tokens in (found["kivi"].layers[0].tokens, 200)
+    ]
+
+
+def test_layers_left_alone_are_marked_and_have_no_number(sliding: Handle) -> None:
+    figure = plots.budgets(sliding)
+    assert "left alone (sliding window)" in legend(figure)
+    places = {round(patch.get_x() + patch.get_width() / 2) for patch in first(figure).patches}
+    assert places == set(range(6))
+    held = image(plots.kept(sliding))
+    assert [bool(row.mask.all()) for row in held] == [at not in (2, 5) for at in range(6)]
+    assert "left alone" in legend(plots.bytes_by_kind(sliding))
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_kept_is_the_share_of_heads(squeezed: Handle, row: int) -> None:
+    assert squeezed.cache is not None
+    figure = plots.kept(squeezed.cache, row=row)
+    wanted = np.zeros((4, LENGTHS[row]))
+    for at, layer in enumerate(squeezed.cache.slots):
+        for head in layer.positions[row]:
+            for position in head.tolist():
+                if position >= 0:
+                    wanted[at, position] += 1 / 2
+    assert image(figure).tolist() == wanted.tolist() and wanted.sum() > 0
+    axes = first(figure)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("position, tokens", "layer")
+    assert figure.axes[1].get_ylabel() == "share of KV heads"
+    assert axes.images[0].get_extent() == [0, LENGTHS[row], 3.5, -0.5]
+
+
+def test_kept_of_one_head(coded: Handle) -> None:
+    assert coded.cache is not None
+    figure = plots.kept(coded, head=1)
+    held = set(coded.cache.slots[2].positions[0, 1].tolist()) - {-1}
+    assert set(np.flatnonzero(image(figure)[2]).tolist()) == held
+    wrong: list[dict[str, Any]] = [{"head": 2}, {"row": 3}, {"row": -1}]
+    for words in wrong:
+        with pytest.raises(ValueError, match=r"There is no (row|head) .*: the cache has \d, counted from 0"):
+            plots.kept(coded, **words)
+
+
+def test_a_long_text_is_binned_and_nothing_is_lost() -> None:
+    handle = run(llama(1), "streaming:sinks=4@0.25", (5000,))
+    held = image(plots.kept(handle))
+    assert held.shape == (1, 1024) and held.max() <= 1
+    sizes = np.bincount(np.arange(5000) * 1024 // 5000)
+    assert (held[0] * sizes).sum() == pytest.approx(1250)
+    assert held[0, -1] == 1 and held[0, 500] == 0 < held[0, 0]
+
+
+def test_a_row_without_tokens_says_so(model: Any) -> None:
+    figure = plots.kept(run(model, "h2o@0.4", (10, 0)), row=1)
+    assert image(figure).shape == (4, 1) and not image(figure).any()
+    assert [text.get_text() for text in first(figure).texts] == ["this row has no tokens"]
+
+
+def test_bytes_are_those_held(coded: Handle) -> None:
+    assert coded.cache is not None
+    figure = plots.bytes_by_kind(coded)
+    axes = first(figure)
+    assert axes.get_xlabel() == "bytes, KiB"
+    kinds = legend(figure)
+    found = {kind: [bar.get_width() * 1024 for bar in bars] for kind, bars in zip(kinds, axes.containers, strict=True)}
+    wanted: dict[str, int] = {}
+    for layer in coded.cache.slots:
+        for kind, size in layer.held().items():
+            wanted[kind] = wanted.get(kind, 0) + size
+    assert {kind: widths[1] for kind, widths in found.items() if kind != "full cache"} == {
+        kind: pytest.approx(size) for kind, size in wanted.items() if size
+    }
+    assert found["full cache"] == [pytest.approx(coded.cache.full_nbytes), 0]
+    assert {"codes", "scales", "positions"} <= set(kinds)
+
+
+def test_bytes_beside_each_other_have_their_own_full_caches() -> None:
+    config = config_of("tiny")
+    found = {str(batch): kvpolicy.plan(config, "h2o@0.2", batch=batch, prompt=100) for batch in (1, 2)}
+    names = [label.get_text() for label in plots.bytes_by_kind(found).axes[0].get_yticklabels()]
+    assert names == ["1, full cache", "1", "2, full cache", "2"]
+    same = plots.bytes_by_kind({"a": found["1"], "b": found["1"]})
+    assert [label.get_text() for label in same.axes[0].get_yticklabels()] == ["full cache", "a", "b"]
+
+
+def test_reports_plans_caches_and_handles_draw_alike(squeezed: Handle) -> None:
+    assert squeezed.cache is not None
+    for draw in (plots.budgets, plots.bytes_by_kind):
+        bars = [
+            [(patch.get_height(), patch.get_width()) for patch in first(draw(source)).patches]
+            for source in (squeezed, squeezed.cache, squeezed.report())
+        ]
+        assert bars[0] == bars[1] == bars[2] and bars[0]
+    assert squeezed.plan is not None
+    assert [bar.get_height() for bar in first(plots.budgets(squeezed.plan)).patches] == [
+        layer.tokens for layer in squeezed.plan.layers
+    ]
+
+
+@pytest.mark.parametrize("draw", [plots.budgets, plots.bytes_by_kind, plots.kept])
+def test_what_cannot_be_drawn_is_refused(draw: Any, model: Any) -> None:
+    with kvpolicy.attach(model, "h2o@0.4") as handle:
+        for source in (handle, kvpolicy.PolicyCache(model)):
+            with pytest.raises(ValueError, match="seen no prompt yet: run the model first"):
+                draw(source)
+    with pytest.raises(TypeError, match=r"^A str (has no budgets|holds no tokens): give a Handle"):
+        draw("h2o@0.4")
+
+
+def test_an_empty_dictionary_is_refused() -> None:
+    with pytest.raises(ValueError, match="the dictionary is empty"):
+        plots.budgets({})
+
+
+def test_figures_draw_into_axes_and_leave_no_state(squeezed: Handle) -> None:
+    rows = [{"policy": "full", "accuracy": 0.9, "share": 1.0}, {"policy": "h2o@0.2", "accuracy": 0.6, "share": 0.2}]
+    draws: list[tuple[Any, Any]] = [
+        (plots.layer_similarity, squeezed), (plots.budgets, squeezed), (plots.kept, squeezed),
+        (plots.bytes_by_kind, squeezed), (plots.accuracy_against_bytes, rows),
+    ]  # fmt: skip
+    before = dict(plt.rcParams)
+    for draw, source in draws:
+        figure = Figure()
+        left, right = figure.subplots(1, 2)
+        assert draw(source, axes=right) is figure
+        assert right.has_data() and not left.has_data()
+        own: Any = draw(source)
+        assert own._repr_png_().startswith(b"\x89PNG"), "what a notebook shows"
+        assert isinstance(own, Figure) and own is not figure
+    assert plt.get_fignums() == [] and dict(plt.rcParams) == before

@@ -1,0 +1,149 @@
+"""What a notebook shows: a handle, a cache, a report, a plan and a policy as tables, and all on one line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy import Handle, Policy, SlidingWindow
+from kvpolicy.embedded import config_of
+from kvpolicy.notebook import in_words
+
+
+class Tables(HTMLParser):
+    """Reads tables, and sees that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.open: list[str] = []
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] in (["td"], ["th"]):
+            self.tables[-1][-1][-1] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def html_of(thing: Any) -> str:
+    return thing._repr_html_()
+
+
+def table(thing: Any) -> list[list[str]]:
+    return Tables(html_of(thing)).tables[0]
+
+
+def test_a_report_is_a_table_of_its_layers(coded: Handle) -> None:
+    report = coded.report()
+    head, *rows, last = table(report)
+    kinds = [kind for kind in report.layers[0].nbytes if report.layers[0].nbytes[kind]]
+    assert head == ["layer", "budget", "kept", "seen", *kinds, "total", "of full"]
+    layer = report.layers[0]
+    sizes = [in_words(layer.nbytes[kind]) for kind in kinds]
+    total, share = sum(layer.nbytes.values()), f"{report.nbytes / report.full_nbytes:.1%}"
+    assert rows == [["0 to 3", "1 to 20", "1 to 20", "1 to 40", *sizes, in_words(total), share]]
+    assert last[0] == "all" and last[-2:] == [in_words(report.nbytes), share]
+
+
+def test_layers_that_differ_have_lines_of_their_own(squeezed: Handle) -> None:
+    _, *rows, _ = table(squeezed)
+    assert len({tuple(row[1:]) for row in rows}) > 1
+    spans = [re.findall(r"\d+", row[0]) for row in rows]
+    assert [int(at) for span in spans for at in range(int(span[0]), int(span[-1]) + 1)] == [0, 1, 2, 3]
+
+
+def test_handle_cache_and_report_show_the_same_table(squeezed: Handle) -> None:
+    assert squeezed.cache is not None
+    assert table(squeezed) == table(squeezed.cache) == table(squeezed.report())
+    assert "detached from LlamaForCausalLM" in html_of(squeezed)
+
+
+def test_a_plan_of_many_layers_is_folded() -> None:
+    plan = kvpolicy.plan(config_of("llama-2-70b"), "pyramid+h2o@0.2", prompt=1000)
+    short, whole = Tables(html_of(plan)).tables
+    assert [row[0] for row in short] == ["layer", "all"] and short[1][-2] == in_words(plan.nbytes)
+    assert [row[1] for row in whole[1:]] == [f"{layer.tokens:,}" for layer in plan.layers]
+    assert "<summary>80 lines" in html_of(plan)
+    even = kvpolicy.plan(config_of("llama-2-70b"), "squeeze+h2o@0.2", prompt=1000)
+    assert [row[:2] for row in table(even)] == [["layer", "budget"], ["0 to 79", "200"], ["all", ""]]
+    assert "measures them in the prompt" in html_of(even) and "on each of" not in html_of(even)
+    assert "on each of 8 ranks" in html_of(kvpolicy.plan(config_of("llama-2-70b"), "h2o@0.2", tp=8))
+
+
+def test_layers_left_alone_are_told(sliding: Handle) -> None:
+    assert sliding.plan is not None
+    for thing in (sliding.report(), sliding.plan):
+        rows = table(thing)[1:-1]
+        assert [(row[0], row[1] == "left alone") for row in rows] == [
+            ("0 to 1", True), ("2", False), ("3 to 4", True), ("5", False),
+        ]  # fmt: skip
+
+
+def test_before_the_first_prompt_the_policy_is_shown(model: Any) -> None:
+    with kvpolicy.attach(model, "squeeze+h2o@0.4") as handle:
+        assert "attached to LlamaForCausalLM, no cache yet" in html_of(handle)
+        for thing in (handle, kvpolicy.PolicyCache(model)):
+            assert [row[:2] for row in table(thing)[1:3]] == [["allocator", "SqueezeAttention"], ["selector", "H2O"]]
+        assert repr(handle) == "Handle(squeeze+h2o@0.4 on LlamaForCausalLM, no cache yet)"
+        assert repr(kvpolicy.PolicyCache(model)) == "PolicyCache(squeeze+h2o@0.4, no prompt yet)"
+
+
+def test_a_policy_says_what_its_parts_do() -> None:
+    rows = table(Policy.parse("squeeze:share=0.3+kvcrush/h2o+kivi:bits=4@64"))
+    assert [row[0] for row in rows[1:]] == ["allocator", "selector", "codec", "budget"]
+    assert rows[1][2].startswith("Move budget away from layers") and "share=0.3" in rows[1][3]
+    assert "base=H2O(" in rows[2][3] and "bits=4" in rows[3][3]
+    assert rows[4][1:3] == ["64", "tokens per layer on average"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loud(SlidingWindow):
+    """Keep <b>all</b> & more."""
+
+    name: str = "<script>"
+
+
+def test_what_others_write_is_text() -> None:
+    policy = Policy(selector=Loud(), budget=0.5)
+    html = html_of(policy)
+    assert "<b>" not in html and "<script>" not in html and "Keep &lt;b&gt;all&lt;/b&gt; &amp; more." in html
+    Tables(html)
+
+
+def test_a_line_says_the_essential(squeezed: Handle, coded: Handle) -> None:
+    assert squeezed.cache is not None
+    share = f"{squeezed.cache.nbytes / squeezed.cache.full_nbytes:.1%} of the full cache"
+    held = f"3 rows, {in_words(squeezed.cache.nbytes)}, {share}"
+    assert repr(squeezed.cache) == f"PolicyCache(squeeze+h2o@0.4, {held})"
+    assert repr(squeezed) == f"Handle(squeeze+h2o@0.4 on LlamaForCausalLM, {held}, detached)"
+    for thing in (coded.report(), coded.plan):
+        assert re.fullmatch(r"(Report|CachePlan)\(h2o\+kivi.*@0\.5, 4 layers, .* of the full cache\)", repr(thing))
+
+
+@pytest.mark.parametrize("words", ["full", "kivi:bits=4", "squeeze+kvcrush/h2o+kivi:bits=4@0.2", "tova@512MiB"])
+def test_a_policys_line_makes_it_again(words: str) -> None:
+    policy = Policy.parse(words)
+    assert eval(repr(policy)) == policy
+
+
+def test_a_policy_without_words_shows_its_parts() -> None:
+    policy = Policy(selector=Loud(), budget=0.5)
+    assert repr(policy) == str(policy)
+    assert repr(policy).startswith("Policy(allocator=Uniform(), selector=Loud(") and "budget=0.5)" in repr(policy)

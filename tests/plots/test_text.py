@@ -1,0 +1,90 @@
+"""The picture of a text with its tokens shaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import kvpolicy
+from kvpolicy import plots
+from kvpolicy.plots.text import WIDE, pieces
+from kvpolicy.shading import LIGHT, level
+
+TEXT = "tiger=4821 and $x$ é 中 more of it\nlion=1234\n?lion="
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return kvpolicy.tiny()
+
+
+def run(tiny: tuple[Any, Any], policy: str) -> tuple[Any, list[str]]:
+    model, tokenizer = tiny
+    batch = tokenizer(["?", TEXT], return_tensors="pt", padding=True)
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        model(**batch)
+    return handle, pieces(tokenizer, batch.input_ids[1].tolist())
+
+
+def shades(figure: Figure) -> list[tuple[str, float]]:
+    """Colour and width in letters of each field, in the order of the text."""
+    (fields,) = (found for found in figure.axes[0].collections if isinstance(found, PatchCollection))
+    paths: Any = fields.get_paths()
+    wide = [path.vertices[:, 0].max() - path.vertices[:, 0].min() for path in paths]
+    colours: Any = fields.get_facecolor()
+    return list(zip(map(to_hex, colours), [round(size / WIDE) for size in wide], strict=True))
+
+
+@pytest.mark.parametrize("layer", [None, 3])
+def test_shades_are_the_shares_kept(layer: int | None, tiny: tuple[Any, Any]) -> None:
+    handle, tokens = run(tiny, "h2o@20")
+    figure = plots.token_text(handle, tokens, layer=layer, row=1)
+    figure.draw_without_rendering()
+    slots = handle.cache.slots if layer is None else [handle.cache.slots[layer]]
+    wanted: list[tuple[str, int]] = []
+    for position, token in enumerate(tokens):
+        held = [position in head for one in slots for head in one.positions[1].tolist()]
+        if any(held):
+            wide = 2 if token == "中" else len(token)
+            wanted.append((LIGHT[level(sum(held) / len(held)) - 1], wide))
+    assert shades(figure) == wanted
+    assert len({colour for colour, _ in wanted}) > 1
+    assert ("all layers" if layer is None else "layer 3") in figure.axes[0].get_title()
+
+
+def test_a_legend_names_the_scale(tiny: tuple[Any, Any]) -> None:
+    legend = plots.token_text(*run(tiny, "full"), row=1).axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()][::6] == ["none", "all"]
+
+
+def test_axes_of_ones_own(tiny: tuple[Any, Any]) -> None:
+    figure = Figure()
+    axes = figure.add_subplot()
+    assert plots.token_text(*run(tiny, "full"), row=1, axes=axes) is figure
+    assert len(shades(figure)) > 10
+
+
+def test_layers_are_those_of_the_model() -> None:
+    """Where every other layer is left alone, a layer keeps its number."""
+    config = Gemma2Config(
+        num_hidden_layers=4, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, vocab_size=16, sliding_window=4,
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    with torch.no_grad(), kvpolicy.attach(model, "streaming:sinks=1@0.5") as handle:
+        model(torch.arange(8)[None])
+    tokens = list("abcdefgh")
+    assert [wide for _, wide in shades(plots.token_text(handle, tokens, layer=3))] == [1] * 4
+    with pytest.raises(ValueError, match="no layer 2 under the policy: there are 1, 3"):
+        plots.token_text(handle, tokens, layer=2)
