@@ -19,11 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.budget import bytes_of
+from kvpolicy.formats import check_format, stamp
 from kvpolicy_eval.gpu_case import MARK, SHAPES
 from kvpolicy_eval.gpu_table import report
 from kvpolicy_eval.markdown import fill
 
 Record = dict[str, Any]
+
+FORMAT = 1
+"""Version of a line of results; a reader refuses a newer one."""
 
 PAPER = (1, 32, 64, 128, 224)
 """The batches of SqueezeAttention's Table 3; further ones follow until memory runs out."""
@@ -170,17 +174,23 @@ class Runner:
         self._done[_key(record["case"])] = record
         self.results.parent.mkdir(parents=True, exist_ok=True)
         with self.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(record | stamp(FORMAT)) + "\n")
 
 
 def read_results(path: Path) -> list[Record]:
-    """Results of earlier calls; a line that was cut off when a call was killed is left out."""
+    """Results of earlier calls; a line that was cut off when a call was killed is left out.
+
+    Raises:
+        ValueError: Where a newer kvpolicy wrote one.
+    """
     records: list[Record] = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
+            record: Record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        check_format(record, FORMAT, path)
+        records.append(record)
     return records
 
 

@@ -120,15 +120,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.table", description=__doc__)
     parser.add_argument("--n", type=int, default=32, help="prompts per task")
     parser.add_argument("--length", type=int, default=512, choices=[512, 1024], help="tokens of a prompt, about")
-    parser.add_argument("--fill", type=Path, help="a page with a place for the table 'embedded'")
+    parser.add_argument("--fill", type=Path, nargs="+", default=[], help="pages with a place for the table 'embedded'")
     parser.add_argument("--fill-tasks", type=Path, help="a page with a place for the table 'tasks'")
     args = parser.parse_args()
     examiner = Examiner(args.n, args.length)
     means, every = examine(examiner)
     means += f"\n\nMean exact match over {', '.join(examiner.exam)}; {args.n} prompts of about {args.length} tokens."
     print(f"{means}\n\n{every}")
-    if args.fill:
-        fill(args.fill, "embedded", means)
+    for page in args.fill:
+        fill(page, "embedded", means)
     if args.fill_tasks:
         fill(args.fill_tasks, "tasks", every)
 

@@ -90,7 +90,7 @@ def ranks(seed: int | None = None) -> Generator[World, None, None]:
     Raises:
         RuntimeError: Where there is no launcher; it gives the command to use.
 
-    Example:
+    Examples:
         A script for `torchrun --standalone --nproc_per_node 2 script.py`::
 
             with kvpolicy_deepspeed.ranks(seed=0) as place:

@@ -85,8 +85,7 @@ class KVPolicyLM(HFLM):
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
         if self.division.tp == 1:
             ranks.warn_of_copies(self._world_size, os.environ)
-        # say now what does not fit
-        if self.is_full:
+        if self.is_full:  # say now what does not fit
             self._full_bytes(1)
         else:
             kvpolicy.attach(self.model, self.policy).detach()
@@ -141,6 +140,7 @@ class KVPolicyLM(HFLM):
         return super().get_model_info() | {
             "kvpolicy": {
                 "version": kvpolicy.__version__,
+                "format": 1,
                 "policy": str(self.policy),
                 "budget": self.policy.budget,
                 "holdback": self.holdback,

@@ -11,12 +11,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.formats import check_format, stamp
 from kvpolicy_eval.markdown import fill
 from kvpolicy_eval.peers import env
 from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.peers.runs import RUNS, Options, Pair
 from kvpolicy_eval.peers.runs import run as run_all
 from kvpolicy_eval.peers.tables import TABLES, text_of
+
+FORMAT = 1
+"""Version of the results; a reader refuses a newer one."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
     """Results of an earlier run.
 
     Raises:
-        ValueError: Where there are none.
+        ValueError: Where there are none, or a newer kvpolicy wrote them.
     """
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -64,6 +68,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} holds no results: write it with `python -m kvpolicy_eval.peers run`.") from error
     if not isinstance(results, dict) or "versions" not in results or not set(results) & set(TABLES):
         raise ValueError(f"{path} holds no results of a comparison: `python -m kvpolicy_eval.peers run` writes them.")
+    check_format(results, FORMAT, path)
     return results
 
 
@@ -81,7 +86,7 @@ def _measure(args: argparse.Namespace) -> None:
         for name in args.only:  # what is done stays, should the next be interrupted
             before |= run_all([name], Pair(ours, theirs), options)
             before["options"] = before.get("options", {}) | {name: describe(name, options)}
-            args.out.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
+            args.out.write_text(json.dumps(before | stamp(FORMAT), indent=1) + "\n", encoding="utf-8")
 
 
 def describe(name: str, options: Options) -> str:

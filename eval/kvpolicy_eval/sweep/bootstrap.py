@@ -25,7 +25,7 @@ def statistic_of(values: Sequence[Any], found: float) -> str:
         values: One number, or one pair, for each example.
         found: What lm-eval made of them.
 
-    Example:
+    Examples:
         >>> statistic_of([0.0, 1.0], 0.5)
         'mean'
     """
@@ -58,7 +58,7 @@ def draws(values: Sequence[Any], task: str, statistic: str = "mean", count: int 
 def interval(drawn: Any, level: float = LEVEL) -> tuple[float, float]:
     """The middle `level` of draws.
 
-    Example:
+    Examples:
         >>> interval(draws([1.0, 1.0], "task"))
         (1.0, 1.0)
     """

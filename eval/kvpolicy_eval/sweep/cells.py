@@ -14,6 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.formats import check_format, stamp
+
+FORMAT = 1
+"""Version of a sweep's files; a reader refuses a newer one."""
+
 DONE = "results.json"
 FAILED = "error.json"
 
@@ -97,14 +102,14 @@ class Store:
     def fail(self, cell: Cell, error: BaseException, seconds: float) -> None:
         """Write why a cell failed."""
         kind, said = told(error)
-        content = {"cell": asdict(cell), "type": kind, "error": said, "seconds": round(seconds, 3)}
+        content = stamp(FORMAT) | {"cell": asdict(cell), "type": kind, "error": said, "seconds": round(seconds, 3)}
         write(self.folder / cell.folder / FAILED, json.dumps(content, indent=1, ensure_ascii=False))
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
         """Every cell's file of one name, in the order of the paths.
 
         Raises:
-            ValueError: Where a file is no JSON.
+            ValueError: Where a file is no JSON, or a newer kvpolicy wrote it.
         """
         for path in sorted((self.folder / "cells").glob(f"*/*/*/{name}")):
             yield load_json(path) | {"file": path.relative_to(self.folder).as_posix()}
@@ -128,15 +133,17 @@ def write(path: Path, text: str) -> None:
 
 
 def load_json(path: Path) -> Any:
-    """Read a JSON file.
+    """Read a JSON file of a sweep.
 
     Raises:
-        ValueError: Where it is none.
+        ValueError: Where it is none, or a newer kvpolicy wrote it.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} cannot be read as JSON: delete it and run the sweep again.") from error
+    check_format(content.get("kvpolicy_sweep", content), FORMAT, path)
+    return content
 
 
 def _readable(name: str) -> str:

@@ -125,7 +125,8 @@ def note(folder: Path, config: Any) -> None:
     """Write the config, and the command among those of earlier runs."""
     import dataclasses
 
-    from kvpolicy_eval.sweep.cells import load_json, write
+    from kvpolicy.formats import stamp
+    from kvpolicy_eval.sweep.cells import FORMAT, load_json, write
 
     place = folder / NOTES
     before: dict[str, Any] = load_json(place) if place.is_file() else {}
@@ -135,7 +136,7 @@ def note(folder: Path, config: Any) -> None:
     commands = list(dict.fromkeys([*before.get("commands", []), line]))
     settings = config.settings()
     settings["models"] = before.get("settings", {}).get("models", {}) | settings["models"]
-    content = {"settings": settings, "config": dataclasses.asdict(config), "commands": commands}
+    content = stamp(FORMAT) | {"settings": settings, "config": dataclasses.asdict(config), "commands": commands}
     write(place, json.dumps(content, indent=1))
 
 

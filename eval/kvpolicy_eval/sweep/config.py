@@ -67,7 +67,7 @@ class Config:
     def cells(self) -> list[Cell]:
         """Every cell once, model by model, so that each is loaded once.
 
-        Example:
+        Examples:
             >>> config = read({"policies": ["full", "h2o"], "budgets": [0.1, 64], "tasks": ["kvpolicy_hot"]}, "x")
             >>> [cell.policy for cell in config.cells()]
             ['full', 'h2o@0.1', 'h2o@64']

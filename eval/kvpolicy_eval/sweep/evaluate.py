@@ -18,8 +18,9 @@ from lm_eval.utils import handle_non_serializable, sanitize_list
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.formats import stamp
 from kvpolicy_eval.sweep import probe
-from kvpolicy_eval.sweep.cells import Cell, SharedError, told
+from kvpolicy_eval.sweep.cells import FORMAT, Cell, SharedError, told
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_lm_eval import startup
 from kvpolicy_lm_eval.model import KVPolicyLM
@@ -151,7 +152,7 @@ class Evaluator:
             "model_args": ",".join(f"{key}={value}" for key, value in words.items()),
         }
         own = {"cell": asdict(cell), "seconds": round(seconds, 3), "peak_bytes": _peak(), "scores": _scores(samples)}
-        results["kvpolicy_sweep"] = own | {"probe": probed, "versions": versions()}
+        results["kvpolicy_sweep"] = stamp(FORMAT) | own | {"probe": probed, "versions": versions()}
         plain = json.loads(json.dumps(results, default=handle_non_serializable))
         return Found(plain, _lines(samples) if config.samples else {})
 

@@ -70,7 +70,7 @@ class Progress:
 def span(seconds: float) -> str:
     """Seconds in words.
 
-    Example:
+    Examples:
         >>> span(7), span(90), span(7300)
         ('7 s', '1.5 min', '2.0 h')
     """

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.formats import stamp
 from kvpolicy_eval.sweep import bootstrap
-from kvpolicy_eval.sweep.cells import DONE, FAILED, Store, write
+from kvpolicy_eval.sweep.cells import DONE, FAILED, FORMAT, Store, write
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,7 +115,8 @@ def write_tables(folder: Path, rows: Sequence[Row]) -> None:
     table.writeheader()
     table.writerows(lines)
     write(folder / "table.csv", text.getvalue())
-    write(folder / "table.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    stamped = (line | stamp(FORMAT) for line in lines)
+    write(folder / "table.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in stamped))
 
 
 def _cost(costs: dict[str, dict[str, Any]], task: str) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""What is written for programs says who wrote it, and a reader refuses what is newer than itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.allocators.profile import load_profile, save_profile
+from kvpolicy.formats import check_format, stamp
+
+
+def newer(content: dict[str, Any]) -> dict[str, Any]:
+    return content | {"format": content["format"] + 1, "kvpolicy": "99.0"}
+
+
+def test_a_stamp_is_read_back() -> None:
+    assert stamp(2) == {"format": 2, "kvpolicy": kvpolicy.__version__}
+    check_format(stamp(2), 2, "it")
+    check_format({}, 1, "what is older than the numbers")
+    with pytest.raises(ValueError, match=r"^it has format 3, written by kvpolicy .*: update kvpolicy\.$"):
+        check_format(stamp(3), 2, "it")
+
+
+@pytest.mark.parametrize("number", ["1", 1.0, True, None])
+def test_a_strange_number_is_refused(number: object) -> None:
+    with pytest.raises(ValueError, match="a whole number was expected"):
+        check_format({"format": number}, 1, "it")
+
+
+def test_a_profile(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(path, "tiny", [0.5, 0.6])
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content.items() >= stamp(1).items()
+    path.write_text(json.dumps(newer(content)), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"written by kvpolicy 99\.0"):
+        load_profile(path, 2)
+    del content["format"]
+    path.write_text(json.dumps(content | {"version": 1}), encoding="utf-8")  # as 0.1.0 wrote it
+    assert load_profile(path, 2) == (0.5, 0.6)
+
+
+def test_a_report() -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=1, intermediate_size=16, vocab_size=9)
+    model: Any = LlamaForCausalLM(config).eval()
+    with kvpolicy.attach(model, "window@0.5"):
+        report = kvpolicy.PolicyCache(model).report()
+    assert report.as_dict().items() >= stamp(1).items()
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    from kvpolicy_eval.sweep.cells import Cell, Store, load_json
+
+    cell, store = Cell(model="tiny", task="recall", method="full"), Store(tmp_path)
+    store.fail(cell, ValueError("no"), 1.0)
+    path = tmp_path / cell.folder / "error.json"
+    assert load_json(path).items() >= stamp(1).items()
+    path.write_text(json.dumps(newer(load_json(path))), encoding="utf-8")
+    with pytest.raises(ValueError, match="update kvpolicy"):
+        list(store.read("error.json"))
+    path.write_text(json.dumps({"results": {}, "kvpolicy_sweep": newer(stamp(1))}), encoding="utf-8")
+    with pytest.raises(ValueError, match="update kvpolicy"):
+        load_json(path)
+
+
+def test_a_comparison_and_a_card(tmp_path: Path) -> None:
+    from kvpolicy_eval.gpu import read_results
+    from kvpolicy_eval.peers.command import read
+
+    path = tmp_path / "peers.json"
+    path.write_text(json.dumps(newer(stamp(1)) | {"versions": {}, "kept": []}), encoding="utf-8")
+    with pytest.raises(ValueError, match="update kvpolicy"):
+        read(path)
+    path.write_text(json.dumps(newer(stamp(1)) | {"case": {}}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="update kvpolicy"):
+        read_results(path)

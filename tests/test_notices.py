@@ -1,0 +1,86 @@
+"""The logger is silent until asked and then says what happened; warnings are of kvpolicy's own category; reprs tell."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpolicy
+
+
+def own() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32, vocab_size=9)
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def use(model: Any, policy: str) -> kvpolicy.PolicyCache:
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, new=0)
+        model(torch.arange(8)[None], past_key_values=cache)
+        model(torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache)
+    return cache
+
+
+def test_info_tells_of_attaching(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="kvpolicy"):
+        use(own(), "window@0.5")
+    assert caplog.messages == [
+        "attached window@0.5 to LlamaForCausalLM: 2 layers",
+        "detached window@0.5 from LlamaForCausalLM",
+    ]
+
+
+def test_debug_tells_of_prompts_and_growth_and_not_of_steps(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="kvpolicy"):
+        use(own(), "snapkv:decode=grow@0.5")
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+    assert told[0].startswith("snapkv:decode=grow@0.5 settled: at most [4, 4] tokens in the layers of 1 row(s), ")
+    assert told[1:] == [f"layer {index} extended by 256 tokens to 260" for index in (0, 1)]
+
+
+def test_an_attachment_that_failed_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = own()
+    with (
+        caplog.at_level(logging.DEBUG, logger="kvpolicy"),
+        kvpolicy.attach(model, "window@0.5") as handle,
+        pytest.raises(ValueError, match="already attached"),
+    ):
+        kvpolicy.attach(model, "window@0.5")
+    handle.detach()  # again does nothing, and says nothing
+    assert len(caplog.messages) == 2
+
+
+def test_silent_where_nobody_listens() -> None:
+    """Not even what logging prints by itself of warnings without a handler."""
+    code = "import kvpolicy.notices as n; n.log.warning('heard'); n.log.error('heard')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
+
+
+def test_a_model_that_generates_without_a_cache_is_warned_of() -> None:
+    model = own()
+    assert model.generation_config is not None
+    model.generation_config.use_cache = False
+    with pytest.warns(kvpolicy.KVPolicyWarning, match="generates without a cache") as caught:
+        kvpolicy.attach(model, "window@0.5").detach()
+    assert caught[0].filename == __file__
+    assert issubclass(kvpolicy.KVPolicyWarning, UserWarning)
+
+
+def test_a_layer_says_what_it_holds() -> None:
+    model = own()
+    with kvpolicy.attach(model, "window@0.5"):
+        assert repr(kvpolicy.PolicyCache(model).layers[0]) == "PolicyLayer(layer_idx=0, empty)"
+    assert repr(use(model, "window@0.5").layers[1]) == "PolicyLayer(layer_idx=1, rows=1, heads=2, slots=4, exact=4)"
+    coded = use(model, "window+kivi:residual_length=0:group_size=2:bits=8@0.5").layers[0]
+    assert repr(coded) == "PolicyLayer(layer_idx=0, rows=1, heads=2, slots=6, exact=2, coded=(4,))"
