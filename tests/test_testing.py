@@ -1,0 +1,114 @@
+"""The public conformance checks pass what is right, and name the rule that a wrong part breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from kvpolicy import Policy
+from kvpolicy.budget import waterfill
+from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.registry import lookup, names
+from kvpolicy.testing import check
+from tests.conformance.policies import words
+
+SOME = ("squeeze", "kvcrush", "kivi", "mikv")
+PARTS = [
+    pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
+    for name in names()
+    if name not in ("full", "csr", "kvquant")  # nothing to check, and calibrated for other models
+]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_passes(name: str) -> None:
+    kind, _ = lookup(name)
+    policy = Policy.parse(words(*(("h2o", name) if kind != "selector" else (name,))))
+    check(getattr(policy, kind))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """An allocator that can go wrong."""
+
+    how: str = "right"
+
+    @property
+    def measure(self) -> Literal["", "cosine"]:
+        return ""
+
+    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+        wish = torch.ones(len(total), layers, dtype=torch.float64)
+        if self.how == "rows":
+            wish[:, 0] += len(total)
+        found = waterfill(wish * (total / wish.sum(-1))[:, None], total, floor, ceiling)
+        if self.how == "sum":
+            found[:, 0] += 1
+        return found.int() if self.how == "dtype" else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A selector that can go wrong."""
+
+    how: str = "right"
+    decode: DecodeMode = "evict"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs()
+
+    @property
+    def floor(self) -> int:
+        return 1
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        return ()
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        return state
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        pass
+
+    def priority(self, state: State, view: View) -> Tensor:
+        worth = view.positions.float()
+        if self.how == "random":
+            worth = torch.rand(worth.shape)
+        if self.how == "columns":
+            worth = -torch.arange(worth.shape[-1]).expand(worth.shape).float().sub(50).abs()
+        return worth if self.how == "newest" else worth.masked_fill(view.newest(1), torch.inf)
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        return None
+
+
+def test_right_ones_pass() -> None:
+    check(Layers())
+    check(Tokens())
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Layers(how="sum"), "do not sum"),
+        (Layers(how="dtype"), "int64"),
+        (Layers(how="rows"), "depend on the other rows"),
+        (Tokens(how="random"), "second run"),
+        (Tokens(how="columns"), "padding"),
+    ],
+)
+def test_wrong_ones_are_told(part: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check(part)
+
+
+def test_what_is_no_strategy() -> None:
+    with pytest.raises(AssertionError, match="no dataclass"):
+        check("h2o")  # pyright: ignore[reportArgumentType]
