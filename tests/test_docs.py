@@ -1,45 +1,228 @@
-"""Every example in the docs runs and prints what stands there."""
+"""Every block of the README and of the site runs, parses or resolves; every link leads somewhere."""
 
 from __future__ import annotations
 
 import doctest
+import io
+import json
 import re
+import shlex
+import urllib.request
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 pytest.importorskip("transformers")
-DOCS = Path(__file__).parent.parent / "docs"
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-SOURCE = re.compile(r'^```python title="half.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-EXAMPLES = re.compile(r"^```pycon\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+from tests.doc_blocks import DOCS, FLAGS, LANGUAGES, ROOT, Block, blocks, pages, prose, run_python
 
 if not DOCS.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
-PAGES = sorted(page for page in DOCS.rglob("*.md") if ">>> " in page.read_text(encoding="utf-8"))
+
+import kvpolicy
+from kvpolicy.cli import USAGE
+from tests.doc_commands import NOWHERE, check, simple_commands
+
+PAGES = pages()
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN = {"list", "explain", "plan", "tiny"}
+"""Subcommands of `kvpolicy` that are quick enough to be run wherever a page shows them."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
-def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = page.read_text(encoding="utf-8")
-    examples = EXAMPLES.findall(text)
-    assert len(examples) == text.count("```pycon"), "a block of examples is not closed"
-    names = {"__name__": "docs"}
-    for source in SOURCE.findall(text):  # what the examples of a page on extending use
-        exec(source, names)
-    test = doctest.DocTestParser().get_doctest("\n".join(examples), names, str(page), str(page), 0)
-    result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
-    assert result.attempted
-    assert not result.failed, capsys.readouterr().out
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
-def test_troubleshooting_quotes_messages_that_exist() -> None:
-    packages = [DOCS.parent / "kvpolicy", DOCS.parent / "integrations"]
-    paths = sorted(path for package in packages for path in package.rglob("*.py"))
-    source = "\n".join(path.read_text(encoding="utf-8") for path in paths)
-    source = re.sub(r'"\n\s*f?"', "", source)  # a message may be written in several pieces
-    table = (DOCS / "guide" / "troubleshooting.md").read_text(encoding="utf-8")
-    messages = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
-    assert len(messages) > 20
-    pieces = [piece.strip() for message in messages for piece in message.split("...")]
-    assert not [piece for piece in pieces if piece not in source]
+def of(language: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language]
+
+
+def with_python() -> list[Any]:
+    """Pages, of which one waits for lm-eval's imports and is slow."""
+    found = sorted({block.page for block in BLOCKS if block.language in ("python", "pycon")})
+    return [pytest.param(page, marks=[pytest.mark.slow] * (page.name == "lm-eval.md")) for page in found]
+
+
+@pytest.fixture(autouse=True)
+def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"COLUMNS": "80", "TERM": "dumb", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_block_is_of_a_known_language(page: Path) -> None:
+    strange = [f"{block.place}: {block.language!r}" for block in blocks(page) if block.language not in LANGUAGES]
+    assert not strange
+    fences = re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(list(blocks(page))), "a block is not closed"
+
+
+@pytest.mark.parametrize("page", with_python(), ids=name)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_python(page)
+
+
+@pytest.mark.parametrize("block", of("bash"), ids=lambda block: block.place)
+def test_commands_are_taken_by_their_programs(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = list(simple_commands(block.text))
+    assert commands
+    if block.title == "try it":
+        return  # `test_extend` runs these, with the page's package installed
+    for words in commands:
+        check(words, block)
+        if words[0] == "kvpolicy" and words[1] in RUN:
+            run(words)
+
+
+WRONG = [
+    "kvpolicy plan tiny h2o --no-such-option",
+    "kvpolicy-eval sweep",
+    "lm_eval --model kvpolicy --model_args policy=h20 --tasks kvpolicy",
+    "lm_eval --model kvpolicy --model_args policy=h2o --tasks kvpolicy_no_such",
+    "torchrun --no-such-option script.py",
+    "python -m kvpolicy_eval.table --no-such-option",
+    "python no_such_script.py",
+    'pip install "kvpolicy[no-such-extra]"',
+    "pytest tests/no_such_file.py",
+    "no-such-program",
+]
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_commands_would_be_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises((AssertionError, ValueError, USAGE)):
+        for words in simple_commands(line):
+            check(words, NOWHERE)
+
+
+@pytest.mark.parametrize("block", of("console"), ids=lambda block: block.place)
+def test_commands_print_what_the_page_says(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    said = re.split(r"^\$ (.*(?:\\\n.*)*)\n?", block.text, flags=re.MULTILINE)
+    assert not said[0].strip() and len(said) > 1, f"{block.place}: a console begins with '$ command'"
+    for line, wanted in zip(said[1::2], said[2::2], strict=True):
+        for words in simple_commands(line):
+            check(words, block)
+            if words[0] != "kvpolicy" or words[1] in ("bench", "calibrate"):
+                continue
+            capsys.readouterr()
+            run(words, wrong=bool(re.search(r"^kvpolicy: ", wanted, re.MULTILINE)))
+            printed = capsys.readouterr()
+            checker, example = doctest.OutputChecker(), doctest.Example(line, wanted)
+            seen = [printed.out, printed.err + printed.out]  # a terminal shows both
+            right = any(checker.check_output(wanted, text, FLAGS) for text in seen)
+            assert right, checker.output_difference(example, seen[1], FLAGS)
+
+
+def run(words: list[str], *, wrong: bool = False) -> None:
+    """Run `kvpolicy` here; where a page shows its complaint, it must complain."""
+    from kvpolicy.cli import main
+
+    assert main(words[1:]) == (2 if wrong else 0), shlex.join(words)
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.place)
+def test_yaml_is_a_sweep_or_yaml(block: Block, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load(block.text)
+    assert found
+    if "policies" in found:
+        from kvpolicy_eval.sweep.config import load
+
+        path = tmp_path / "page.yaml"
+        path.write_text(block.text, encoding="utf-8")
+        assert load(str(path)).policies
+
+
+@pytest.mark.parametrize("block", of("toml") + of("json"), ids=lambda block: block.place)
+def test_toml_and_json_are_read(block: Block) -> None:
+    read = json.loads if block.language == "json" else pytest.importorskip("tomllib").loads
+    assert read(block.text)
+
+
+@pytest.mark.parametrize("block", of("bibtex"), ids=lambda block: block.place)
+def test_citations_are_whole(block: Block) -> None:
+    entries = re.findall(r"^@\w+\{([\w:.-]+),\n(.*?)^\}$", block.text, re.MULTILINE | re.DOTALL)
+    assert entries
+    for _, fields in entries:
+        keys = set(re.findall(r"^ +(\w+) *= *\{.+\},?$", fields, re.MULTILINE))
+        assert {"title", "year"} <= keys  # authors are left out where nobody checked them
+        assert fields.count("{") == fields.count("}")
+
+
+def links(page: Path) -> list[str]:
+    text = re.sub(r"`[^`\n]*`", "", prose(page))
+    inline = re.findall(r"\]\(<?([^)>\s]+)>?(?: \"[^\"]*\")?\)", text)
+    return (
+        inline + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.MULTILINE) + re.findall(r"(?:href|src)=\"([^\"]+)\"", text)
+    )
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and Python-Markdown both make them, and those that a page sets itself."""
+    found = re.findall(r"^#+ (.*?)(?: \{ *#([\w-]+).*\})?$", prose(page), re.MULTILINE)
+    slugs = [own or re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title, own in found]
+    slugs += re.findall(r"^::: (\S+)$", prose(page), re.MULTILINE)
+    return {*slugs, *re.findall(r"(?:id|name)=\"([\w-]+)\"", prose(page))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        parts = urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme in ("https", "mailto") and "." in parts.netloc, f"{name(page)}: {link} is no address"
+            continue
+        target = (page.parent / parts.path).resolve() if parts.path else page
+        assert target.exists(), f"{name(page)} links to {link}, which is not there"
+        if parts.fragment and target.suffix == ".md":
+            assert parts.fragment in anchors(target), f"{name(page)} links to {link}, and there is no such heading"
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("link", sorted({link for page in PAGES for link in links(page) if link.startswith("https:")}))
+def test_addresses_answer(link: str) -> None:
+    request = urllib.request.Request(link, headers={"User-Agent": "Mozilla/5.0"})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        assert answer.status == 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_page_promises_another(page: Path) -> None:
+    text = prose(page)
+    assert not re.findall(r"(?i)coming soon|\bTODO\b|\bFIXME\b|\bTBD\b|under construction|lorem ipsum", text)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1, "a page has one heading of the first rank"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents}
+
+
+def decisions() -> list[str]:
+    """The policies of the decision table."""
+    text = (DOCS / "guide" / "policies.md").read_text(encoding="utf-8")
+    rows = text.partition("<!-- decisions -->")[2].partition("<!-- /decisions -->")[0].splitlines()
+    cells = [row.split("|")[2].strip() for row in rows if row.startswith("| ")]
+    return [word for cell in cells[1:] for word in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_the_decision_table_has_the_situations() -> None:
+    assert len(decisions()) >= 8
+
+
+@pytest.mark.parametrize("words", decisions())
+def test_every_policy_of_the_decision_table_runs(words: str) -> None:
+    assert str(kvpolicy.Policy.parse(words)) == words, "a table writes a policy in its shortest words"
+    model, tokenizer = kvpolicy.tiny()
+    inputs = tokenizer("tiger=4821\nfalcon=1937\n" * 24 + "?tiger=", return_tensors="pt")
+    with kvpolicy.attach(model, words) as handle:
+        output = model.generate(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        assert output.shape[1] == inputs["input_ids"].shape[1] + 8
+        assert handle.cache is not None and handle.plan is not None
+        assert handle.cache.nbytes == handle.plan.nbytes

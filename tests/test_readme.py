@@ -42,3 +42,10 @@ def test_links_lead_to_files() -> None:
 @pytest.mark.parametrize("name", ["embedded", "bench"])
 def test_tables_have_a_place(name: str) -> None:
     assert len(re.findall(rf"<!-- table:{name} -->\n.*?<!-- /table -->", TEXT, re.DOTALL)) == 1
+
+
+def test_the_front_page_of_the_site_has_the_same_table() -> None:
+    """One run of `kvpolicy_eval.table` fills both."""
+    place = re.compile(r"<!-- table:embedded -->\n(.*?)<!-- /table -->", re.DOTALL)
+    site = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert place.findall(site) == place.findall(TEXT) != [""]

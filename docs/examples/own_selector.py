@@ -1,0 +1,108 @@
+"""Write a selector in a file of your own, and put it to work: no package, no entry point.
+
+    python docs/examples/own_selector.py --model meta-llama/Llama-3.1-8B --budget 0.3
+
+`RareKeys` keeps the tokens whose keys point away from the mean key, and the newest ones. A selector is a frozen
+dataclass of hyper-parameters that answers the questions of `kvpolicy.protocols.Selector`: what must it see (`needs`),
+what does it remember of each slot (`alloc`, `observe`, `step`), and what is each token worth (`priority`). Batches,
+budgets, codecs and layers are the engine's.
+
+As an object it goes with every allocator and codec, also under `KVCrush(base=...)`. A name in a policy's words needs an
+entry point besides, see docs/extend/selector.md.
+
+Prints (embedded model, CPU): RareKeys(window=16, decode='evict'): 5 of 8 right, SlidingWindow(decode='evict'): 1 of 8
+right
+"""
+
+import argparse
+from dataclasses import dataclass
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy_eval.data import prompts
+
+
+class Scores(NamedTuple):
+    """What is remembered of each slot, [B, H, S]."""
+
+    score: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RareKeys:
+    """Keep the tokens whose keys point away from the mean key, and the newest `window`."""
+
+    window: int = 16
+    decode: DecodeMode = "evict"
+
+    @property
+    def needs(self) -> Needs:
+        """Keys and values of the prompt; of attention nothing."""
+        return Needs(forward=True)
+
+    @property
+    def floor(self) -> int:
+        """The smallest budget that works: the current token."""
+        return 1
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """A score of zero for each slot."""
+        return Scores(torch.zeros(batch, heads, slots, device=device))
+
+    def observe(self, state: Scores, seen: Seen, view: View) -> State:
+        """After a prompt: score every token on offer, [B, H, N]."""
+        assert seen.keys is not None
+        keys = F.normalize(seen.keys.float(), dim=-1)
+        mean = (keys * view.valid[..., None]).sum(2, keepdim=True)  # padding is no key
+        return Scores(-F.cosine_similarity(keys, mean, dim=-1))
+
+    def step(self, state: Scores, row: Tensor, view: View) -> None:
+        """After a generated token: nothing changes."""
+
+    def priority(self, state: Scores, view: View) -> Tensor:
+        """What each token is worth, [B, H, N]: the window always, which is at most half the budget."""
+        window = (view.budget // 2).clamp(1, self.window)
+        return state.score.masked_fill(view.newest(window), torch.inf)
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """No score of each query head, for refiners such as KVCrush."""
+        return None
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    if name == "tiny":
+        return kvpolicy.tiny()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", device_map="auto")
+    return model.eval(), AutoTokenizer.from_pretrained(name)
+
+
+def main() -> None:
+    """Compare it with a sliding window of the same budget."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--budget", type=float, default=0.4)
+    args = parser.parse_args()
+    model, tokenizer = load(args.model)
+    cases, right = [prompts.recall(Random(seed), records=70) for seed in range(8)], dict[str, int]()
+    for selector in (RareKeys(), kvpolicy.SlidingWindow()):
+        policy = kvpolicy.Policy(selector=selector, budget=args.budget)
+        with kvpolicy.attach(model, policy):
+            for prompt, answer in cases:
+                inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+                output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+                told = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+                right[repr(selector)] = right.get(repr(selector), 0) + told.strip().startswith(answer)
+    print(", ".join(f"{name}: {count} of {len(cases)} right" for name, count in right.items()))
+
+
+if __name__ == "__main__":
+    main()

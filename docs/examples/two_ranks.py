@@ -1,0 +1,54 @@
+"""One model divided over two ranks, which keep exactly the tokens that one rank keeps.
+
+    torchrun --standalone --nproc_per_node 2 docs/examples/two_ranks.py --model meta-llama/Llama-2-70b-hf
+    python docs/examples/two_ranks.py
+
+Each rank holds half of the KV heads, and their slots. What looks at all heads, as `kvcrush` does, asks the other rank;
+the policy's words and the report are those of one rank. Started without a launcher, as in the second line, the script
+runs on one rank: its last line differs in the number of ranks and in the bytes of a rank, and in nothing else.
+
+Without `--model` it runs the embedded model on two CPU processes.
+
+Prints (embedded model, CPU): 2 rank(s): answer 3513, right is 3513; kept per layer [415, 415, 59, 59, 59, 59, 59,
+59]; 627,712 bytes on this rank
+"""
+
+import argparse
+import os
+from importlib.resources import files
+from random import Random
+
+from transformers import AutoTokenizer
+
+import kvpolicy
+import kvpolicy_deepspeed
+from kvpolicy_eval.data import prompts
+
+
+def main() -> None:
+    """Generate on every rank; the first one speaks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=str(files("kvpolicy") / "assets" / "tiny"))
+    parser.add_argument("--policy", default="squeeze+kvcrush/snapkv:kernel=7@0.3")
+    parser.add_argument("--backend", default="deepspeed", help="deepspeed, or hf for transformers' own")
+    args = parser.parse_args()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)  # no launcher: one rank
+    with kvpolicy_deepspeed.ranks(seed=0) as place:  # ends the job as one, also where a rank fails
+        model = kvpolicy_deepspeed.load(args.model, backend=args.backend, dtype="float32", policy=args.policy)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        prompt, right = prompts.recall(Random(0), records=70)
+        inputs = tokenizer(prompt, return_tensors="pt").to(place.device)
+        with kvpolicy.attach(model, args.policy) as handle:
+            output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            report = handle.report()
+        if place.rank == 0:
+            kept = [layer.kept[0] for layer in report.layers]
+            print(
+                f"{place.size} rank(s): answer {tokenizer.decode(output[0, -4:])}, right is {right}; "
+                f"kept per layer {kept}; {report.nbytes:,} bytes on this rank"
+            )
+
+
+if __name__ == "__main__":
+    main()

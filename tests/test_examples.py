@@ -1,0 +1,80 @@
+"""Every script of docs/examples runs, and its last line is the one that its docstring quotes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+QUOTE = "Prints (embedded model, CPU):"
+LIMIT = 100
+
+if not EXAMPLES.is_dir():
+    pytest.skip("the docs are not installed", allow_module_level=True)
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+OTHERS = {"lm_eval_run.py": "lm_eval", "two_ranks.py": "deepspeed"}
+
+
+def promised(script: Path) -> str:
+    """What a script's docstring says that it prints last, on one line."""
+    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    _, found, quoted = text.partition(QUOTE)
+    assert found, f"{script.name} does not say what it prints: end its docstring with a paragraph '{QUOTE} ...'"
+    return " ".join(quoted.split())
+
+
+def last(output: str) -> str:
+    return " ".join(output.strip().splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "script", [path for path in SCRIPTS if path.name != "two_ranks.py"], ids=lambda path: path.stem
+)
+def test_it_prints_what_it_says(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if script.name in OTHERS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pytest.importorskip(OTHERS[script.name])
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with warnings.catch_warnings():
+        if script.name == "lm_eval_run.py":
+            warnings.simplefilter("ignore")  # lm-eval and its dependencies warn a lot
+        runpy.run_path(str(script), run_name="__main__")
+    assert last(capsys.readouterr().out) == promised(script)
+
+
+def test_two_ranks_print_what_they_say() -> None:
+    pytest.importorskip("deepspeed")
+    script = EXAMPLES / "two_ranks.py"
+    kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
+        env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=LIMIT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors
+    assert last(output) == promised(script)
+
+
+def test_the_page_shows_every_script() -> None:
+    page = (EXAMPLES / "index.md").read_text(encoding="utf-8")
+    assert SCRIPTS
+    assert not [script.name for script in SCRIPTS if f"examples/{script.name}" not in page]
