@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvpolicy.codecs.zipcache import ZipCache as ZipCache
     from kvpolicy.distortion import Distortion as Distortion
     from kvpolicy.embedded import tiny as tiny
+    from kvpolicy.notices import KVPolicyWarning as KVPolicyWarning
     from kvpolicy.planning import plan as plan
     from kvpolicy.plans import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
@@ -70,6 +71,7 @@ _LAZY = {
     "ZipCache": "kvpolicy.codecs.zipcache",
     "Distortion": "kvpolicy.distortion",
     "tiny": "kvpolicy.embedded",
+    "KVPolicyWarning": "kvpolicy.notices",
     "plan": "kvpolicy.planning",
     "CachePlan": "kvpolicy.plans",
     "Policy": "kvpolicy.policy",
@@ -88,14 +90,16 @@ _LAZY = {
 """Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""
 
 
-def __getattr__(name: str) -> Any:
-    import importlib
+if not TYPE_CHECKING:  # a type checker that saw this would take every name for one of ours
 
-    if name not in _LAZY:
-        raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        import importlib
+
+        if name not in _LAZY:
+            raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,7 @@ class KVPressScorer:
         TypeError: Where `press` is a class, or has no method `score`.
         ValueError: If `window` is below 1 or `decode` unknown.
 
-    Example:
+    Examples:
         >>> class LargestValue:
         ...     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         ...         return values.norm(dim=-1)

@@ -30,8 +30,9 @@ def parse_budget(text: str) -> Budget:
     Raises:
         ValueError: Where it is none of these, or out of range.
 
-    >>> parse_budget("0.2"), parse_budget("2048"), parse_budget("1.5GiB")
-    (0.2, 2048, '1.5GiB')
+    Examples:
+        >>> parse_budget("0.2"), parse_budget("2048"), parse_budget("1.5GiB")
+        (0.2, 2048, '1.5GiB')
     """
     if _TOKENS.fullmatch(text):
         return check_budget(int(text))
@@ -64,8 +65,9 @@ def check_budget(budget: object) -> Budget:
 def format_budget(budget: Budget) -> str:
     """Write a budget so that `parse_budget` reads it back.
 
-    >>> format_budget(1.0), format_budget(1)
-    ('1.0', '1')
+    Examples:
+        >>> format_budget(1.0), format_budget(1)
+        ('1.0', '1')
     """
     return budget if isinstance(budget, str) else repr(budget)
 
@@ -76,8 +78,9 @@ def bytes_of(text: str) -> int:
     Raises:
         ValueError: Where it is not an amount of bytes.
 
-    >>> bytes_of("1.5KiB"), bytes_of("2MB")
-    (1536, 2000000)
+    Examples:
+        >>> bytes_of("1.5KiB"), bytes_of("2MB")
+        (1536, 2000000)
     """
     match = _BYTES.fullmatch(text)
     if match is None:
@@ -111,8 +114,9 @@ def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Ten
     Raises:
         ValueError: Where `total` is less than the layers' floors together.
 
-    >>> waterfill(torch.tensor([[8.0, 4.0, 0.0]]), torch.tensor([12]), 1, torch.tensor([6])).tolist()
-    [[6, 5, 1]]
+    Examples:
+        >>> waterfill(torch.tensor([[8.0, 4.0, 0.0]]), torch.tensor([12]), 1, torch.tensor([6])).tolist()
+        [[6, 5, 1]]
     """
     targets = cast("list[list[float]]", target.tolist())  # pyright: ignore[reportUnknownMemberType]
     totals, ceilings = _ints(total), _ints(ceiling)

@@ -57,7 +57,7 @@ def distortion(
     Raises:
         ValueError: Where the codec leaves all of so few tokens exact.
 
-    Example:
+    Examples:
         >>> from kvpolicy import KIVI
         >>> from kvpolicy.distortion import distortion
         >>> x = torch.randn(1, 2, 256, 64, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     Returns:
         The model, in evaluation mode, and its tokenizer.
 
-    Example:
+    Examples:
         >>> model, tokenizer = tiny()
         >>> model.config.num_hidden_layers
         8
@@ -42,7 +42,7 @@ def config_of(name: str) -> Any:
     Raises:
         ValueError: Where none is found.
 
-    Example:
+    Examples:
         >>> config_of("mixtral-8x7b").num_local_experts
         8
     """

@@ -30,7 +30,7 @@ from kvpolicy.room import exact_count, extend, free_steps, later
 from kvpolicy.rotary import Rope
 from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
 from kvpolicy.running import note_attended
-from kvpolicy.slots import fix_addresses, lay_out
+from kvpolicy.slots import fix_addresses, lay_out, words_of
 from kvpolicy.state import map_state
 
 
@@ -68,6 +68,7 @@ class PolicyLayer(CacheLayerMixin):
     state: State
     ends: list[int]
     called: Forward | None
+    __repr__ = words_of  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -86,8 +87,7 @@ class PolicyLayer(CacheLayerMixin):
         self.prompt: Prompt | None = None
         self.waits = False  # for attention, in the running forward
         self.listens, self.called = policy.selector.needs.forward, None
-        self.layout = Layout(0)
-        self.tokens = 0
+        self.layout, self.tokens = Layout(0), 0
         self._room: float = 0
         self.short = False  # fewer slots than budget: more tokens were not expected
 

@@ -20,6 +20,14 @@ links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
 class Link:
     """What a cache knows of the attachment it belongs to."""
 
+    policy: Policy
+    model_shape: ModelShape
+    info: ModelInfo
+    ropes: dict[int, Rope]
+    rotary: nn.Module | None
+    layers: int
+    active: bool
+
     def __init__(
         self,
         policy: Policy,

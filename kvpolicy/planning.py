@@ -181,7 +181,7 @@ def plan(
     Raises:
         ValueError: Where the budget is too small, or the model's cache cannot be kept under a policy.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
         >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)

@@ -26,7 +26,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     Raises:
         ValueError: Where there is no prompt, or a policy is attached.
 
-    Example:
+    Examples:
         >>> import tempfile, os
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)

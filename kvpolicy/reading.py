@@ -70,7 +70,7 @@ class Coded:
             for i, size in enumerate(layer.layout.coded)
             if size
         ]
-        self.sizes = [part.size for part in self._parts]
+        self.sizes: list[int] = [part.size for part in self._parts]
 
     def score(self, queries: Tensor) -> list[Tensor]:
         """Products of queries [B, H, G, D] with every slot's key, [B, H, G, C] fp32 of each stage."""

@@ -57,8 +57,9 @@ def kinds() -> tuple[Kind, ...]:
 def names(kind: Kind | None = None) -> tuple[str, ...]:
     """Every registered name, or those of one kind, sorted.
 
-    >>> names("allocator")
-    ('pyramid', 'squeeze', 'uniform')
+    Examples:
+        >>> names("allocator")
+        ('pyramid', 'squeeze', 'uniform')
     """
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
 
@@ -75,8 +76,9 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
     Raises:
         ValueError: Where there is no such name, or what it points to cannot be imported.
 
-    >>> lookup("uniform")
-    ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
+    Examples:
+        >>> lookup("uniform")
+        ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
     """
     found = _table().get(ALIASES.get(name, name))
     if found is None:
@@ -92,9 +94,10 @@ def name_of(cls: type[Any]) -> str:
     Raises:
         ValueError: Where it is not registered.
 
-    >>> from kvpolicy.codecs.plain import Plain
-    >>> name_of(Plain)
-    'plain'
+    Examples:
+        >>> from kvpolicy.codecs.plain import Plain
+        >>> name_of(Plain)
+        'plain'
     """
     own = f"{cls.__module__}:{cls.__qualname__}"
     for name, (_, target) in _table().items():
@@ -112,10 +115,11 @@ def name_of(cls: type[Any]) -> str:
 def suggest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: a suggestion where one is near.
 
-    >>> suggest("h20", ["h2o", "tova"])
-    "; did you mean 'h2o'?"
-    >>> suggest("zebra", ["h2o", "tova"])
-    '.'
+    Examples:
+        >>> suggest("h20", ["h2o", "tova"])
+        "; did you mean 'h2o'?"
+        >>> suggest("zebra", ["h2o", "tova"])
+        '.'
     """
     near = get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else "."

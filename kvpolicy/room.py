@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.notices import tell_extended
 from kvpolicy.slots import FAR, fix_addresses, lay_out, open_slots
 from kvpolicy.state import map_state, tensors
 
@@ -55,3 +56,4 @@ def extend(layer: PolicyLayer, tokens: int) -> None:
     layer.set_budget(layer.budget + tokens if layer.grows else layer.budget)
     layer.short = not layer.grows and layer.tokens < int(layer.budget.amax())
     fix_addresses(layer)
+    tell_extended(layer, tokens)

@@ -28,7 +28,7 @@ class Rope:
         """Use `Rope.of`."""
         self._tables, self._turn, self._layer_type = tables, turn, layer_type
         name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
-        self.scaling = float(getattr(tables, name, 1.0))
+        self.scaling: float = float(getattr(tables, name, 1.0))
 
     @classmethod
     def of(cls, decoder: nn.Module, site: Site) -> Rope:
@@ -88,7 +88,7 @@ class SlotTurn:
     def __init__(self, rope: Rope, positions: Tensor, newest: Tensor, shift: Tensor) -> None:
         """Rotate to `positions` [B, H, C], the newest token's being `newest` [B]; the embedding adds `shift` [B]."""
         self._rope, self._positions, self._newest = rope, positions + shift[:, None, None], newest + shift
-        self.live = positions >= 0
+        self.live: Tensor = positions >= 0
 
     def keys(self, keys: Tensor, at: At) -> Tensor:
         """Rotate keys of the slots `at` to their positions, fp32; see `protocols.Turn`."""

@@ -22,7 +22,7 @@ class Running:
 
     def __init__(self) -> None:
         """None runs."""
-        self.now = False
+        self.now: bool = False
         self.residuals: dict[int, Tensor] = {}
 
     def begin(self, layers: Sequence[PolicyLayer]) -> None:

@@ -44,6 +44,15 @@ class Loose(NamedTuple):
         )  # fmt: skip
 
 
+def words_of(layer: PolicyLayer) -> str:
+    """A layer's `repr`: its slots, and how they are stored."""
+    if not layer.is_initialized:
+        return f"{type(layer).__name__}(layer_idx={layer.layer_idx}, empty)"
+    batch, heads, slots = layer.positions.shape
+    kept = f"exact={layer.layout.exact}" + (f", coded={layer.layout.coded}" if layer.layout.coded else "")
+    return f"{type(layer).__name__}(layer_idx={layer.layer_idx}, rows={batch}, heads={heads}, slots={slots}, {kept})"
+
+
 def frozen_rows(layer: PolicyLayer) -> Tensor:
     """Which rows have frozen slots, [B, 1, 1] bool: those that had room for codes when the first prompt was settled."""
     assert layer.rows is not None

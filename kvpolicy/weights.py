@@ -27,7 +27,7 @@ class Weights:
         replicated: Bytes that every rank holds.
         sharded: This rank's part of the bytes that are divided.
 
-    Example:
+    Examples:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128)
         >>> weights_per_rank(config, tp=2, backend="hf", dtype=torch.bfloat16)

@@ -10,7 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
-VERSION = 1
+from kvpolicy.formats import check_format, stamp
+
+FORMAT = 1
+"""Version of the file; a reader refuses a newer one."""
 
 
 def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable[SupportsFloat]) -> None:
@@ -22,7 +25,7 @@ def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable
         cosine: One number per layer (a list or an [L] tensor).
     """
     values = [float(value) for value in cosine]
-    content = {"model": model_name, "layers": len(values), "cosine": values, "version": VERSION}
+    content = stamp(FORMAT) | {"model": model_name, "layers": len(values), "cosine": values}
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -59,8 +62,7 @@ def _read(path: str, _changed: int, _size: int) -> tuple[float, ...]:
     listed = content.get("cosine")
     if not isinstance(listed, list) or not all(map(_is_number, cast("list[Any]", listed))):
         raise ValueError(f"The profile {path!r} has no list of numbers called cosine: record it with save_profile.")
-    if (version := content.get("version")) != VERSION:
-        raise ValueError(f"The profile {path!r} is of version {version!r}, not {VERSION}: record it anew.")
+    check_format({"format": content.get("version"), **content}, FORMAT, f"The profile {path!r}")
     return tuple(float(value) for value in cast("list[float]", listed))
 
 

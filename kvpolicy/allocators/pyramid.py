@@ -21,7 +21,7 @@ class Pyramid:
     Args:
         beta: How many times less than an even share the last layer gets, at least 1 (1 is uniform).
 
-    Example:
+    Examples:
         >>> Pyramid(beta=2).budgets(None, torch.tensor([40]), 1, torch.tensor([100]), 4).tolist()
         [[15, 12, 8, 5]]
 

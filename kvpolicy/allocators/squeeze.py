@@ -29,7 +29,7 @@ class SqueezeAttention:
         profile: A file of recorded cosines (see `save_profile`). With it nothing is measured, and each layer is
             compressed as soon as it has run; without it, all layers of the prompt run first.
 
-    Example:
+    Examples:
         >>> cosine = torch.tensor([[0.5, 0.7, 0.95, 0.96, 0.97]])
         >>> SqueezeAttention().budgets(cosine, torch.tensor([500]), 1, torch.tensor([1000]), 5).tolist()
         [[190, 190, 40, 40, 40]]

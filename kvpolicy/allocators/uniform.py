@@ -16,9 +16,10 @@ class Uniform:
 
     Where the total does not divide evenly, the first layers keep one token more.
 
-    >>> import torch
-    >>> Uniform().budgets(None, torch.tensor([10]), 1, torch.tensor([100]), 4).tolist()
-    [[3, 3, 2, 2]]
+    Examples:
+        >>> import torch
+        >>> Uniform().budgets(None, torch.tensor([10]), 1, torch.tensor([100]), 4).tolist()
+        [[3, 3, 2, 2]]
     """
 
     @property

@@ -66,7 +66,7 @@ def collect(
     Raises:
         ValueError: Where the model is not supported, has a policy, or makes numbers that are not finite.
 
-    Example:
+    Examples:
         >>> import kvpolicy
         >>> collect(kvpolicy.tiny()[0], [torch.arange(3, 40)], tokens=20).pre[0].shape
         torch.Size([4, 20, 32])

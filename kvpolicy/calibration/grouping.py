@@ -66,7 +66,7 @@ def group_layers(
         pair: The most that any two layers of a group may differ.
         chain: The most that the differences of neighbours in a group may sum to.
 
-    Example:
+    Examples:
         >>> group_layers([0, 1, 2, 3], lambda a, b: 0.0 if a else 1.0)
         [[0], [1, 2, 3]]
     """
@@ -89,7 +89,7 @@ def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
     Raises:
         ValueError: Where a layer is missing, there twice or unknown.
 
-    Example:
+    Examples:
         >>> parse_groups("0,1-3", [0, 1, 2, 3])
         [[0], [1, 2, 3]]
     """

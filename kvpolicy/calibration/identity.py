@@ -17,7 +17,7 @@ def model_info(model: nn.Module) -> ModelInfo:
     Raises:
         ValueError: Where no policy could be attached to the model.
 
-    Example:
+    Examples:
         >>> import kvpolicy
         >>> model_info(kvpolicy.tiny()[0])[:3]
         (8, 4, 32)

@@ -39,7 +39,7 @@ def fit_kvquant(
         `keys.offset` and `keys.range` [H, D]; for keys and values and each width, such as 3, `keys.levels.b3` [8],
         ascending, and `keys.norm.b3` [2], scale and shift. All fp32.
 
-    Example:
+    Examples:
         >>> fitted = fit_kvquant(torch.randn(2, 100, 8), torch.randn(2, 100, 8), bits=(2,))
         >>> sorted(fitted)
         ['keys.levels.b2', 'keys.norm.b2', 'keys.offset', 'keys.range', 'values.levels.b2', 'values.norm.b2']

@@ -15,7 +15,12 @@ compiled step to unroll, and a small part of what a dense copy would take."""
 
 
 def ordinary_layout(traits: Traits, tokens: int) -> Layout:
-    """Room for pinned tokens, the residual and one block exact, and for all else coded, in one stage."""
+    """Room for pinned tokens, the residual and one block exact, and for all else coded, in one stage.
+
+    Args:
+        traits: Of the codec.
+        tokens: The most tokens of a row.
+    """
     exact = traits.pinned + traits.residual + traits.block
     if tokens < exact:  # too few to ever fill a block
         return Layout(tokens)
@@ -40,7 +45,13 @@ def is_fresh(active: Tensor, live: Tensor) -> Tensor:
 
 
 def put(target: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
-    """Write `data` [B, H, n, ...] into `target` [B, H, C, ...] at `slots` [B, H, n] where `active`.
+    """Write tokens into slots, in place, and leave those alone that are not active.
+
+    Args:
+        target: [B, H, C, ...], what is written to.
+        data: [B, H, n, ...], in the dtype of `target`.
+        slots: [B, H, n] int64, where each token goes.
+        active: [B, H, n] bool, whether it is written.
 
     A scatter cannot skip a token, and an inactive one may point to a slot that is in use. So an inactive token
     repeats the write of its head's first active one; in a head without any, all rewrite what is there.
@@ -56,7 +67,15 @@ def put(target: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
 
 
 def take(t: Tensor, at: At) -> Tensor:
-    """Slots of `t` [B, H, C, ...]: a range, or each head's own [B, H, n]."""
+    """Read slots.
+
+    Args:
+        t: [B, H, C, ...].
+        at: A range of slots, or each head's own, [B, H, n] int64.
+
+    Returns:
+        [B, H, n, ...].
+    """
     if isinstance(at, slice):
         return t[:, :, at]
     index = at.reshape(*at.shape, *[1] * (t.dim() - 3))
@@ -79,7 +98,19 @@ def chunks(slots: int, grain: int = 1) -> list[slice]:
 def score_by_chunks(
     keys: Callable[[Store, At], Tensor], store: Store, queries: Tensor, turn: Turn | None, slots: int, grain: int = 1
 ) -> Tensor:
-    """Products of queries [B, H, G, D] with the keys of all slots, of which one chunk at a time is decoded."""
+    """Multiply queries with the keys of all slots, of which one chunk at a time is decoded.
+
+    Args:
+        keys: Reads keys of some slots back, [B, H, n, D].
+        store: What it reads from.
+        queries: [B, H, G, D].
+        turn: The rotary embedding, where keys are coded without it; else None.
+        slots: How many slots there are, C.
+        grain: How many slots share parameters; a chunk is a multiple of it.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
     scores: list[Tensor] = []
     for at in chunks(slots, grain):
         some = keys(store, at)
@@ -89,7 +120,17 @@ def score_by_chunks(
 
 
 def mix_by_chunks(values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1) -> Tensor:
-    """Values of all slots weighted by `share` [B, H, G, C] and summed, of which one chunk at a time is decoded."""
+    """Weight the values of all slots and sum them; one chunk at a time is decoded.
+
+    Args:
+        values: Reads values of some slots back, [B, H, n, D].
+        store: What it reads from.
+        share: The weights, [B, H, G, C].
+        grain: How many slots share parameters; a chunk is a multiple of it.
+
+    Returns:
+        [B, H, G, D] fp32.
+    """
     parts = [share[..., at] @ values(store, at).to(share.dtype) for at in chunks(share.shape[-1], grain)]
     return sum(parts[1:], parts[0]).float()
 

@@ -58,7 +58,7 @@ def load(folder: str, method: str) -> Calibrated:
     Raises:
         ValueError: Where the folder is missing, damaged, edited, of another method or from a newer version.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(folder, "csr", {"model": None, "head_dim": 2}, {"values.sn1.0": torch.eye(2)})

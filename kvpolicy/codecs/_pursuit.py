@@ -39,7 +39,7 @@ def pursue(x: Tensor, words: Words, pairs: int, solver: Solver = "mp") -> tuple[
         Atoms [B, H, m, pairs] int64 and coefficients [B, H, m, pairs] fp32. On a CPU those of a head are the same to
         the last bit whatever heads are beside it.
 
-    Example:
+    Examples:
         >>> words = Words(torch.tensor([[1.0, 0.0], [0.6, 0.8]]), torch.zeros(1, 1, 0, 2))
         >>> index, coef = pursue(torch.tensor([[[[0.0, -2.0]]]]), words, 2)
         >>> index.tolist(), [round(c, 2) for c in coef.flatten().tolist()]

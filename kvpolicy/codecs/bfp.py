@@ -52,7 +52,7 @@ class BFP:
     Raises:
         ValueError: Where a parameter is out of its range.
 
-    Example:
+    Examples:
         >>> BFP(mantissa=4).layout(1000)
         Layout(exact=64, coded=(968,))
 

@@ -78,7 +78,7 @@ class CSR:
         block_size: How many tokens are coded at a time.
         dictionary: The folder of the dictionaries, or `tiny` for those of the embedded model.
 
-    Example:
+    Examples:
         >>> CSR(s=8, online=32, block_size=32).layout(1000)
         Layout(exact=64, coded=(1000,))
 

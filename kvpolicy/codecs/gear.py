@@ -74,7 +74,7 @@ class GEAR:
         backbone: What is quantized with one scale and zero: a key channel of a block in any case, and of a value
             `group_size` channels or the largest divisor of the head dimension below it (`kivi`), or all (`kcvt`).
 
-    Example:
+    Examples:
         >>> GEAR(bits=4, rank=4).layout(1000)
         Layout(exact=128, coded=(960,))
 

@@ -48,7 +48,7 @@ class KIVI:
             dimension that is not above it).
         residual_length: How many of the newest tokens always stay exact.
 
-    Example:
+    Examples:
         >>> KIVI(bits=4).layout(1000)
         Layout(exact=160, coded=(896,))
 

@@ -78,7 +78,7 @@ class KVQuant:
         block_size: Tokens that are coded at a time in decode.
         calibration: Folder of the calibration, or `tiny` for that of the embedded model.
 
-    Example:
+    Examples:
         >>> KVQuant(sinks=4).layout(1000)
         Layout(exact=68, coded=(964,))
 

@@ -125,7 +125,7 @@ class MiKV:
         residual_length: How many of the newest tokens always stay exact.
         block_size: How many tokens are coded at a time in decode.
 
-    Example:
+    Examples:
         >>> MiKV().layout(1000)
         Layout(exact=264, coded=(768,))
         >>> MiKV(high_bits=8).layout(1000)

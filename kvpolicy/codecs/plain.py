@@ -13,8 +13,9 @@ class Plain:
 
     There is no coded part, so nothing is ever written or read here.
 
-    >>> Plain().layout(100)
-    Layout(exact=100, coded=())
+    Examples:
+        >>> Plain().layout(100)
+        Layout(exact=100, coded=())
     """
 
     @property

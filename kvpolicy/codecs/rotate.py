@@ -52,7 +52,7 @@ class RotateKV:
         residual_length: How many of the newest tokens always stay exact.
         block_size: How many tokens are coded at a time in decode.
 
-    Example:
+    Examples:
         >>> RotateKV().layout(1000)
         Layout(exact=84, coded=(948,))
 

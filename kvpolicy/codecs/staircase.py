@@ -26,7 +26,7 @@ class Staircase:
     Raises:
         ValueError: Where a parameter is out of its range.
 
-    Example:
+    Examples:
         >>> Staircase().layout(1000)
         Layout(exact=64, coded=(128, 512, 352))
 

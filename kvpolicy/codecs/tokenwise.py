@@ -62,7 +62,7 @@ class TokenWise:
     Raises:
         ValueError: Where a parameter is out of its range.
 
-    Example:
+    Examples:
         >>> TokenWise(bits=4).layout(1000)
         Layout(exact=64, coded=(968,))
 

@@ -55,7 +55,7 @@ class TurboQuant:
         residual_length: How many of the newest tokens always stay exact.
         block_size: How many tokens are coded at a time in decode.
 
-    Example:
+    Examples:
         >>> TurboQuant().layout(1000)
         Layout(exact=64, coded=(968,))
 

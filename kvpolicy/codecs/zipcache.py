@@ -115,7 +115,7 @@ class ZipCache:
         bits: Bits per code of all others: 2, 3 or 4.
         recode_every: After how many new tokens all are coded anew, at least 1.
 
-    Example:
+    Examples:
         >>> ZipCache().layout(1000)
         Layout(exact=100, coded=(600, 400))
 

@@ -16,7 +16,13 @@ DecodeMode = Literal["evict", "grow"]
 
 
 class Probes(NamedTuple):
-    """Which queries of a prompt are probes: shares of each row's own, the newest and random ones."""
+    """Which queries of a prompt are probes.
+
+    Attributes:
+        recent: Share of each row's own queries that are the newest, in [0, 1].
+        random: Share of them that is drawn at random among the others, in [0, 1].
+        seed: Of the draw.
+    """
 
     recent: float
     random: float

@@ -19,7 +19,12 @@ ALL_HEADS = slice(None)
 
 
 class Layout(NamedTuple):
-    """How a layer's slots are stored: `exact` in the model's dtype, then those of each of the codec's stages."""
+    """How a layer's slots are stored.
+
+    Attributes:
+        exact: The first so many in the model's dtype.
+        coded: Then those of each of the codec's stages.
+    """
 
     exact: int
     coded: tuple[int, ...] = ()

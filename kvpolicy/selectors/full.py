@@ -17,8 +17,9 @@ class KeepAll:
     What a policy does that names no selector. The cache is then as large as the stock one, or smaller where a codec
     stores it.
 
-    >>> KeepAll().decode
-    'grow'
+    Examples:
+        >>> KeepAll().decode
+        'grow'
     """
 
     @property

@@ -24,7 +24,7 @@ class H2O:
     Raises:
         ValueError: If `recent` is outside [0, 1].
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> str(Policy.parse("h2o:recent=0.25@0.1"))
         'h2o:recent=0.25@0.1'

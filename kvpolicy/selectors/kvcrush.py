@@ -64,7 +64,7 @@ class KVCrush:
     Raises:
         ValueError: If a number is out of range or a word unknown.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> policy = Policy.parse("kvcrush:split=0.5/h2o@0.25")
         >>> policy.selector.base, policy.selector.split

@@ -36,7 +36,7 @@ class ProbeSalience:
     Raises:
         ValueError: If a share is outside [0, 1], or both are zero.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> str(Policy.parse("probe:recent=0.1@0.3"))
         'probe:recent=0.1@0.3'

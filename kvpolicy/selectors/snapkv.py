@@ -30,7 +30,7 @@ class SnapKV:
     Raises:
         ValueError: If `window` or `kernel` is below 1, `kernel` is even, or `pool` is unknown.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> str(Policy.parse("snapkv:pool=max:kernel=7@256"))
         'snapkv:kernel=7:pool=max@256'

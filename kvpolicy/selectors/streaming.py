@@ -24,7 +24,7 @@ class StreamingLLM:
     Raises:
         ValueError: If `sinks` is negative.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> Policy.parse("streaming:sinks=2@64").selector
         StreamingLLM(sinks=2, decode='evict')

@@ -18,7 +18,7 @@ class TOVA:
     Args:
         decode: `evict` drops one token for each generated one; `grow` gives generated tokens room.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> Policy.parse("tova").budget
         0.2

@@ -20,7 +20,7 @@ class SlidingWindow:
     Args:
         decode: `evict` slides the window over generated tokens; `grow` gives them room of their own.
 
-    Example:
+    Examples:
         >>> from kvpolicy import Policy
         >>> str(Policy(selector=SlidingWindow(), budget=128))
         'window@128'
