@@ -88,6 +88,24 @@ class Report:
         return "\n".join(lines)
 
 
+def cache_of(source: Any) -> PolicyCache:
+    """The cache of a handle, or a cache itself.
+
+    Raises:
+        ValueError: Where there is none yet, or it has seen no prompt.
+        TypeError: Where it is neither.
+    """
+    from kvpolicy.attachment import Handle
+    from kvpolicy.cache import PolicyCache
+
+    cache = source.cache if isinstance(source, Handle) else source
+    if cache is not None and not isinstance(cache, PolicyCache):
+        raise TypeError(f"A {type(source).__name__} holds no tokens: give a Handle or a PolicyCache.")
+    if cache is None or not any(layer.is_initialized for layer in cache.slots):
+        raise ValueError("The cache has seen no prompt yet: run the model first.")
+    return cache
+
+
 def make_report(cache: PolicyCache) -> Report:
     """The report of a cache."""
     from kvpolicy.layer import PolicyLayer

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.report import cache_of
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -90,20 +92,6 @@ def shares_kept(cache: PolicyCache, row: int = 0) -> tuple[list[Tensor], int]:
         counts = torch.bincount(held[held >= 0], minlength=seen)
         shares.append(counts.double() / held.shape[0])
     return shares, seen
-
-
-def cache_of(source: Handle | PolicyCache) -> PolicyCache:
-    """The cache itself, or a handle's newest.
-
-    Raises:
-        ValueError: Where the handle's model has made none yet.
-    """
-    held: Any = source
-    if hasattr(held, "slots"):
-        return held
-    if held.cache is None:
-        raise ValueError("There is no cache yet: run the model first, or give a cache of your own.")
-    return held.cache
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

@@ -32,14 +32,16 @@ _LAZY = {
 """Where each name is, imported when it is first used: matplotlib is not loaded before."""
 
 
-def __getattr__(name: str) -> Any:
-    import importlib
+if not TYPE_CHECKING:  # or a type checker would take every misspelt name for an Any
 
-    if name not in _LAZY:
-        raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        import importlib
+
+        if name not in _LAZY:
+            raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

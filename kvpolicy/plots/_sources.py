@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.report import Report
+from kvpolicy.report import Report, cache_of
 
 if TYPE_CHECKING:
     from kvpolicy.attachment import Handle
@@ -32,24 +32,6 @@ class LayerTokens(NamedTuple):
     policy: Policy
     tokens: dict[int, tuple[int, ...]]
     alone: tuple[int, ...]
-
-
-def cache_of(source: Any) -> PolicyCache:
-    """The cache of a handle, or a cache itself.
-
-    Raises:
-        ValueError: Where there is none yet, or it has seen no prompt.
-        TypeError: Where it is neither.
-    """
-    from kvpolicy.attachment import Handle
-    from kvpolicy.cache import PolicyCache
-
-    cache = source.cache if isinstance(source, Handle) else source
-    if cache is not None and not isinstance(cache, PolicyCache):
-        raise TypeError(f"A {type(source).__name__} holds no tokens: give a Handle or a PolicyCache.")
-    if cache is None or not any(layer.is_initialized for layer in cache.slots):
-        raise ValueError("The cache has seen no prompt yet: run the model first.")
-    return cache
 
 
 def settled(source: Any) -> Report | CachePlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.plots._sources import LayerTokens, Source, cache_of, layer_tokens, named
+from kvpolicy.plots._sources import LayerTokens, Source, layer_tokens, named
 from kvpolicy.plots._style import (
     GREY,
     INK,
@@ -19,6 +19,7 @@ from kvpolicy.plots._style import (
     whole_numbers,
 )
 from kvpolicy.plots.heat import heat
+from kvpolicy.report import cache_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

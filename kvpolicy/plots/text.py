@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.report import cache_of
 from kvpolicy.shading import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
-from kvpolicy.spans import cache_of
 from kvpolicy.spans import pieces as pieces
 from kvpolicy.spans import spans as spans
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpolicy.plots._sources import cache_of
 from kvpolicy.plots._style import SEQUENTIAL, canvas, figure_of, whole_numbers
 from kvpolicy.plots.heat import field
+from kvpolicy.report import cache_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
