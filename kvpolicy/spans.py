@@ -81,8 +81,6 @@ def shares_kept(cache: PolicyCache, row: int = 0) -> tuple[list[Tensor], int]:
     import torch
 
     rows = cache.batch_size
-    if rows < 0:
-        raise ValueError("The cache is empty: run the model over a prompt first.")
     if not 0 <= row < rows:
         raise ValueError(f"There is no row {row}: the cache has {rows} row(s), counted from 0.")
     seen = int(cache.slots[0].length[row])
