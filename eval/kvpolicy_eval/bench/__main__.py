@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from kvpolicy_eval.bench import crush, decode, prefill
-from kvpolicy_eval.bench.common import FLOORS, Row
-from kvpolicy_eval.bench.floor import Machine, measure_machine
+from kvpolicy_eval.bench.common import Row
 from kvpolicy_eval.markdown import fill, table
 
-HEAD = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours", *FLOORS]
+HEAD = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours"]
 ALL = {"prefill": prefill.measure, "decode": decode.measure, "kvcrush": crush.measure}
 
 
-def show(row: Row, machine: Machine) -> list[str]:
+def show(row: Row, bars: str) -> list[str]:
     """One line of the table."""
     ratio = row.ratio
     times = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
-    return [
-        row.what,
-        f"`{row.policy}`",
-        times,
-        row.bar,
-        f"{ratio.theirs:.3f}",
-        f"{ratio.ours:.3f}",
-        *row.floors(machine),
-    ]
+    return [row.what, f"`{row.policy}`", times, bars, f"{ratio.theirs:.3f}", f"{ratio.ours:.3f}"]
+
+
+def lines(rows: Iterable[Row]) -> Iterator[list[str]]:
+    """A line for each measurement, with all of its bars."""
+    for _, same in groupby(rows, key=lambda row: (row.what, row.policy)):
+        found = list(same)
+        yield show(found[0], " and ".join(row.bar for row in found if row.bar))
 
 
 def main() -> None:
@@ -41,14 +41,11 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[list[str]] = []
-    machine = measure_machine()
     for name in args.which:
-        for row in ALL[name]():
-            rows.append(show(row, machine))
-            print(" | ".join(rows[-1]), flush=True)
-    text = (
-        table(HEAD, rows) + f"\n\ntorch {torch.__version__}, CPU, {torch.get_num_threads()} thread(s), fp32; {machine}."
-    )
+        for line in lines(ALL[name]()):
+            rows.append(line)
+            print(" | ".join(line), flush=True)
+    text = table(HEAD, rows) + f"\n\ntorch {torch.__version__}, CPU, {torch.get_num_threads()} thread(s), fp32."
     print("\n" + text)
     if args.fill:
         fill(args.fill, "bench", text)

@@ -52,7 +52,7 @@ class Row(NamedTuple):
     @property
     def bar(self) -> str:
         """The bar in words."""
-        return "" if self.most is None else f"<= {self.most:.3g}x"
+        return "" if self.most is None else f"<= {f'{self.most:.3f}'.rstrip('0')}x"
 
     @property
     def verdict(self) -> str:
