@@ -103,7 +103,8 @@ RECALL_OURS = [
     "full", "kivi:bits=4", "snapkv", "snapkv:kernel=7", "tova", "streaming", "knorm", "h2o",
     "squeeze+snapkv:kernel=7", "squeeze+kvcrush/snapkv:kernel=7", "squeeze+kvcrush/snapkv:kernel=7+kivi:bits=4",
     "tokenwise:bits=4", "snapkv:kernel=7+tokenwise:bits=4", "squeeze+kvcrush/snapkv:kernel=7+tokenwise:bits=4",
-    "snapkv:kernel=7+tokenwise:bits=4:residual_length=0",
+    "snapkv:kernel=7+tokenwise:bits=4:residual_length=0:block_size=4",
+    "squeeze+snapkv:kernel=7+tokenwise:bits=4:residual_length=0:block_size=4",
 ]  # fmt: skip
 RECALL_THEIRS = [
     "", "quanto-4", "hqq-4", "snapkv:window_size=32", "snapkv:window_size=32:kernel_size=7", "tova", "streaming",
