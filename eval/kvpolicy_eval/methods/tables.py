@@ -47,7 +47,8 @@ def note(bench: Bench) -> str:
         f"{str(bench.dtype).removeprefix('torch.')}."
     )
     if bench.text:
-        text += " Error: squared, over the squared norm, of coded tokens of held-out text. Exact parts are shortened, as prompts are short."
+        text += " Error: squared, over the squared norm, of coded tokens of held-out text."
+        text += " Exact parts are shortened, as prompts are short."
     return text
 
 
