@@ -97,7 +97,14 @@ if not TYPE_CHECKING:  # a type checker that saw this would take every name for 
 
         if name not in _LAZY:
             raise AttributeError(f"module 'kvpolicy' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_LAZY[name]), name)
+        try:
+            module = importlib.import_module(_LAZY[name])
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "transformers":
+                raise
+            told = f"kvpolicy.{name} needs transformers, which is not installed: pip install 'kvpolicy[hf]'."
+            raise ModuleNotFoundError(told, name=error.name) from error
+        value = getattr(module, name)
         globals()[name] = value
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         the user can put right, which is told in one sentence; 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, where only extras bring NumPy
     try:
         code = _run_words(words or ["--help"])
         if sys.stdout is not None:  # a shell may have closed it

@@ -25,8 +25,11 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
         >>> model.config.num_hidden_layers
         8
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ModuleNotFoundError as error:
+        told = "The model needs transformers, which is not installed: pip install 'kvpolicy[hf]'."
+        raise ModuleNotFoundError(told, name=error.name) from error
     with as_file(files("kvpolicy") / "assets" / "tiny") as path:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)

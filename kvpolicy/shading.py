@@ -21,6 +21,8 @@ TAB = 4
 SHORT = 16
 """Letters of a line, on the average, below which a text's lines run on."""
 _SIGNS = {"\r": "␍", "\t": "⇥".ljust(TAB), "\x7f": "␡", "\u200b": "·", "\ufeff": "·"}
+_TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""What Unicode calls the signs that set a direction of writing."""
 
 Piece = tuple[str, Span]
 """Letters to draw on one line, and the token that they belong to."""
@@ -66,6 +68,8 @@ def _sign(letter: str) -> str:
         return _SIGNS[letter]
     if ord(letter) < 32:
         return chr(0x2400 + ord(letter))
+    if unicodedata.bidirectional(letter) in _TURNS:  # it would turn the letters after it around
+        return "·"
     return "\ufffd" if unicodedata.category(letter) in ("Cc", "Cs") or letter in "\u2028\u2029" else letter
 
 

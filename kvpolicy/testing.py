@@ -14,8 +14,10 @@ from torch import Tensor
 
 from kvpolicy.attachment import attach
 from kvpolicy.cache import PolicyCache
+from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.rules import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 
@@ -27,9 +29,12 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
 
     Checked of every part: it is a frozen dataclass of keyword-only hyper-parameters; a cache holds the bytes that its
     plan says; no token has two slots and the newest is there; no layer holds more than its budget; a padded row keeps
-    what it keeps alone; two runs keep the same. Of an allocator also: budgets are int64 [B, L], sum to the total and
-    stay inside the bounds, row by row. Of a selector also: a whole budget changes no logit. Of a codec also: the tokens
-    kept are those of `plain`.
+    what it keeps alone; two runs keep the same.
+
+    Of an allocator also: budgets are int64 [B, L], sum to the total and stay inside the bounds, row by row. Of a
+    selector also: priorities are fp32 and no NaN, states are [B, H, S], its floor is enough, and a whole budget changes
+    no logit. Of a codec also: the tokens kept are those of `plain`; what it reads is nearer to what was written than
+    zeros are, and the same in another batch; its scores and sums are those of what it reads.
 
     Args:
         part: The strategy, with the hyper-parameters that are to be checked.
@@ -48,24 +53,35 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     """
     _frozen(part)
     if isinstance(part, Allocator):
-        _budgets(part)
+        for layers in (_LAYERS, 1, 7):
+            check_budgets(part, layers)
         policy = Policy(allocator=part, selector=H2O(), budget=budget)
     elif isinstance(part, Selector):
+        check_words(part)
         policy = Policy(selector=part, budget=budget)
     elif isinstance(part, Codec):  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_layout(part)
         selector = H2O() if _ranks(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
     else:
         raise TypeError(f"{part!r} is no allocator, no selector and no codec: see kvpolicy.protocols.")
+    with watched(part):
+        _behave(part, policy)
+
+
+def _behave(part: Any, policy: Policy) -> None:
+    """Hold a part to what a cache does under it."""
     model, ids = _model(), _tokens()
     kept = _run(model, policy, ids)
     again = _run(model, policy, ids)
     assert kept == again, f"{part} keeps other tokens in a second run: draw from a seed of its own"
     _rows(model, policy, ids)
     if isinstance(part, Selector):
+        if part.floor <= _PROMPT:
+            _run(model, dataclasses.replace(policy, budget=part.floor), ids)
         _exact(model, dataclasses.replace(policy, budget=1.0), ids)
     if isinstance(part, Codec) and not _ranks(part):  # H2O's scores would see what the codec lost
-        plain = _run(model, Policy(selector=StreamingLLM(), budget=budget), ids)
+        plain = _run(model, dataclasses.replace(policy, codec=Plain()), ids)
         assert kept == plain, f"{part} changes which tokens are kept; only a selector may"
 
 
@@ -80,20 +96,6 @@ def _frozen(part: Any) -> None:
     fields = dataclasses.fields(part)
     assert all(field.kw_only for field in fields), f"{name} takes arguments by place: write kw_only=True"
     assert hash(part) == hash(dataclasses.replace(part)), f"{name} is not equal to its copy"
-
-
-def _budgets(part: Allocator) -> None:
-    total, ceiling = torch.tensor([60, 45, 200]), torch.tensor([60, 20, 90])
-    measures = torch.rand(3, _LAYERS, generator=torch.Generator().manual_seed(0)) if part.measure else None
-    found = part.budgets(measures, total, 3, ceiling, _LAYERS)
-    assert found.dtype == torch.int64 and found.shape == (3, _LAYERS), f"{part}: budgets are int64 [B, L]"
-    assert found.sum(-1).tolist() == total.tolist(), f"{part}: budgets {found.tolist()} do not sum to {total.tolist()}"
-    assert int(found.min()) >= 3, f"{part}: a layer gets less than the floor"
-    assert bool((found <= ceiling[:, None]).all()), f"{part}: a layer gets more than it can use"
-    for row in range(3):
-        one = slice(row, row + 1)
-        alone = part.budgets(None if measures is None else measures[one], total[one], 3, ceiling[one], _LAYERS)
-        assert torch.equal(alone, found[one]), f"{part}: a row's budgets depend on the other rows"
 
 
 def _model() -> Any:
@@ -137,7 +139,11 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
         assert cache.nbytes == cache.plan.nbytes, (
             f"{policy}: {cache.nbytes} bytes are held, planned {cache.plan.nbytes}"
         )
-        return [_kept(layer) for layer in cache.layers]
+        kept = [_kept(layer) for layer in cache.layers]
+    with torch.no_grad():
+        full = model(ids).past_key_values.layers[0]
+        check_reading(policy.codec, cache.layers[0], full.keys, full.values)
+    return kept
 
 
 def _hold(policy: Policy, layer: Any, newest: int) -> None:
@@ -162,6 +168,7 @@ def _rows(model: Any, policy: Policy, ids: Tensor) -> None:
         for one, two in zip(alone.layers, together.layers, strict=True):
             same = _kept(one) == _kept(two, row=1)
             assert same, f"{policy}: padding, or the other row, changes which tokens a row keeps"
+        check_apart(policy.codec, alone.layers[0], together.layers[0], row=1)
 
 
 def _exact(model: Any, policy: Policy, ids: Tensor) -> None:

@@ -126,6 +126,7 @@ def test_no_letter_is_lost_and_no_line_too_long(width: int) -> None:
 
 
 def test_signs() -> None:
+    assert visible("\u202eab\u2069") == "·ab·"  # and nothing turns a line around
     assert visible("a\n\t\x00\x1b\x7f\x85\u2028") == "a↵\n⇥   ␀␛␡\ufffd\ufffd"
     assert (cells("e\u0301"), cells("中x")) == (1, 3)
 

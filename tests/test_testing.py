@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -41,15 +41,21 @@ class Layers:
 
     @property
     def measure(self) -> Literal["", "cosine"]:
-        return ""
+        return cast("Any", "entropy") if self.how == "measure" else ""
 
     def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         wish = torch.ones(len(total), layers, dtype=torch.float64)
+        if self.how == "total":
+            total -= 1
+        if self.how == "random":
+            wish = torch.rand(len(total), layers, dtype=torch.float64) + 0.1
         if self.how == "rows":
             wish[:, 0] += len(total)
         found = waterfill(wish * (total / wish.sum(-1))[:, None], total, floor, ceiling)
-        if self.how == "sum":
+        if self.how == "sum" or (self.how == "deep" and layers != 3):
             found[:, 0] += 1
+        if self.how == "list":
+            return cast("Any", found.tolist())
         return found.int() if self.how == "dtype" else found
 
 
@@ -66,13 +72,13 @@ class Tokens:
 
     @property
     def floor(self) -> int:
-        return 1
+        return 0 if self.how == "zero" else 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        return ()
+        return torch.zeros(batch, heads, slots + 1) if self.how == "alloc" else ()
 
     def observe(self, state: State, seen: Seen, view: View) -> State:
-        return state
+        return torch.zeros(3) if self.how == "observe" else state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
         pass
@@ -83,6 +89,14 @@ class Tokens:
             worth = torch.rand(worth.shape)
         if self.how == "columns":
             worth = -torch.arange(worth.shape[-1]).expand(worth.shape).float().sub(50).abs()
+        if self.how == "nan":
+            worth = worth.masked_fill(view.positions % 3 == 0, torch.nan)
+        if self.how == "first":  # four that always stay, though the floor is one
+            worth = worth.masked_fill(view.positions < 4, torch.inf)
+        if self.how in ("whole", "double"):
+            return worth.long() if self.how == "whole" else worth.double()
+        if self.how == "shape":
+            return worth[:, 0]
         return worth if self.how == "newest" else worth.masked_fill(view.newest(1), torch.inf)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
@@ -100,8 +114,22 @@ def test_right_ones_pass() -> None:
         (Layers(how="sum"), "do not sum"),
         (Layers(how="dtype"), "int64"),
         (Layers(how="rows"), "depend on the other rows"),
+        (Layers(how="measure"), "measure is 'entropy'"),
+        (Layers(how="total"), "its argument total in place"),
+        (Layers(how="random"), "asked a second time"),
+        (Layers(how="deep"), "of 1 layers do not sum"),
+        (Layers(how="list"), "not a list"),
         (Tokens(how="random"), "second run"),
         (Tokens(how="columns"), "padding"),
+        (Tokens(how="nan"), "priority of a token is NaN"),
+        (Tokens(how="first"), "newest token is not kept"),
+        (Tokens(how="whole"), "not int64"),
+        (Tokens(how="double"), "not float64"),
+        (Tokens(how="shape"), r"fp32 \[1, 2, 96\], and not"),
+        (Tokens(how="zero"), "floor is 0"),
+        (Tokens(how="alloc"), r"not float32 \[2, 2, 6\]"),
+        (Tokens(how="observe"), "observe returns"),
+        (Tokens(decode=cast("Any", "keep")), "decode is 'keep'"),
     ],
 )
 def test_wrong_ones_are_told(part: Any, message: str) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.commands.models import load
-from kvpolicy.commands.printing import as_json, paragraph, size, table
+from kvpolicy.commands.printing import as_json, paragraph, size, table, width
 from kvpolicy.commands.words import TINY, Device, Dtype, Json, Model, Policies
 
 DEFAULT = ["full", "window@0.2", "h2o@0.2", "squeeze+kvcrush@0.2", "snapkv+kivi:bits=4@0.2"]
@@ -41,7 +41,7 @@ def bench(
 
     parsed = [Policy.parse(words) for words in policies or DEFAULT]
     torch.set_num_threads(threads or torch.get_num_threads())
-    loaded, _ = load(model, dtype, device)
+    loaded, _ = load(model, dtype, device, text=False)
     facts: dict[str, Any] = machine(loaded) | {"model": model, "length": length, "steps": steps, "rounds": rounds}
     facts |= compared(loaded, parsed, length, steps, rounds) | {"checks": checks(loaded, parsed)}
     print(as_json("bench", facts) if json else render(facts))
@@ -61,7 +61,7 @@ def render(facts: dict[str, Any]) -> str:
             f"token {1000 * stock['step_seconds']:.2f} ms, {size(stock['bytes'])}."
         ),
         "",
-        table([("policy", "prompt", "token", "bytes", "of full"), *map(_row, facts["policies"])]),
+        _table([("policy", "prompt", "token", "bytes", "of full"), *map(_row, facts["policies"])]),
         "",
         paragraph(
             "prompt, token: median time over the stock cache's, less is better. bytes: what the cache holds at the end."
@@ -69,6 +69,15 @@ def render(facts: dict[str, Any]) -> str:
         "",
     ]
     return "\n".join([*lines, *map(_check, facts["checks"])])
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Rows with aligned columns; where they are too wide for the terminal, each policy above its numbers."""
+    whole = table(rows)
+    if max(map(len, whole.splitlines())) <= width():
+        return whole
+    numbers = table([("", *row[1:]) for row in rows]).splitlines()
+    return "\n".join([numbers[0], *(f"{row[0]}\n{line}" for row, line in zip(rows[1:], numbers[1:], strict=True))])
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from kvpolicy.commands.layers import layer_facts, layer_table
 from kvpolicy.commands.list import QUESTIONS
 from kvpolicy.commands.models import dtype_of
 from kvpolicy.commands.plan import NOT_MEASURED
-from kvpolicy.commands.printing import as_json, paragraph, size
+from kvpolicy.commands.printing import as_json, counted, paragraph, size
 from kvpolicy.commands.strategies import Description, read
 from kvpolicy.commands.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
 
@@ -82,7 +82,8 @@ def _strategy(strategy: Any) -> dict[str, Any]:
 def _render(whole: dict[str, Any], case: Any) -> str:
     shape = whole["shape"]
     model = (
-        f"for {whole['model']}: {shape['layers']} layers with {shape['kv_heads']} KV heads of {shape['head_dim']} "
+        f"for {whole['model']}: {counted(shape['layers'], 'layer')} with {counted(shape['kv_heads'], 'KV head')} of "
+        f"{shape['head_dim']} "
         f"numbers in {whole['dtype']}, so a token takes {size(whole['token_bytes'])} in a layer; {whole['batch']:,} "
         f"row(s), each of {whole['prompt']:,} prompt and {whole['new']:,} new tokens"
     )

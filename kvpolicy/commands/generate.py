@@ -41,7 +41,7 @@ def generate(
         typer.Option(min=1, metavar="TOKENS", help=f"Tokens at most: {NEW}, or {SAMPLE_NEW} for the sample."),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the draws; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="Of the draws.")] = 0,
     chat: Chat = False,
     dtype: words.Dtype = "auto",
     device: words.Device = "",

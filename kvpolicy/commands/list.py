@@ -84,7 +84,7 @@ def _kinds(found: list[Entry]) -> list[str]:
 
 
 def _group(kind: str, found: list[Entry], which: str) -> str:
-    head = f"{kind.capitalize()}s: {QUESTIONS.get(kind, '')}"
+    head = paragraph(f"{kind.capitalize()}s: {QUESTIONS.get(kind, '')}")
     return "\n".join([head, *(f"\n{_shown(entry, full=bool(which))}" for entry in found)])
 
 

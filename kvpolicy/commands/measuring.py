@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 import statistics
 import time
@@ -120,13 +121,21 @@ def checks(model: Any, policies: Sequence[Policy]) -> list[dict[str, Any]]:
 def _logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """The last logits of a prompt and of a few tokens behind it, [B, 1 + AFTER, V] fp32."""
     mask = torch.ones_like(ids) if mask is None else mask
-    found = model(ids, attention_mask=mask, use_cache=True)
+    found = model(ids, attention_mask=mask, use_cache=True, **_places(model, mask, ids.shape[1]))
     last = [found.logits[:, -1]]
     for at in range(AFTER):
         mask = torch.cat([mask, mask[:, -1:]], -1)
-        found = model(ids[:, -1 - at : -at or None], attention_mask=mask, past_key_values=found.past_key_values)
+        given = {"attention_mask": mask, "past_key_values": found.past_key_values} | _places(model, mask, 1)
+        found = model(ids[:, -1 - at : -at or None], **given)
         last.append(found.logits[:, -1])
     return torch.stack(last, 1).float()
+
+
+def _places(model: Any, mask: Tensor, new: int) -> dict[str, Tensor]:
+    """Positions without padding, as `generate` gives them: a learned embedding of the columns' would be another."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)[:, -new:]}
 
 
 def _difference(wanted: Tensor, found: Tensor) -> float:

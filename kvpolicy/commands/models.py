@@ -10,19 +10,20 @@ from typing import Any
 from kvpolicy.commands.words import TINY
 
 
-def load(name: str, dtype: str = "auto", device: str = "") -> tuple[Any, Any]:
+def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
         name: `tiny` for the embedded model, a folder, or a name on the hub.
         dtype: Of the weights; `auto` as they are stored, and float32 for the embedded model.
         device: Where to; empty for an accelerator if there is one.
+        text: Whether a tokenizer is needed.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer.
+        The model, in evaluation mode, and its tokenizer, or None where none is needed.
 
     Raises:
-        ValueError: Where the dtype or the device is not known, or there is no such model.
+        ValueError: Where the dtype or the device is not known, there is no such model, or it is of another kind.
     """
     import torch
 
@@ -34,7 +35,8 @@ def load(name: str, dtype: str = "auto", device: str = "") -> tuple[Any, Any]:
         if name == TINY:
             model, tokenizer = tiny(torch.float32 if kind == "auto" else kind)
         else:
-            model, tokenizer = _loaded(name, kind)
+            _check_name(name)
+            model, tokenizer = _loaded(name, kind, text)
     return _moved(model, where), tokenizer
 
 
@@ -81,16 +83,36 @@ def _without_bars() -> Generator[None, None, None]:
             logging.enable_progress_bar()
 
 
-def _loaded(name: str, dtype: Any) -> tuple[Any, Any]:
+def _check_name(name: str) -> None:
+    """Say before anything large is read that there is no such model, or only its config."""
+    from kvpolicy.embedded import SHIPPED, config_of
+
+    if name in SHIPPED:
+        raise ValueError(f"The model {name!r} cannot be loaded: only its config ships, for kvpolicy plan and explain.")
+    try:
+        config_of(name)
+    except ValueError as error:
+        raise ValueError(f"The model {name!r} cannot be loaded: {_short(error.__cause__ or error)}") from error
+
+
+def _loaded(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    what = "tokenizer of the model"
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if text else None
+        what = "model"
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
-        raise ValueError(f"The model {name!r} cannot be loaded: {reason}") from error
+        reason = _short(error)
+        if reason.startswith("Unrecognized configuration class"):  # then all that there are follow
+            reason = "it is no decoder-only causal language model."
+        raise ValueError(f"The {what} {name!r} cannot be loaded: {reason}") from error
     return model.eval(), tokenizer
+
+
+def _short(error: BaseException) -> str:
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 def _moved(model: Any, device: str) -> Any:

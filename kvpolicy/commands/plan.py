@@ -95,7 +95,8 @@ def render(whole: dict[str, Any], full: int) -> str:
     """
     ranks = f"on each of {whole['tp']} ranks, {whole['backend']}" if whole["tp"] > 1 else "on one rank"
     sizes = f"{whole['batch']:,} row(s), each of {whole['prompt']:,} prompt and {whole['new']:,} new tokens"
-    lines = [f"{whole['model']} in {whole['dtype']}, {ranks}", f"policy {whole['policy']}", sizes, ""]
+    model = f"{whole['model']} in {whole['dtype']}, {ranks}"
+    lines = [model, f"policy {whole['policy']}", paragraph(sizes), ""]
     lines += [layer_table(whole["layers"], full), ""]
     if not whole["measured"]:
         lines += [paragraph(NOT_MEASURED), ""]

@@ -80,6 +80,15 @@ def table(rows: Sequence[Sequence[str]], left: int = 1, indent: int = 0) -> str:
     return "\n".join(lines)
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "layer"), counted(2000, "layer")
+    ('1 layer', '2,000 layers')
+    """
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def size(nbytes: int) -> str:
     """Write bytes in the decimal unit that fits.
 

@@ -72,7 +72,7 @@ def _standard_input() -> str:
 
 def _text(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
+        return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"The text of {where} is not UTF-8 (byte {error.start:,}): convert it first.") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Annotated
@@ -31,13 +32,22 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_policy(incomplete: str) -> Iterator[str]:
-    """Policies that go on with a registered name behind the last `+` or `/`; nothing heavy is imported for it."""
-    from kvpolicy.registry import names
+    """Policies that go on with a name that may stand there; nothing heavy is imported for it.
+
+    >>> list(complete_policy("squeeze+kvcrush/s")), list(complete_policy("squeeze+p"))
+    (['squeeze+kvcrush/snapkv', 'squeeze+kvcrush/streaming'], ['squeeze+plain', 'squeeze+probe'])
+    """
+    from kvpolicy.registry import Kind, kinds, names
 
     if "@" in incomplete:
         return
     start = max(incomplete.rfind(sign) for sign in "+/") + 1
-    known = [*names(), "none"] if not start else names()
+    before = [re.split("[:/]", part)[0] for part in incomplete[:start].split("+") if part]
+    taken: list[Kind] = [kind for kind in kinds() if set(before) & set(names(kind))]
+    free: list[Kind] = [kind for kind in kinds() if kind not in taken]
+    if incomplete[:start].endswith("/"):  # what is wrapped is of the wrapper's kind
+        free = [kind for kind in taken if before[-1] in names(kind)]
+    known = sorted(name for kind in free for name in names(kind)) + ([] if start else ["none"])
     yield from (incomplete[:start] + name for name in known if name.startswith(incomplete[start:]))
 
 

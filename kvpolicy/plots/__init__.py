@@ -39,6 +39,7 @@ if not TYPE_CHECKING:  # or a type checker would take every misspelt name for an
 
         if name not in _LAZY:
             raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
+        importlib.import_module("kvpolicy.plots._style")  # where matplotlib is missing, it says so
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

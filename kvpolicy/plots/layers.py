@@ -120,7 +120,10 @@ def _rows(cosines: Any) -> list[list[float]]:
         return _measured(cosines)
     if isinstance(cosines, torch.Tensor):
         cosines = cosines.tolist()
-    rows = [[float(value) for value in row] for row in cosines]
+    try:
+        rows = [[float(value) for value in row] for row in cosines]
+    except (TypeError, ValueError):
+        rows = list[list[float]]()
     if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError("The cosines are no table: give a row for each prompt, and in it a number for each layer.")
     return rows

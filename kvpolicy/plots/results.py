@@ -74,7 +74,10 @@ def read_points(results: Results, model: str | None = None) -> list[Point]:
     Raises:
         ValueError: Where columns or results are missing, or nobody said which model.
     """
-    rows = [row for row in _read(results) if row.get("status", "done") == "done"]
+    rows = _read(results)
+    if not all(isinstance(row, Mapping) for row in rows):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError("The results have a row that is no mapping: give rows with policy, accuracy and share.")
+    rows = [row for row in rows if row.get("status", "done") == "done"]
     if not rows:
         raise ValueError("The results have no row: give rows with policy, accuracy and share, or a sweep's table.csv.")
     found: dict[tuple[str, str], dict[str, _Row]] = {}

@@ -11,6 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import GPT2Config, GPT2LMHeadModel
+
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.commands import measuring
@@ -38,6 +40,18 @@ def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) 
     text = run(f"bench full {FEW} --threads 1", 1)
     assert text.count("FAILED: ") == 2
     assert "1 thread(s), float32" in " ".join(text.split())
+
+
+def test_learned_positions_are_those_without_padding(run: Run, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
+    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)  # no tokenizer beside it: none is needed
+    assert "FAILED" not in run(f"bench h2o@0.5 --model {tmp_path} {FEW}")
+
+
+def test_a_long_policy_has_its_line_in_a_narrow_terminal(run: Run) -> None:
+    lines = run(f"bench squeeze+kvcrush/snapkv:window=4@0.5 {FEW}", columns=60).splitlines()
+    assert "squeeze+kvcrush/snapkv:window=4@0.5" in lines
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_checks_see_a_difference() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,8 @@ def test_completion_has_a_script(
     [
         ("explain squeeze+kvc", ["squeeze+kvcrush"]),
         ("explain kvcrush/sn", ["kvcrush/snapkv"]),
+        ("explain kvcrush:split=0.5/k", ["kvcrush:split=0.5/kvcrush"]),
+        ("explain squeeze+h2o+s", ["squeeze+h2o+staircase"]),
         ("explain h2o pl", []),
         ("plan llama", ["llama-2-70b", "llama-3-70b"]),
         ("list code", ["codecs"]),
@@ -176,3 +179,25 @@ def test_words_are_completed(
 
 def test_models_are_completed_without_pytorch_and_yet_all() -> None:
     assert words.shipped() == sorted(SHIPPED)
+
+
+def test_it_runs_as_a_module() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-m", "kvpolicy", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("kvpolicy ")
+
+
+def test_pytorch_says_nothing_of_numpy() -> None:
+    assert main(["--version"]) == 0
+    warnings.warn("Failed to initialize NumPy: No module named 'numpy'", UserWarning, stacklevel=1)  # would raise
+
+
+@pytest.mark.parametrize("columns", [50, 60])
+@pytest.mark.parametrize("line", ["list", "explain llama-3-70b", "plan llama-3-70b", "tiny"])
+def test_lines_fit_a_narrow_terminal(line: str, columns: int, run: Callable[..., str]) -> None:
+    if line.startswith(("explain", "plan")):
+        pytest.importorskip("transformers")
+        line = line.replace("explain ", "explain h2o@0.2 ")
+    lines = run(line, columns=columns).splitlines()
+    assert [text for text in lines if len(text) > columns and "/" not in text] == []  # but for paths

@@ -14,6 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import T5Config
+
 import kvpolicy
 from kvpolicy.cli import main
 from kvpolicy.commands import writing
@@ -190,6 +192,10 @@ def test_interrupted(
         ("a --policy nonsense", "no strategy called 'nonsense'"),
         ("a --compare nonsense", "no strategy called 'nonsense'"),
         ("a --model FOLDER", "cannot be loaded"),
+        ("a --model llama-3-70b", "only its config ships"),
+        ("a --model FOLDER/t5", "it is no decoder-only causal language model."),
+        ("a --model FOLDER/mute", "The tokenizer of the model"),
+        (f"a --seed {2**64}", "--seed"),
         ("a --file FOLDER/text", "twice"),
         ("--file FOLDER/text", "text cannot be read (no such file or directory)"),
         ("--file FOLDER", "cannot be read"),
@@ -205,9 +211,19 @@ def test_interrupted(
     ],
 )
 def test_what_the_user_can_put_right(
-    line: str, told: str, tmp_path: Path, run: Run, piped: Callable[[bytes], None]
+    line: str, told: str, tmp_path: Path, run: Run, piped: Callable[[bytes], None], tiny: tuple[Any, Any]
 ) -> None:
     piped(b"")
     (tmp_path / "latin").write_bytes("année".encode("latin-1"))
     (tmp_path / "empty").write_bytes(b"\n")
+    if line.endswith("t5"):
+        T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
+        tiny[1].save_pretrained(tmp_path / "t5")
+    if line.endswith("mute"):
+        tiny[0].config.save_pretrained(tmp_path / "mute")
     assert told in run(f"generate {line.replace('FOLDER', str(tmp_path))}", 2)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa=1\r\nb=2\n")
+    assert read_prompt(None, str(tmp_path / "marked"), "tiny") == ("a=1\nb=2", False)

@@ -204,3 +204,14 @@ def test_figures_draw_into_axes_and_leave_no_state(squeezed: Handle) -> None:
         assert own._repr_png_().startswith(b"\x89PNG"), "what a notebook shows"
         assert isinstance(own, Figure) and own is not figure
     assert plt.get_fignums() == [] and dict(plt.rcParams) == before
+
+
+@pytest.mark.parametrize("cosines", [None, 3, "h2o", [0.5, 0.6], [["a"]]])
+def test_what_is_no_table_of_cosines(cosines: Any) -> None:
+    with pytest.raises(ValueError, match="The cosines are no table: give a row for each prompt"):
+        plots.layer_similarity(cosines)
+
+
+def test_a_result_that_is_no_mapping() -> None:
+    with pytest.raises(ValueError, match="a row that is no mapping"):
+        plots.accuracy_against_bytes([3])  # pyright: ignore[reportArgumentType]

@@ -32,6 +32,20 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytes
         _ = kvpolicy.plots.bytes_by_kind
 
 
+def test_a_bare_install_is_told_what_it_lacks() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {[path for path in sys.path if path]}\n"
+        "sys.modules |= dict.fromkeys(('matplotlib', 'numpy', 'transformers'))\n"
+        "import kvpolicy, warnings; from kvpolicy import plots\n"
+        "warnings.filterwarnings('ignore', 'Failed to initialize NumPy')\n"
+        "for look in (lambda: kvpolicy.attach, lambda: kvpolicy.tiny(), lambda: plots.kept, lambda: plots.budgets):\n"
+        "    try: look()\n"
+        "    except ImportError as error: print(str(error).partition('pip install ')[2])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["'kvpolicy[hf]'."] * 2 + ["'kvpolicy[plots]'."] * 2, done.stderr
+
+
 def test_an_unknown_picture_is_said() -> None:
     with pytest.raises(AttributeError, match=r"'kvpolicy\.plots' has no attribute 'cakes'"):
         kvpolicy.plots.cakes  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
