@@ -45,13 +45,9 @@ def compared(model: Any, policies: Sequence[Policy], length: int, steps: int, ro
     found: list[dict[str, Any]] = []
     for policy in policies:
         _policy_times(model, policy, ids, 1)  # to warm up
-        pairs: list[tuple[Times, Times]] = []
-        for _ in range(rounds):
-            theirs = _times(model, ids, steps)
-            ours, held = _policy_times(model, policy, ids, steps)
-            pairs.append((theirs, ours))
-            found[len(stock) :] = [_line(policy, pairs, held)]
-        stock.append(_middle([theirs for theirs, _ in pairs]))
+        runs = [(_times(model, ids, steps), *_policy_times(model, policy, ids, steps)) for _ in range(rounds)]
+        found.append(_line(policy, [(theirs, ours) for theirs, ours, _ in runs], runs[-1][2]))
+        stock.append(_middle([theirs for theirs, _, _ in runs]))
     middle = _middle(stock)
     full = found[0]["full_bytes"] if found else 0
     head = {"prefill_seconds": middle.prefill, "step_seconds": middle.step, "bytes": full}
@@ -76,16 +72,17 @@ def _middle(times: Sequence[Times]) -> Times:
 
 
 def _policy_times(model: Any, policy: Policy, ids: Tensor, steps: int) -> tuple[Times, tuple[int, int]]:
-    with kvpolicy.attach(model, policy) as handle:
-        times = _times(model, ids, steps)
-        report = handle.report()
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, new=steps + 1)
+        times = _times(model, ids, steps, cache)
+        report = cache.report()
     return times, (report.nbytes, report.full_nbytes)
 
 
-def _times(model: Any, ids: Tensor, steps: int) -> Times:
+def _times(model: Any, ids: Tensor, steps: int, cache: Any = None) -> Times:
     with torch.inference_mode():
         start = _now(model)
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
         prefilled = _now(model)
         model(ids[:, :1], past_key_values=cache)  # the first makes what the others use again
         begun = _now(model)
