@@ -10,6 +10,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.budget import bytes_of
 from kvpolicy.layer import PolicyLayer
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
@@ -99,7 +100,7 @@ def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
     """All parts counted, for the whole batch; and one more token per layer would not fit."""
     policy = kvpolicy.Policy.parse(words(allocator, selector, budget=budget))
     cache = run("llama", policy, [PROMPT, 30])
-    limit = kvpolicy.budget.bytes_of(budget)
+    limit = bytes_of(budget)
     assert cache.nbytes <= limit
     if allocator == "uniform":
         tokens = cache.plan.layers[0].tokens if cache.plan else 0
