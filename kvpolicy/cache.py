@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from kvpolicy.host import on_host
 from kvpolicy.layer import PolicyLayer
 from kvpolicy.ledger import Shape, planned_resident, resident_bytes
 from kvpolicy.link import link_of
-from kvpolicy.planning import divide, explain, plan_layers
+from kvpolicy.planning import divide, plan_layers
 from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.remarks import remarks
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
 from kvpolicy.running import Running
+from kvpolicy.sizes import at_least, expected
 
 
 class PolicyCache(Cache):
@@ -37,7 +39,8 @@ class PolicyCache(Cache):
         new: Tokens that will be generated, where known: a growing cache then allocates exactly that.
 
     Raises:
-        ValueError: Where no policy is attached to the model, or what this policy must measure is not measured there.
+        ValueError: Where no policy is attached to the model, what this policy must measure is not measured there, or a
+            number of tokens is out of range.
 
     Examples:
         >>> import torch, kvpolicy
@@ -56,7 +59,7 @@ class PolicyCache(Cache):
         model: nn.Module,
         policy: Policy | str | None = None,
         *,
-        prompt: Tensor | int | None = None,
+        prompt: Tensor | Sequence[int] | int | None = None,
         new: int | None = None,
     ) -> None:
         """Make an empty cache."""
@@ -64,7 +67,7 @@ class PolicyCache(Cache):
         self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
         link.check(self.policy)
         super().__init__(layers=[self._make_layer(index, link.model_shape) for index in range(link.layers)])
-        self.prompt, self.new = prompt, new
+        self.prompt, self.new = expected(prompt, new)
         self._end: Tensor | None = None  # tokens of each row once the last is generated, [B]
         self.plan: CachePlan | None = None
         self._measures: dict[int, Tensor] = {}
@@ -120,11 +123,12 @@ class PolicyCache(Cache):
         for layer in self.slots:
             layer.tick()
 
-    def expect(self, prompt: Tensor | int | None, new: int) -> None:
+    def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Expect a prompt and `new` more tokens: a growing cache makes room for these at once."""
+        prompt, self.new = expected(prompt, new)
         if self.prompt is None and not self.slots[0].is_initialized:
             self.prompt = prompt
-        self.new, self._end = new, None
+        self._end = None
         for layer in self.slots:
             if layer.is_initialized and self.policy.decode == "grow":
                 layer.reserve(new)
@@ -220,16 +224,13 @@ class PolicyCache(Cache):
         """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
         assert first.prompt is not None
         batch, heads, _, dim = first.prompt.keys.shape
-        length = first.prompt.lengths(first.length).cpu()
-        if self.prompt is not None:
-            length = torch.maximum(length, torch.as_tensor(self.prompt).expand(batch).cpu())
+        length = at_least(first.prompt.lengths(first.length).cpu(), self.prompt)
         most, dtype = first.ranks.most_heads(heads), first.prompt.keys.dtype
         fullest, shapes = ([Shape(count, dim, dtype)] * len(self.slots) for count in (most, heads))
         measures = self.cosines() if self.policy.allocator.measure else None
         if self.new is not None and self._end is None:
             self._end = length + self.new
-        columns = first.get_seq_length() + (self.new or 0)
-        alone = {i: self.link.model_shape.alone_bytes(i, batch, columns) for i in self.link.model_shape.left_alone}
+        alone = self.link.model_shape.alone_bytes(batch, first.get_seq_length() + (self.new or 0))
         self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(alone.values()))
         if measures is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
             raise RuntimeError(
@@ -239,18 +240,17 @@ class PolicyCache(Cache):
         seen = int((length if self._end is None else torch.maximum(self._end, length)).sum())
         full = seen * sum(2 * shape.heads * shape.head_dim * shape.dtype.itemsize for shape in shapes)
         indices = [layer.layer_idx for layer in self.slots]
+        layers = plan_layers(self.policy, self._tokens, shapes, indices, batch)
         self.plan = CachePlan(
-            policy=self.policy, batch=batch, layers=plan_layers(self.policy, self._tokens, shapes, indices, batch),
-            left_alone=alone, full_nbytes=full + sum(alone.values()), measured=True,
-            note=explain(self.policy, self._tokens.keep, length),
+            policy=self.policy, batch=batch, layers=layers, measured=True, left_alone=alone,
+            full_nbytes=full + sum(alone.values()), note=remarks(self.policy, layers, self._tokens.keep, length),
             resident_nbytes=planned_resident(self.policy, tuple(indices), first.ranks.held),
         )  # fmt: skip
 
     def alone_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy leaves as they are, by layer."""
-        stock: dict[int, Any] = {i: layer for i, layer in enumerate(self.layers) if not isinstance(layer, PolicyLayer)}
-        held = {i: (layer.keys, layer.values) for i, layer in stock.items() if layer.is_initialized}
-        return {i: sum(t.untyped_storage().nbytes() for t in pair) for i, pair in held.items()}
+        stock: dict[int, Any] = {i: x for i, x in enumerate(self.layers) if x.is_initialized and x.is_sliding}
+        return {i: sum(t.untyped_storage().nbytes() for t in (x.keys, x.values)) for i, x in stock.items()}
 
     # what transformers asks
 
@@ -282,7 +282,7 @@ class PolicyCache(Cache):
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if isinstance(self.prompt, Tensor) and self.prompt.dim():
+        if self.prompt is not None and self.prompt.dim():
             self.prompt = fn(self.prompt)
         self._end = None if self._end is None else fn(self._end)
         self._shift = None if self._shift is None else fn(self._shift)

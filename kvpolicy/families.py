@@ -38,9 +38,10 @@ class ModelShape:
         """Bytes of one token's keys and values in one layer."""
         return 2 * self.shape.heads * self.shape.head_dim * self.shape.dtype.itemsize
 
-    def alone_bytes(self, layer_idx: int, batch: int, columns: int) -> int:
-        """Bytes of a layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
-        return batch * min(columns, self.left_alone[layer_idx] - 1) * self.token_bytes()
+    def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
+        """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
+        token = batch * self.token_bytes()
+        return {index: min(columns, window - 1) * token for index, window in self.left_alone.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
@@ -57,6 +58,12 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
             "use a model with ordinary or grouped-query attention."
         )
+    if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
+        raise ValueError(f"{text.model_type} looks ahead and keeps no cache: use a decoder-only causal language model.")
+    if text.num_hidden_layers < 1:
+        raise ValueError(
+            f"This {text.model_type} has {text.num_hidden_layers} layers and nothing to cache: check its config."
+        )
     evictable, alone = _sort_layers(text)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if text.model_type == "falcon":
@@ -69,6 +76,13 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         wanted = getattr(torch, wanted)
     shape = Shape(-(-heads // tp), head_dim, wanted)
     return ModelShape(shape=shape, heads=heads, evictable=evictable, left_alone=alone)
+
+
+def _fills_masks(model_type: str) -> bool:
+    """Whether a model is known for predicting masked tokens; some causal ones have `is_decoder=False` too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:

@@ -11,15 +11,14 @@ from kvpolicy.budget import bytes_of
 from kvpolicy.ledger import Shape, layer_bytes, planned_resident
 from kvpolicy.plans import CachePlan, LayerPlan
 from kvpolicy.policy import Policy
+from kvpolicy.remarks import remarks
+from kvpolicy.sizes import MOST, check_sizes, each_row
 
 ROOM = 256
 """Tokens of room that a growing cache takes at a time where it is not told how many will come."""
 
 START = 4096
 """Tokens behind the prompt that have slots at once, where the budget is larger and nobody said how many will come."""
-
-ENDLESS = 2**40
-"""A budget that no cache reaches; more is the same, and could not be multiplied by the layers."""
 
 
 class Tokens(NamedTuple):
@@ -61,7 +60,7 @@ def divide(
         return _divide_bytes(policy, measures, prompt, end, shapes, other)
     floor = policy.selector.floor
     if isinstance(policy.budget, int):
-        base = torch.full_like(prompt, min(policy.budget, ENDLESS))
+        base = torch.full_like(prompt, min(policy.budget, MOST))
     else:
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
@@ -125,21 +124,6 @@ def _divide_bytes(
     return best
 
 
-def explain(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
-    """Why the layers of some rows share evenly although the allocator measured them; nothing where none do.
-
-    Args:
-        policy: The policy.
-        keep: Tokens per layer, [B, L].
-        prompt: Tokens of each row's prompt, [B].
-    """
-    even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
-    if not policy.allocator.measure or not bool(even.any()):
-        return ""
-    rows = ", ".join(str(row) for row in even.nonzero().flatten().tolist())
-    return f"row(s) {rows}: layers share evenly, since fewer than three, or too few that differ, were measured"
-
-
 def plan_layers(
     policy: Policy, tokens: Tokens, shapes: list[Shape], indices: list[int], batch: int
 ) -> tuple[LayerPlan, ...]:
@@ -179,7 +163,9 @@ def plan(
         The plan; `.nbytes` is what the cache then holds, `.weights` what the model holds beside it.
 
     Raises:
-        ValueError: Where the budget is too small, or the model's cache cannot be kept under a policy.
+        ValueError: Where the budget is too small, a size is out of range, or the model's cache cannot be kept under a
+            policy.
+        TypeError: Where a size is no whole number.
 
     Examples:
         >>> from transformers import LlamaConfig
@@ -195,22 +181,21 @@ def plan(
     from kvpolicy.weights import weights_per_rank
 
     policy = Policy.parse(policy) if isinstance(policy, str) else policy
-    lengths = [prompt] * batch if isinstance(prompt, int) else list(prompt)
-    if len(lengths) != batch:
-        raise ValueError(f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row.")
+    check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
+    lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
     size = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
-    columns = max(lengths) + new
-    alone = {index: model.alone_bytes(index, batch, columns) for index in model.left_alone}
+    alone = model.alone_bytes(batch, max(lengths) + new)
     online = bool(policy.allocator.measure)
     measures = torch.ones(batch, len(shapes)) if online else None
     tokens = divide(policy, measures, size, size + new, shapes, sum(alone.values()))
     full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
     weights = weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None
+    layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     return CachePlan(
         policy=policy, batch=batch, tp=tp, weights=weights, left_alone=alone, full_nbytes=full, measured=not online,
-        layers=plan_layers(policy, tokens, shapes, model.evictable, batch),
+        layers=layers, note=remarks(policy, layers, None, size),
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
     )  # fmt: skip

@@ -9,7 +9,7 @@ import typer
 from kvpolicy.commands.layers import layer_facts, layer_table
 from kvpolicy.commands.list import QUESTIONS
 from kvpolicy.commands.models import dtype_of
-from kvpolicy.commands.plan import NOT_MEASURED
+from kvpolicy.commands.plan import remarked
 from kvpolicy.commands.printing import as_json, counted, paragraph, size
 from kvpolicy.commands.strategies import Description, read
 from kvpolicy.commands.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
@@ -51,6 +51,7 @@ def _facts(case: Any) -> dict[str, Any]:
         "budget": {"value": policy.budget, "said": arithmetic.of_budget(case)},
         "parts": [_part(kind, getattr(policy, kind), say(case)) for kind, say in here.items()],
         "measured": case.planned.measured,
+        "note": case.planned.note,
         "layers": layer_facts(case.planned),
         "cache": case.planned.by_kind() | {"total": case.planned.nbytes},
         "full_cache": case.planned.full_nbytes,
@@ -120,4 +121,4 @@ def _sum(whole: dict[str, Any]) -> str:
     held, full = whole["cache"]["total"], whole["full_cache"]
     kinds = ", ".join(f"{kind} {size(n)}" for kind, n in whole["cache"].items() if n and kind != "total")
     told = f"In all {size(held)} of {size(full)}, {held / full:.3f} of the full cache: {kinds}."
-    return paragraph(told if whole["measured"] else f"{told} {NOT_MEASURED}")
+    return paragraph(" ".join([told, *remarked(whole)]))

@@ -82,6 +82,7 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
             "full": planned.full_largest_batch(memory),
         },
         "measured": planned.measured,
+        "note": planned.note,
         "layers": layer_facts(planned),
     }
 
@@ -98,10 +99,16 @@ def render(whole: dict[str, Any], full: int) -> str:
     model = f"{whole['model']} in {whole['dtype']}, {ranks}"
     lines = [model, f"policy {whole['policy']}", paragraph(sizes), ""]
     lines += [layer_table(whole["layers"], full), ""]
-    if not whole["measured"]:
-        lines += [paragraph(NOT_MEASURED), ""]
+    for told in remarked(whole):
+        lines += [paragraph(told), ""]
     lines += [table(_totals(whole)), "", paragraph(f"1 GB is 10^9 bytes, 1 MB is 10^6. {NOT_COUNTED}")]
     return "\n".join(lines)
+
+
+def remarked(whole: dict[str, Any]) -> list[str]:
+    """What a reader of the table must know, in sentences."""
+    note = whole["note"]
+    return [NOT_MEASURED] * (not whole["measured"]) + [f"{note[:1].upper()}{note[1:]}."] * bool(note)
 
 
 def _totals(whole: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,3 +31,35 @@ def test_no_reason_where_layers_differ() -> None:
     assert report.note == ""
     assert sum(layer.budget[0] for layer in report.layers) == 10 * len(report.layers)
     assert json.loads(json.dumps(report.as_dict()))["nbytes"] == report.nbytes == handle.cache.nbytes  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("window@40", ""),
+        ("window+kivi@40", "no token is coded"),
+        ("window+tokenwise:residual_length=0:block_size=4@40", ""),
+        ("window+tokenwise:residual_length=8:block_size=8@40", "exact part, whose length its parameters set, takes 0."),
+    ],
+)
+def test_a_codec_that_codes_little_is_remarked_on(words: str, told: str) -> None:
+    """The plan says so before anything runs, and the report after it."""
+    model = build("llama")
+    before = kvpolicy.plan(model.config, words, prompt=60).note
+    with torch.no_grad(), kvpolicy.attach(model, words) as handle:
+        model(torch.arange(40)[None], use_cache=True)
+        after = handle.report().note
+    assert before == after
+    assert (told in before) if told else not before
+
+
+def test_both_remarks() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
+    with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window+kivi@0.5") as handle:
+        model(torch.arange(20)[None], use_cache=True)
+    assert handle.plan is not None
+    assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
+        "row(s) 0: layers share evenly",
+        "no token is coded",
+    ]

@@ -1,0 +1,80 @@
+"""Numbers of tokens, rows and ranks out of range, and configs of models without a cache: one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, GPTNeoXConfig, LlamaConfig
+
+import kvpolicy
+from tests.conformance.models import build
+
+CONFIG = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
+
+
+@pytest.mark.parametrize("policy", ["full", "window@0.2", "window@8", "window@1MB"])
+@pytest.mark.parametrize(
+    ("sizes", "error", "named"),
+    [
+        ({"prompt": -3}, ValueError, "prompt is -3"),
+        ({"prompt": 2**63}, ValueError, "prompt is"),
+        ({"prompt": 3.5}, TypeError, "prompt is 3.5"),
+        ({"prompt": [4, -1], "batch": 2}, ValueError, "prompt is -1"),
+        ({"prompt": [4, True], "batch": 2}, TypeError, "prompt is True"),
+        ({"prompt": [4], "batch": 2}, ValueError, "1 prompt lengths for 2 rows"),
+        ({"batch": 0}, ValueError, "batch is 0"),
+        ({"new": -1}, ValueError, "new is -1"),
+        ({"tp": 0}, ValueError, "tp is 0"),
+    ],
+)
+def test_plan(policy: str, sizes: dict[str, Any], error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        kvpolicy.plan(CONFIG, policy, **sizes)
+
+
+def test_plan_of_no_causal_model() -> None:
+    """GPT-NeoX has `is_decoder=False` too, and is one."""
+    with pytest.raises(ValueError, match="bert looks ahead"):
+        kvpolicy.plan(BertConfig(), "window@0.2")
+    with pytest.raises(ValueError, match="has 0 layers"):
+        kvpolicy.plan(LlamaConfig(num_hidden_layers=0), "window@0.2")
+    assert kvpolicy.plan(GPTNeoXConfig(), "window@0.2").nbytes > 0
+    assert kvpolicy.plan(BertConfig(is_decoder=True), "window@0.2").nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error"),
+    [
+        ({"new": -1}, ValueError),
+        ({"new": 2.5}, TypeError),
+        ({"prompt": "many"}, TypeError),
+        ({"prompt": 2**50}, ValueError),
+    ],
+)
+def test_cache(sizes: dict[str, Any], error: type[Exception]) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises(error, match=f"{next(iter(sizes))} is"):
+        kvpolicy.PolicyCache(model, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "budgets"), [([30, 40], [15, 20]), (torch.tensor([30, 40]), [15, 20]), (40, [20, 20])]
+)
+def test_expected_prompts(prompt: Any, budgets: list[int]) -> None:
+    """Rows' lengths may come as a list, a tensor, or one number; the budget is of what is expected."""
+    model, tokens = build("llama"), torch.arange(20).expand(2, -1)
+    with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
+        cache = kvpolicy.PolicyCache(model, prompt=prompt)
+        model(tokens, past_key_values=cache)
+        assert cache.slots[0].budget.tolist() == budgets
+
+
+def test_other_rows_than_expected() -> None:
+    model = build("llama")
+    with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
+        cache = kvpolicy.PolicyCache(model, prompt=[30, 40])
+        with pytest.raises(ValueError, match="expects prompts of 2 rows and was given 3"):
+            model(torch.arange(20).expand(3, -1), past_key_values=cache)
+        model(torch.arange(20)[None])  # the model itself is as before
