@@ -249,8 +249,8 @@ class PolicyCache(Cache):
 
     def alone_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy leaves as they are, by layer."""
-        stock: dict[int, Any] = {i: x for i, x in enumerate(self.layers) if x.is_initialized and x.is_sliding}
-        return {i: sum(t.untyped_storage().nbytes() for t in (x.keys, x.values)) for i, x in stock.items()}
+        stock: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(self.layers) if not isinstance(x, PolicyLayer)]
+        return {i: sum(t.untyped_storage().nbytes() for t in (x.keys, x.values)) for i, x in stock if x.is_initialized}
 
     # what transformers asks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def each_row(prompt: int | Sequence[int], batch: int) -> list[int]:
         >>> each_row(7, 2), each_row([3, 4], 2)
         ([7, 7], [3, 4])
     """
-    lengths = list(prompt) if isinstance(prompt, list | tuple) else [prompt] * batch
+    lengths: list[int] = list(prompt) if isinstance(prompt, Sequence) else [prompt] * batch
     if len(lengths) != batch:
         raise ValueError(f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row.")
     for length in lengths:
@@ -62,10 +63,10 @@ def expected(prompt: Tensor | Sequence[int] | int | None, new: int | None) -> tu
         check_sizes(new=(new, 0))
     if prompt is None:
         return None, new
-    given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt  # pyright: ignore[reportUnknownMemberType]
     for length in given if isinstance(given, list | tuple) else [given]:
         check_sizes(prompt=(length, 0))
-    return torch.as_tensor(given, dtype=torch.int64), new
+    return torch.tensor(given, dtype=torch.int64), new
 
 
 def at_least(length: Tensor, prompt: Tensor | None) -> Tensor:
