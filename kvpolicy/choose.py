@@ -110,7 +110,9 @@ def _split(
 
     layer.positions = positions[..., :held].masked_fill(~chosen[..., :held], -1)
     layer.state = map_state(lambda t: t[..., :held], state)
-    keys, values = torch.cat([layer.keys, prompt.keys], 2), torch.cat([layer.values, prompt.values], 2)
+    keys, values = prompt.keys, prompt.values
+    if layer.keys.shape[2]:  # a first prompt is not copied whole
+        keys, values = torch.cat([layer.keys, keys], 2), torch.cat([layer.values, values], 2)
     loose = Loose(keys, values, outer(positions), map_state(outer, state), outer(chosen))
     if layer.frozen:  # these stay where they are
         loose.chosen[..., :exact] &= open_slots(layer)

@@ -128,7 +128,7 @@ class Policy:
             )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
             raise ValueError(
-                f"The budget {budget} is below the whole, and no selector says which tokens to keep: "
+                f"The budget {budget} may leave tokens out, and no selector says which to keep: "
                 "name one, such as snapkv, or leave the budget out."
             )
         if isinstance(budget, int) and budget < self.selector.floor:

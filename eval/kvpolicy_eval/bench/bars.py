@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def parts(length: int, prompt: int, rounds: int) -> dict[str, Measure]:
     """
     return {
         "decode": lambda: decode.measure(length, rounds),
-        "prefill": lambda: prefill.measure(prompt, rounds),
+        "prefill": lambda: chain(prefill.noise(prompt, rounds), prefill.measure(prompt, rounds)),
         "startup": startup.measure,
         "lm": lambda: lm.measure(rounds=rounds),
     }

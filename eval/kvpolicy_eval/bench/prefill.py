@@ -31,3 +31,12 @@ def measure(length: int = 4096, rounds: int = 11) -> Iterator[Row]:
         with torch.inference_mode(), kvpolicy.attach(ours, policy):
             ratio = compare(lambda: stock(ids, logits_to_keep=1), lambda: ours(ids, logits_to_keep=1), rounds)
         yield Row(f"prefill {length}", policy, ratio, bar, work, work)
+
+
+def noise(length: int = 4096, rounds: int = 11) -> Iterator[Row]:
+    """Time the stock model against a copy of itself: what the machine makes of a ratio of one."""
+    stock, copy = llama(layers=4), llama(layers=4)
+    ids, work = tokens(length), prefill_work(stock, length)
+    with torch.inference_mode():
+        ratio = compare(lambda: stock(ids, logits_to_keep=1), lambda: copy(ids, logits_to_keep=1), rounds)
+    yield Row(f"prefill {length}, stock against stock", "", ratio, None, work, work)
