@@ -81,7 +81,7 @@ def test_a_selector_of_others_that_ranks_only_what_it_saw(monkeypatch: pytest.Mo
     ("line", "told"),
     [
         ("nonsense", "no strategy called"),
-        ("kivi@0.2", "no selector says which tokens"),
+        ("kivi@0.2", "no selector says which to keep"),
         ("streaming@3", "the smallest that works is 5"),
         ("window@0.2 no/such/model", "config of no/such/model"),
         ("csr llama-2-70b", "made for another model"),
