@@ -15,6 +15,8 @@ from kvpolicy.state import map_state, tensors
 if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
 
+_NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
+
 
 def decode_step(
     layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel
@@ -34,14 +36,15 @@ def decode_step(
     """
     assert layer.keys is not None and layer.values is not None
     selector = layer.policy.selector
+    position = layer.length.to(torch.int32)[:, None, None]
     layer.length.add_(1 if valid is None else valid[:, 0].long())
     layer.columns.add_(1)
     view = View(layer.positions, layer.length, layer.budget, layer.layer_idx, layer.ranks)
     slot = _make_slot(layer, view, valid)
     index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
-    position = (layer.length - 1).to(torch.int32)[:, None, None].expand_as(slot)
-    for target, at, item in ((layer.keys, index, k), (layer.values, index, v), (layer.positions, slot, position)):
+    for target, at, item in ((layer.keys, index, k), (layer.values, index, v)):
         _put(target, at, item.detach(), valid)
+    _put(layer.positions, slot, position.expand_as(slot), valid)
     for part in tensors(layer.state):
         _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
     exact = (layer.keys, layer.values)
@@ -52,23 +55,34 @@ def decode_step(
 
 
 def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
-    """A free exact slot for each head's new token, [B, H, 1]; evicts where the budget is full."""
-    live, positions = view.valid, layer.positions
+    """An exact slot for each head's new token, [B, H, 1]: a free one, or where the budget is full an evicted one's."""
+    live = view.valid
     full = live.sum(-1, keepdim=True) >= layer.budget[:, None, None]
+    if not layer.grows and sum(layer.layout.coded) == layer.frozen == 0:  # the victim's slot is taken at once
+        slot = torch.where(full, _leaving(layer, view, live), ~live).argmax(-1, keepdim=True)
+        if layer.can_run_out:
+            _insist((full | ~live.all(-1, keepdim=True)).all(), _NO_SLOT)
+        return slot
     if valid is not None:
         full = full & valid[:, :, None]
-    if not layer.grows:
-        worth = without_nan(layer.policy.selector.priority(layer.state, view)).masked_fill(~live, torch.inf)
-        lowest = live & (worth == worth.amin(-1, keepdim=True))
-        # Ties go to the earlier position, so the latest of the lowest is evicted.
-        victim = positions.masked_fill(~lowest, -1).argmax(-1, keepdim=True)
-        positions.scatter_(-1, victim, positions.gather(-1, victim).masked_fill(full, -1))
-    else:
+    if layer.grows:
         _insist(~full.any(), "the cache has no room left: call cache.tick() between steps")
-    free = (positions[..., : layer.layout.exact] < 0) & open_slots(layer)
+    else:
+        victim = _leaving(layer, view, live).argmax(-1, keepdim=True)
+        position = layer.positions.gather(-1, victim)
+        layer.positions.scatter_(-1, victim, position.masked_fill(full, -1))
+    free = layer.positions[..., : layer.layout.exact] < 0
+    if layer.frozen:
+        free = free & open_slots(layer)
     if layer.can_run_out:
-        _insist(free.any(-1).all(), "the cache has no free slot: call cache.tick() between steps")
+        _insist(free.any(-1).all(), _NO_SLOT)
     return free.to(torch.uint8).argmax(-1, keepdim=True)
+
+
+def _leaving(layer: PolicyLayer, view: View, live: Tensor) -> Tensor:
+    """Positions of the tokens of lowest priority, -1 elsewhere: of equals the latest leaves, [B, H, S]."""
+    worth = without_nan(layer.policy.selector.priority(layer.state, view)).masked_fill(~live, torch.inf)
+    return layer.positions.masked_fill(worth != worth.amin(-1, keepdim=True), -1)
 
 
 def _insist(condition: Tensor, message: str) -> None:

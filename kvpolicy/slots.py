@@ -110,7 +110,7 @@ def fix_addresses(layer: PolicyLayer) -> None:
 
 def without_nan(worth: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number, below what always stays: what is broken does not vanish."""
-    return worth.masked_fill(worth.isnan(), torch.finfo(worth.dtype).max)
+    return worth.nan_to_num(torch.finfo(worth.dtype).max, torch.inf, -torch.inf)
 
 
 def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:

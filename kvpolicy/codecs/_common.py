@@ -116,7 +116,7 @@ def score_by_chunks(
         some = keys(store, at)
         some = some if turn is None else turn.keys(some, at)
         scores.append((queries @ some.to(queries.dtype).transpose(-1, -2)).float())
-    return torch.cat(scores, -1)
+    return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
 def mix_by_chunks(values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1) -> Tensor:

@@ -70,7 +70,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
         width: How many numbers there are.
     """
     grouped = unpack(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
-    return (grouped * scale.float()[..., None] + zero.float()[..., None]).flatten(-2)
+    return (grouped * scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
 
 
 def largest_size(x: Tensor, active: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ class KIVI:
         scale, zero = take(codes.key_scale, group).float(), take(codes.key_zero, group).float()
         if isinstance(at, slice):
             grouped = code.unflatten(2, (-1, self.group_size))
-            return (grouped * scale[:, :, :, None] + zero[:, :, :, None]).flatten(2, 3)
-        return code * scale + zero
+            return (grouped * scale[:, :, :, None]).add_(zero[:, :, :, None]).flatten(2, 3)
+        return (code * scale).add_(zero)
 
     def values(self, store: Store, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""

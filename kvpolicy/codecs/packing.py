@@ -90,8 +90,9 @@ def _pack_even(codes: Tensor, bits: int) -> Tensor:
 def _unpack_even(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
-    mask = 2**bits - 1
-    return torch.cat([(packed >> shift) & mask for shift in range(0, 8, bits)], -1)
+    mask, last = 2**bits - 1, 8 - bits
+    middle = [(packed >> shift) & mask for shift in range(bits, last, bits)]
+    return torch.cat([packed & mask, *middle, packed >> last], -1)
 
 
 def round_to_half(x: Tensor) -> Tensor:

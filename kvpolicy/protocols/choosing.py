@@ -136,8 +136,8 @@ class View(NamedTuple):
 
     def newest(self, window: Tensor | int) -> Tensor:
         """Whether a token is among its row's `window` ([B] or int) newest positions, [B, H, N] bool."""
-        first = self.length - window
-        return self.valid & (self.positions >= first[:, None, None])
+        first = (self.length - window).clamp_min(0)  # so that what is empty, at -1, is not among them
+        return self.positions >= first[:, None, None]
 
 
 @runtime_checkable
