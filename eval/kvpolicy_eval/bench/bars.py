@@ -32,7 +32,7 @@ def parts(length: int, prompt: int, rounds: int) -> dict[str, Measure]:
         rounds: How often both sides run.
     """
     return {
-        "decode": lambda: decode.measure(length, rounds),
+        "decode": lambda: chain(decode.least(length, rounds), decode.measure(length, rounds)),
         "prefill": lambda: chain(prefill.noise(prompt, rounds), prefill.measure(prompt, rounds)),
         "startup": startup.measure,
         "lm": lambda: lm.measure(rounds=rounds),

@@ -29,9 +29,7 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
     """Time decode steps after a prompt whose keys and values are random."""
     model, ours = llama(layers=LAYERS), llama(layers=LAYERS)
     one = tokens(1)
-    stock = DynamicCache(config=model.config)
-    for layer in range(LAYERS):
-        stock.update(torch.randn(1, 8, length, 64), torch.randn(1, 8, length, 64), layer)
+    stock = stock_cache(model, length)
     full = 2 * LAYERS * WIDTH * length
     theirs = decode_work(model, 4 * full, full)
     for policy, barred in POLICIES.items():
@@ -46,6 +44,27 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
         if barred:
             why = f"{OF_BYTES} of {bytes_ratio:.2f}x fewer bytes read"
             yield Row(what, policy, ratio, 1 / (OF_BYTES * bytes_ratio), *both, why)
+
+
+def least(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
+    """Time the stock model with no past at all: what a step takes even if a cache cost nothing."""
+    model, alone = llama(layers=LAYERS), llama(layers=LAYERS)
+    one, stock = tokens(1), stock_cache(model, length)
+    full = 2 * LAYERS * WIDTH * length
+    both = decode_work(model, 4 * full, full).times(STEPS), decode_work(alone, 0, 0).times(STEPS)
+    with torch.inference_mode():
+        ratio = compare(
+            lambda: steps(model, one, stock), lambda: steps(alone, one, DynamicCache(config=alone.config)), rounds
+        )
+    yield Row(f"decode {STEPS} steps, stock without a past", "", ratio, None, *both)
+
+
+def stock_cache(model: torch.nn.Module, length: int) -> DynamicCache:
+    """The stock cache after a prompt of random keys and values."""
+    cache = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType]
+    for layer in range(LAYERS):
+        cache.update(torch.randn(1, 8, length, 64), torch.randn(1, 8, length, 64), layer)
+    return cache
 
 
 def steps(model: torch.nn.Module, one: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache) -> None:
