@@ -29,33 +29,30 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
     Returns:
         The exact keys and values, [B, H, E, D].
     """
-    if not sum(layer.layout.coded) and not layer.frozen:
-        return _place_all(layer, loose)
+    if not sum(layer.layout.coded):  # then nothing is frozen either
+        some = loose.take(_by_position(loose)[..., : layer.layout.exact])
+        return _put_first(layer, some, ~some.chosen, layer.layout.exact)
     loose = _drop_unchosen(loose)
     if _freeze(layer, loose):
         loose = loose._replace(chosen=loose.chosen & ~is_pinned(layer, loose.positions))
     count = loose.chosen.sum(-1)  # [B, H]
     order = leaving_order(layer, loose)
-    moved = torch.zeros_like(count)
-    if layer.layout.coded:
-        assert layer.rows is not None
-        traits = layer.policy.codec.traits
-        stays = layer.rows.full - traits.block
-        moved = (count - stays).clamp_min(0).div(traits.grain, rounding_mode="floor") * traits.grain
-        moved = moved if idle is None else moved.masked_fill(idle[:, None], 0)
-        _code(layer, loose.take(order), moved)
+    assert layer.rows is not None
+    traits = layer.policy.codec.traits
+    stays = layer.rows.full - traits.block
+    moved = (count - stays).clamp_min(0).div(traits.grain, rounding_mode="floor") * traits.grain
+    moved = moved if idle is None else moved.masked_fill(idle[:, None], 0)
+    _code(layer, loose.take(order), moved)
     return _place_exact(layer, loose, order, moved)
 
 
-def _place_all(layer: PolicyLayer, loose: Loose) -> tuple[Tensor, Tensor]:
-    """Put every chosen token into an exact slot, by position, in one pass: where none is coded."""
-    size = layer.layout.exact
-    all_of = loose.take(_by_position(loose)[..., :size])
-    gone, width = ~all_of.chosen, all_of.positions.shape[-1]
-    layer.positions[..., :width] = all_of.positions.masked_fill(gone, -1)
-    for slot, item in zip(tensors(layer.state), tensors(all_of.state), strict=True):
+def _put_first(layer: PolicyLayer, some: Loose, gone: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Put tokens, which are copies, into the first slots; return their keys and values [B, H, size, D]; 0 if `gone`."""
+    width = some.positions.shape[-1]
+    layer.positions[..., :width] = some.positions.masked_fill(gone, -1)
+    for slot, item in zip(tensors(layer.state), tensors(some.state), strict=True):
         slot[..., :width] = item.masked_fill(gone, 0)
-    keys, values = (t.masked_fill_(gone[..., None], 0) for t in (all_of.keys, all_of.values))
+    keys, values = (t.masked_fill_(gone[..., None], 0) for t in (some.keys, some.values))
     beside = (0, 0, 0, size - width)
     return (keys, values) if width == size else (F.pad(keys, beside), F.pad(values, beside))
 
@@ -74,19 +71,15 @@ def _drop_unchosen(loose: Loose) -> Loose:
 def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
     """Put the newest tokens into the first exact slots, once, where the codec takes them for atoms."""
     traits = layer.policy.codec.traits
-    if traits.pins != "newest" or not traits.pinned or layer.pinned or not sum(layer.layout.coded):
+    if traits.pins != "newest" or not traits.pinned or layer.pinned:
         return False
     assert layer.rows is not None
     width = min(traits.pinned, loose.positions.shape[-1])
     newest = torch.where(loose.chosen, loose.positions, -1).argsort(dim=-1, descending=True, stable=True)[..., :width]
     taken = loose.take(newest)
     gone = ~taken.chosen | (layer.rows.full == FAR)[..., None]  # alone such a row would have no codes, so no atoms
-    layer.positions[..., :width] = layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
-    for slot, item in zip(tensors(layer.state), tensors(taken.state), strict=True):
-        slot[..., :width] = item.masked_fill(gone, 0)
-    beside, blank = (0, 0, 0, traits.pinned - width), gone[..., None]
-    layer.keys = F.pad(taken.keys.masked_fill(blank, 0), beside)  # atoms must be there before codes are
-    layer.values = F.pad(taken.values.masked_fill(blank, 0), beside)
+    layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
+    layer.keys, layer.values = _put_first(layer, taken, gone, traits.pinned)  # atoms must be there before codes are
     layer.freeze(traits.pinned)
     return True
 

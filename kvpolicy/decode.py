@@ -36,15 +36,15 @@ def decode_step(
     """
     assert layer.keys is not None and layer.values is not None
     selector = layer.policy.selector
-    position = layer.length.to(torch.int32)[:, None, None]
+    position = layer.length.to(torch.int32)[:, None, None]  # the new token's: as many as came before it
     layer.length.add_(1 if valid is None else valid[:, 0].long())
     layer.columns.add_(1)
     view = View(layer.positions, layer.length, layer.budget, layer.layer_idx, layer.ranks)
     slot = _make_slot(layer, view, valid)
     index = slot[..., None].expand(-1, -1, -1, k.shape[-1])
-    for target, at, item in ((layer.keys, index, k), (layer.values, index, v)):
+    position = position.expand_as(slot)
+    for target, at, item in ((layer.keys, index, k), (layer.values, index, v), (layer.positions, slot, position)):
         _put(target, at, item.detach(), valid)
-    _put(layer.positions, slot, position.expand_as(slot), valid)
     for part in tensors(layer.state):
         _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
     exact = (layer.keys, layer.values)
@@ -58,7 +58,7 @@ def _make_slot(layer: PolicyLayer, view: View, valid: Tensor | None) -> Tensor:
     """An exact slot for each head's new token, [B, H, 1]: a free one, or where the budget is full an evicted one's."""
     live = view.valid
     full = live.sum(-1, keepdim=True) >= layer.budget[:, None, None]
-    if not layer.grows and sum(layer.layout.coded) == layer.frozen == 0:  # the victim's slot is taken at once
+    if not layer.grows and not sum(layer.layout.coded):  # the victim's slot is taken at once; by rows with a token only
         slot = torch.where(full, _leaving(layer, view, live), ~live).argmax(-1, keepdim=True)
         if layer.can_run_out:
             _insist((full | ~live.all(-1, keepdim=True)).all(), _NO_SLOT)

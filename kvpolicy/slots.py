@@ -124,9 +124,7 @@ def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:
         view = View(seen, layer.length, _precise(layer), layer.layer_idx, layer.ranks)
         worth = without_nan(layer.policy.selector.priority(loose.state, view))
         order = order.gather(-1, worth.gather(-1, order).argsort(dim=-1, stable=True))
-    last = torch.where(loose.chosen, 0, 2)
-    if layer.rows is not None:
-        last = last.masked_fill(loose.chosen & _stays(layer, loose.positions), 1)
+    last = torch.where(loose.chosen, 0, 2).masked_fill(loose.chosen & _stays(layer, loose.positions), 1)
     return order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))
 
 

@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="torch.compile score and mix")
-    parser.add_argument("--threads", type=int, help="threads of PyTorch; all cores by default")
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; its own choice by default")
     parser.add_argument("--fill", type=Path, help="a page with a place for the table 'speed'")
     args = parser.parse_args()
     if args.threads:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -10,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 import kvpolicy
 from kvpolicy.attention import Kernel
 from kvpolicy_eval.bench.common import Row, compare, llama, tokens
-from kvpolicy_eval.bench.floor import decode_work
+from kvpolicy_eval.bench.floor import Work, decode_work
 
 POLICIES: dict[str, bool] = {
     "window@0.1": True,
@@ -27,11 +28,7 @@ FASTER, OF_BYTES = 10, 0.7
 
 def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
     """Time decode steps after a prompt whose keys and values are random."""
-    model, ours = llama(layers=LAYERS), llama(layers=LAYERS)
-    one = tokens(1)
-    stock = stock_cache(model, length)
-    full = 2 * LAYERS * WIDTH * length
-    theirs = decode_work(model, 4 * full, full)
+    (model, stock, theirs), ours, one = stock_side(length), llama(layers=LAYERS), tokens(1)
     for policy, barred in POLICIES.items():
         with torch.inference_mode(), kvpolicy.attach(ours, policy):
             cache = filled(ours, length)
@@ -48,10 +45,8 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
 
 def least(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
     """Time the stock model with no past at all: what a step takes even if a cache cost nothing."""
-    model, alone = llama(layers=LAYERS), llama(layers=LAYERS)
-    one, stock = tokens(1), stock_cache(model, length)
-    full = 2 * LAYERS * WIDTH * length
-    both = decode_work(model, 4 * full, full).times(STEPS), decode_work(alone, 0, 0).times(STEPS)
+    (model, stock, theirs), alone, one = stock_side(length), llama(layers=LAYERS), tokens(1)
+    both = theirs.times(STEPS), decode_work(alone, 0, 0).times(STEPS)
     with torch.inference_mode():
         ratio = compare(
             lambda: steps(model, one, stock), lambda: steps(alone, one, DynamicCache(config=alone.config)), rounds
@@ -59,12 +54,14 @@ def least(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
     yield Row(f"decode {STEPS} steps, stock without a past", "", ratio, None, *both)
 
 
-def stock_cache(model: torch.nn.Module, length: int) -> DynamicCache:
-    """The stock cache after a prompt of random keys and values."""
-    cache = DynamicCache(config=model.config)  # pyright: ignore[reportArgumentType]
+def stock_side(length: int) -> tuple[Any, DynamicCache, Work]:
+    """A model, the stock cache after a prompt of random keys and values, and what a step must do."""
+    model = llama(layers=LAYERS)
+    cache = DynamicCache(config=model.config)
     for layer in range(LAYERS):
         cache.update(torch.randn(1, 8, length, 64), torch.randn(1, 8, length, 64), layer)
-    return cache
+    full = 2 * LAYERS * WIDTH * length
+    return model, cache, decode_work(model, 4 * full, full)
 
 
 def steps(model: torch.nn.Module, one: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache) -> None:
