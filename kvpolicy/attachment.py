@@ -253,6 +253,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 
     Raises:
         ValueError: Where the model or its state is not supported, naming what and how to go on.
+        TypeError: Where it is no model, or no policy.
 
     Examples:
         >>> import torch
@@ -264,7 +265,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
         ...     print(handle.cache.layers[0].positions[0, 0].tolist())
         [0, 5, 6, 7]
     """
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = Policy.of(policy)
     if budget is not None:
         policy = dataclasses.replace(policy, budget=budget)
     _check_fresh(model)
@@ -273,6 +274,8 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 
 
 def _check_fresh(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"The model is {model!r} and no module: load it first, and pass what from_pretrained returns.")
     if model in links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise ValueError("A policy is already attached to this model, or to one around it: detach it first.")
     if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):

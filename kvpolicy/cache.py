@@ -64,7 +64,7 @@ class PolicyCache(Cache):
     ) -> None:
         """Make an empty cache."""
         self.link = link = link_of(model)
-        self.policy = link.policy if policy is None else Policy.parse(policy) if isinstance(policy, str) else policy
+        self.policy = link.policy if policy is None else Policy.of(policy)
         link.check(self.policy)
         super().__init__(layers=[self._make_layer(index, link.model_shape) for index in range(link.layers)])
         self.prompt, self.new = expected(prompt, new)

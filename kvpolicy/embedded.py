@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
+from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ def config_of(name: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    if name not in SHIPPED and _is_path(name) and not Path(name).exists():
+        raise ValueError(f"There is no file or folder {name}: check the path.")
     assets = files("kvpolicy") / "assets"
     shipped = assets / "tiny" / "config.json" if name == "tiny" else assets / "configs" / f"{name}.json"
     try:
@@ -60,8 +64,29 @@ def config_of(name: str) -> Any:
                 return AutoConfig.from_pretrained(path, trust_remote_code=False)
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise ValueError(
             f"The config of {name} cannot be read: give {', '.join(SHIPPED)}, a folder, a config.json or a hub name "
-            f"({reason[:200]})."
+            f"({reason})."
         ) from error
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", "./", "../", "~")) or name.endswith(".json")
+
+
+def as_config(config: Any) -> Any:
+    """A transformers config as it is, a model's own, or the one of a name.
+
+    Raises:
+        TypeError: Where it is none of these.
+        ValueError: Where there is no config of that name.
+
+    Examples:
+        >>> as_config("llama-2-70b").num_hidden_layers
+        80
+    """
+    found: Any = config_of(config) if isinstance(config, str) else getattr(config, "config", config)
+    if not hasattr(found, "get_text_config"):
+        raise TypeError(f"{config!r} is no config: give one of transformers, a model, or a name such as {SHIPPED[0]}.")
+    return found

@@ -150,7 +150,7 @@ def plan(
     """Say from a config alone, without weights, what a policy's cache will hold.
 
     Args:
-        config: A transformers config.
+        config: A transformers config, a model, or a name that `config_of` finds.
         policy: A policy or its words.
         batch: Rows.
         prompt: Tokens of each row's prompt, one number or one per row.
@@ -165,7 +165,7 @@ def plan(
     Raises:
         ValueError: Where the budget is too small, a size is out of range, or the model's cache cannot be kept under a
             policy.
-        TypeError: Where a size is no whole number.
+        TypeError: Where a size is no whole number, or the config or the policy is none.
 
     Examples:
         >>> from transformers import LlamaConfig
@@ -177,10 +177,12 @@ def plan(
         >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
         (66048, 16696576, 16004, 4129)
     """
+    from kvpolicy.embedded import as_config
     from kvpolicy.families import describe
     from kvpolicy.weights import weights_per_rank
 
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = Policy.of(policy)
+    config = as_config(config)
     check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
@@ -196,6 +198,6 @@ def plan(
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     return CachePlan(
         policy=policy, batch=batch, tp=tp, weights=weights, left_alone=alone, full_nbytes=full, measured=not online,
-        layers=layers, note=remarks(policy, layers, None, size),
+        layers=layers, note=remarks(policy, layers, tokens.keep, size, measured=not online),
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
     )  # fmt: skip

@@ -86,6 +86,26 @@ class Policy:
         except TypeError as error:  # of a text, nothing but ValueError: here a plug-in does not implement its kind
             raise ValueError(f"The policy {text!r} cannot be built: {error}") from error
 
+    @classmethod
+    def of(cls, policy: Policy | str) -> Policy:
+        """A policy as it is, or read from its words.
+
+        Raises:
+            TypeError: Where it is neither.
+            ValueError: Where the words are not a policy.
+
+        Examples:
+            >>> Policy.of("h2o") == Policy.of(Policy.parse("h2o"))
+            True
+        """
+        if isinstance(policy, cls):
+            return policy
+        if isinstance(policy, str):
+            return cls.parse(policy)
+        fits = _fitting(policy)
+        advice = f"write Policy({fits[0]}=...)" if fits else 'give words such as "snapkv@0.2", or a kvpolicy.Policy'
+        raise TypeError(f"The policy is {policy!r}, which is none: {advice}.")
+
     def __str__(self) -> str:
         """The shortest words that parse back; of a part without a registered name, its `repr`."""
         default = Policy()
@@ -143,6 +163,26 @@ def _check_part(kind: Kind, part: object) -> None:
         raise TypeError(f"The {kind} is the class {part.__name__}: give an instance, {part.__name__}().")
     if isinstance(part, _PROTOCOLS[kind]):
         return
-    fits = [other for other, protocol in _PROTOCOLS.items() if isinstance(part, protocol)]
-    advice = f"give it as {fits[0]}=" if fits else f"it must implement kvpolicy.protocols.{kind.capitalize()}"
+    fits = _fitting(part)
+    if fits:
+        advice = f"give it as {fits[0]}="
+    elif isinstance(part, str):
+        advice = f"words are read by Policy.parse({part!r})"
+    else:
+        lacks = ", ".join(missing(part, kind))
+        advice = f"it lacks {lacks} of kvpolicy.protocols.{kind.capitalize()}"
     raise TypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
+
+
+def _fitting(part: object) -> list[Kind]:
+    return [] if isinstance(part, type) else [kind for kind, its in _PROTOCOLS.items() if isinstance(part, its)]
+
+
+def missing(part: object, kind: Kind) -> list[str]:
+    """What a kind's protocol asks for and a part has not, sorted.
+
+    >>> missing(KeepAll(), "codec")
+    ['check', 'layout', 'stages', 'traits']
+    """
+    asked = {*dir(_PROTOCOLS[kind]), *_PROTOCOLS[kind].__annotations__}
+    return sorted(name for name in asked if not name.startswith("_") and not hasattr(part, name))

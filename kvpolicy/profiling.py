@@ -25,6 +25,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
 
     Raises:
         ValueError: Where there is no prompt, or a policy is attached.
+        TypeError: Where a prompt is no tensor of token ids [B, P].
 
     Examples:
         >>> import tempfile, os
@@ -42,6 +43,8 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     rows: list[Tensor] = []
     with torch.no_grad(), attach(model, "squeeze+window@1.0"):
         for ids in prompts:
+            if not isinstance(ids, Tensor) or ids.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"A prompt is a {type(ids).__name__}: give tensors of token ids, each [B, P].")
             cache = PolicyCache(model)
             _: Any = model(ids.to(next(model.parameters()).device), past_key_values=cache)
             rows.append(cache.cosines().mean(0))

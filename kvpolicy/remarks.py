@@ -12,18 +12,33 @@ from kvpolicy.policy import Policy
 MOST = 0.5
 """A codec's exact part is remarked on where it takes more than this of the layers' bytes."""
 
+FEW = 16
+"""A share that leaves a layer fewer tokens than these on average is remarked on; nobody wrote that number."""
 
-def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor | None, prompt: Tensor) -> str:
+
+def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: Tensor, *, measured: bool = True) -> str:
     """Everything to be remarked, or nothing.
 
     Args:
         policy: The policy.
         layers: Its plan.
-        keep: Tokens per layer, [B, L]; None before the layers are measured.
+        keep: Tokens per layer, [B, L].
         prompt: Tokens of each row's prompt, [B].
+        measured: Whether the layers were measured that the allocator measures.
     """
-    even = "" if keep is None else _even(policy, keep, prompt)
-    return "; ".join(filter(None, (even, _exact(policy, layers))))
+    even = _even(policy, keep, prompt) if measured else ""
+    return "; ".join(filter(None, (_few(policy, keep, prompt), even, _exact(policy, layers))))
+
+
+def _few(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
+    """Rows of which a budget that is no number of tokens leaves hardly any."""
+    mean = keep.double().mean(-1)
+    few = (mean < FEW) & (mean < prompt)
+    if isinstance(policy.budget, int) or not bool(few.any()):
+        return ""
+    row = int(mean.masked_fill(~few, float("inf")).argmin())
+    left = f"{mean[row]:.3g} of {int(prompt[row]):,} prompt tokens per layer"
+    return f"row(s) {_rows(few)}: a budget of {policy.budget} leaves as few as {left}, so give one in tokens"
 
 
 def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
@@ -31,8 +46,11 @@ def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
     if not policy.allocator.measure or not bool(even.any()):
         return ""
-    rows = ", ".join(str(row) for row in even.nonzero().flatten().tolist())
-    return f"row(s) {rows}: layers share evenly, since fewer than three, or too few that differ, were measured"
+    return f"row(s) {_rows(even)}: layers share evenly, since fewer than three, or too few that differ, were measured"
+
+
+def _rows(flags: Tensor) -> str:
+    return ", ".join(str(row) for row in flags.nonzero().flatten().tolist())
 
 
 def _exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:

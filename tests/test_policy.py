@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,9 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.selectors.h2o import H2O
+from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.selectors.streaming import StreamingLLM
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +99,42 @@ def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
         ({"allocator": KIVI()}, r"The allocator is KIVI\(.*\), which does not fit: give it as codec="),
         ({"selector": Pyramid()}, "give it as allocator="),
         ({"codec": Newest()}, "give it as selector="),
-        ({"codec": "kivi"}, "it must implement kvpolicy.protocols.Codec"),
+        ({"codec": "kivi"}, r"words are read by Policy.parse\('kivi'\)"),
         ({"selector": Newest}, r"The selector is the class Newest: give an instance, Newest\(\)"),
-        ({"selector": None}, "must implement kvpolicy.protocols.Selector"),
+        ({"selector": None}, "it lacks alloc, decode, .* of kvpolicy.protocols.Selector"),
     ],
 )
 def test_wrong_part_in_a_slot(parts: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Policy(**parts)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (Newest(), r"The policy is Newest\(.*\), which is none: write Policy\(selector=...\)"),
+        (Newest, "which is none: give words such as"),
+        (None, "The policy is None, which is none"),
+    ],
+)
+def test_what_is_no_policy(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Policy.of(given)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SnapKV(window=2.5),  # pyright: ignore[reportArgumentType]
+        lambda: StreamingLLM(sinks=True),
+        lambda: H2O(recent="0.5"),  # pyright: ignore[reportArgumentType]
+        lambda: KIVI(group_size=32.0),  # pyright: ignore[reportArgumentType]
+        lambda: SqueezeAttention(share=None),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_parameters_of_another_type(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"'s \w+ is .*: give a (whole )?number\.$"):
+        make()
 
 
 def test_policy_is_a_value() -> None:

@@ -14,6 +14,7 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
 from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
+from kvpolicy.fields import check_types
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -100,8 +101,9 @@ class GEAR:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
+        check_types(self)
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"GEAR's bits is {self.bits}: give 2, 4 or 8.")
+            raise ValueError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
         if not 2 <= self.group_size <= 2**15:
             raise ValueError(f"GEAR's group_size is {self.group_size}: give 2 to 32768, such as 64.")
         if not 0 <= self.rank <= self.group_size:

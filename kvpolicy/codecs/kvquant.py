@@ -12,6 +12,7 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.fields import check_types
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _FP16 = torch.finfo(torch.float16).max
@@ -103,8 +104,9 @@ class KVQuant:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
+        check_types(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"KVQuant's bits is {self.bits}: give 2, 3 or 4.")
+            raise ValueError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         if not 0 <= self.outliers < 1:
             raise ValueError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
         check_least(self, sinks=(0, 5), residual_length=(0, 32), block_size=(1, 32))

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
+from kvpolicy.fields import check_types
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -134,12 +135,13 @@ class ZipCache:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
+        check_types(self)
         if not 0 <= self.high <= 1:
             raise ValueError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
         if self.high_bits not in (4, 8):
-            raise ValueError(f"ZipCache's high_bits is {self.high_bits}: give 4 or 8.")
+            raise ValueError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"ZipCache's bits is {self.bits}: give 2, 3 or 4.")
+            raise ValueError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, recode_every=(1, 100))
 
     @property

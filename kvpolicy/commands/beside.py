@@ -37,6 +37,8 @@ def facts(run: Written, first: Written | None = None) -> list[tuple[str, str]]:
         ("prefill", _speed(run.prompt, run.prefill_rate)),
         ("decode", _speed(len(run.tokens), run.decode_rate)),
     ]
+    if run.note:
+        pairs.append(("note", run.note))
     if run.interrupted:
         pairs.insert(0, ("stopped", f"by Ctrl-C after {len(run.tokens):,} token(s)"))
     return pairs if first is None else [*pairs, ("text", _parting(first, run))]

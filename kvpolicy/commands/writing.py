@@ -48,6 +48,7 @@ class Written:
         prefill: Seconds until the first token.
         decode: Seconds from the first token to the last.
         interrupted: Whether the user stopped it.
+        note: What the cache's plan remarks.
     """
 
     policy: str
@@ -61,6 +62,7 @@ class Written:
     prefill: float | None
     decode: float | None
     interrupted: bool = False
+    note: str = ""
 
     @property
     def prefill_rate(self) -> float | None:
@@ -87,6 +89,7 @@ class Written:
             "prefill_tokens_per_second": self.prefill_rate,
             "decode_tokens_per_second": self.decode_rate,
             "interrupted": self.interrupted,
+            "note": self.note,
         }
 
 
@@ -181,4 +184,5 @@ def _written(handle: Any, tokenizer: Any, prompt: int, clock: Clock, interrupted
         prefill=times[0] - clock.started if times else None,
         decode=times[-1] - times[0] if times else None,
         interrupted=interrupted,
+        note=cache.plan.note if layers and cache.plan else "",
     )

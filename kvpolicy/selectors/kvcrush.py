@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.fields import check_types
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._crush import (
     Anchor,
@@ -92,6 +93,7 @@ class KVCrush:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
+        check_types(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
         if not 0 <= self.split < 1:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.fields import check_types
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
 
@@ -49,6 +50,7 @@ class SnapKV:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
+        check_types(self)
         check_decode(self.decode)
         if self.window < 1:
             raise ValueError(f"window={self.window} observes nothing: use 1 or more.")

@@ -26,10 +26,10 @@ def test_reason_for_an_even_division() -> None:
 def test_no_reason_where_layers_differ() -> None:
     model = build("llama")
     with torch.no_grad(), kvpolicy.attach(model, "squeeze+window@0.5") as handle:
-        model(torch.arange(20)[None], use_cache=True)
+        model(torch.arange(40)[None], use_cache=True)
         report = handle.report()
     assert report.note == ""
-    assert sum(layer.budget[0] for layer in report.layers) == 10 * len(report.layers)
+    assert sum(layer.budget[0] for layer in report.layers) == 20 * len(report.layers)
     assert json.loads(json.dumps(report.as_dict()))["nbytes"] == report.nbytes == handle.cache.nbytes  # pyright: ignore[reportOptionalMemberAccess]
 
 
@@ -53,11 +53,22 @@ def test_a_codec_that_codes_little_is_remarked_on(words: str, told: str) -> None
     assert (told in before) if told else not before
 
 
+@pytest.mark.parametrize(("words", "told"), [("window@0.2", True), ("window@0.5", False), ("window@4", False)])
+def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bool) -> None:
+    """The plan says so before anything runs, and the report after it; a number of tokens was the user's own."""
+    model = build("llama")
+    before = kvpolicy.plan(model.config, words, prompt=40).note
+    with torch.no_grad(), kvpolicy.attach(model, words) as handle:
+        model(torch.arange(40)[None], use_cache=True)
+    assert handle.report().note == before
+    assert ("row(s) 0: a budget of 0.2 leaves as few as 8 of 40 prompt tokens" in before) == told
+
+
 def test_both_remarks() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
     with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window+kivi@0.5") as handle:
-        model(torch.arange(20)[None], use_cache=True)
+        model(torch.arange(40)[None], use_cache=True)
     assert handle.plan is not None
     assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
         "row(s) 0: layers share evenly",
