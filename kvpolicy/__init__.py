@@ -91,6 +91,7 @@ _LAZY = {
 
 
 if not TYPE_CHECKING:  # a type checker that saw this would take every name for one of ours
+    __all__ = [*_LAZY]
 
     def __getattr__(name: str) -> Any:
         import importlib

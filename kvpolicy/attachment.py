@@ -44,7 +44,7 @@ from kvpolicy.parallel import sharing_of
 from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
-from kvpolicy.rotary import Rope
+from kvpolicy.rotary import Rope, trained_positions
 
 
 class Handle:
@@ -67,7 +67,8 @@ class Handle:
         unrotates = policy.codec.traits.frame == "pre"
         ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
-        self._link = Link(policy, shape, info, ropes, sharing, rotary)
+        trained = None if rotary is None else trained_positions(model.config)
+        self._link = Link(policy, shape, info, ropes, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:

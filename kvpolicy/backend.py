@@ -51,9 +51,12 @@ def attention_forward(
         The output, [B, P, Hq, D], and None: no attention matrix is ever made.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
-    if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4):
+    if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+        mask = attention_mask
+        if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
+            mask = _stock_mask(stock, query, key, mask)  # this one function takes no mask for no mask
         run = _stock_attention(stock, module)
-        return run(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs)
+        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise ValueError(
@@ -73,7 +76,8 @@ def attention_forward(
                 "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
                 "call model.eval(), or train with use_cache=False."
             )
-        return _trained(stock, module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, **kwargs)
+        mask, run = _stock_mask(stock, query, key, attention_mask), _stock_attention(stock, module)
+        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)
     kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
@@ -84,16 +88,13 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _trained(
-    stock: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Attend as the stock function does, with its own mask [B, 1, P, P]."""
+def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) -> Tensor:
+    """The causal mask that the stock function is given without a cache, [B, 1, P, P]."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
-    mask = make(
+    return make(
         batch_size=query.shape[0], q_length=query.shape[2], kv_length=key.shape[2], q_offset=0, kv_offset=0,
         mask_function=causal_mask_function, attention_mask=valid, dtype=query.dtype, device=query.device,
     )  # fmt: skip
-    return _stock_attention(stock, module)(module, query, key, value, mask, **kwargs)  # pyright: ignore[reportReturnType]
 
 
 def _pairs(queries: int, heads: int) -> bool:

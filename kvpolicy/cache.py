@@ -23,7 +23,7 @@ from kvpolicy.remarks import remarks
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
 from kvpolicy.running import Running
-from kvpolicy.sizes import at_least, expected
+from kvpolicy.sizes import at_least, expected, longest
 
 
 class PolicyCache(Cache):
@@ -126,9 +126,7 @@ class PolicyCache(Cache):
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Expect a prompt and `new` more tokens: a growing cache makes room for these at once."""
         prompt, self.new = expected(prompt, new)
-        if self.prompt is None and not self.slots[0].is_initialized:
-            self.prompt = prompt
-        self._end = None
+        self.prompt, self._end = longest(self.prompt, prompt), None
         for layer in self.slots:
             if layer.is_initialized and self.policy.decode == "grow":
                 layer.reserve(new)
@@ -291,7 +289,7 @@ class PolicyCache(Cache):
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
-        self.plan, self.running, self._end, self._shift = None, Running(), None, None
+        self.plan, self.prompt, self.running, self._end, self._shift = None, None, Running(), None, None
         self._measures, self._waiting = {}, []
 
     @property

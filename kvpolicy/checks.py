@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.backend import PREFIX
+from kvpolicy.notices import tell_behind
 
 if TYPE_CHECKING:
     from kvpolicy.cache import PolicyCache
@@ -44,7 +45,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
             f"The model's attention was set to {config._attn_implementation!r} while a policy was attached, which puts "
             "the policy out of action: detach first, set it, then attach again."
         )
-    if call.get("output_attentions"):
+    asked = call.get("output_attentions")
+    if config.output_attentions if asked is None else asked:
         raise ValueError(
             "No attention matrix is made under a policy: ask for output_attentions with use_cache=False and without "
             "the policy."
@@ -64,7 +66,7 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         )
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
-    _check_limit(decoder, config, cache, new, call)
+    _check_limit(model, decoder, cache, new, call)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -94,18 +96,24 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             torch._assert_async((held == first.length).all(), f"{said}.")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
-    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
-    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES):
+def _check_limit(model: Any, decoder: nn.Module, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
+    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device.
+
+    Rotary ones go on, into angles that the model has not met.
+    """
+    learned = any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES)
+    limit = int(model.config.max_position_embeddings) if learned else cache.link.trained
+    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
+    if limit is None or (not learned and end <= limit):
         return
-    limit, places = int(config.max_position_embeddings), call.get("position_ids")
-    mask = call.get("attention_mask")
-    end = cache.slots[0].get_seq_length() + new
     if places is not None:
         end = int(places.max()) + 1
     elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
         end = int(mask.bool().sum(-1).max())
-    if end > limit:
+    if end > limit and not learned:
+        cache.link.trained = None
+        tell_behind(model, limit)
+    elif end > limit:
         raise ValueError(
             f"The model has learned {limit} positions, and this call needs position {end - 1}: end the text before, "
             "since a policy that drops tokens does not move those that stay."

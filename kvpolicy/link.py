@@ -27,6 +27,7 @@ class Link:
     rotary: nn.Module | None
     layers: int
     active: bool
+    trained: int | None
 
     def __init__(
         self,
@@ -36,10 +37,21 @@ class Link:
         ropes: dict[int, Rope],
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
+        trained: int | None = None,
     ) -> None:
-        """Describe an attachment; `ropes` are empty unless its policy's codec undoes the rotary embedding."""
+        """Describe an attachment.
+
+        Args:
+            policy: What is attached.
+            model_shape: What to.
+            info: The same, as codecs are told.
+            ropes: By layer; empty unless the policy's codec undoes the rotary embedding.
+            sharing: The ranks that divide the model, if any.
+            rotary: The module that makes the rotary embedding, if there is one.
+            trained: The positions that it was trained for, where it does not reach further by itself.
+        """
         self.policy, self.model_shape, self.info, self.ropes = policy, model_shape, info, ropes
-        self.rotary = rotary
+        self.rotary, self.trained = rotary, trained
         self.layers = len(model_shape.evictable) + len(model_shape.left_alone)
         self.active = True
         self._sharing, self._ranks = sharing, dict[int, Ranks]()

@@ -60,6 +60,16 @@ def tell_extended(layer: PolicyLayer, tokens: int) -> None:
     log.debug("layer %d extended by %d tokens to %d", layer.layer_idx, tokens, layer.tokens)
 
 
+def tell_behind(model: Any, limit: int) -> None:
+    """Warn that a text goes behind the positions that a rotary embedding was trained for."""
+    warnings.warn(
+        f"The text is longer than the {limit:,} positions that {type(model).__name__} was trained for, and a policy "
+        "does not move the tokens that stay: expect worse answers, and end the text before.",
+        KVPolicyWarning,
+        stacklevel=2,
+    )
+
+
 def check_caching(model: Any) -> None:
     """Warn the caller of `attach` where `generate` makes no cache, so that a policy would change nothing."""
     if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:

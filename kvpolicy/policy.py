@@ -106,6 +106,13 @@ class Policy:
         advice = f"write Policy({fits[0]}=...)" if fits else 'give words such as "snapkv@0.2", or a kvpolicy.Policy'
         raise TypeError(f"The policy is {policy!r}, which is none: {advice}.")
 
+    def __eq__(self, other: object) -> bool:
+        """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is everything."""
+        if not isinstance(other, Policy):
+            return NotImplemented
+        ours, theirs = ((*(getattr(each, kind) for kind in _PROTOCOLS), each.budget) for each in (self, other))
+        return ours == theirs and type(self.budget) is type(other.budget)
+
     def __str__(self) -> str:
         """The shortest words that parse back; of a part without a registered name, its `repr`."""
         default = Policy()

@@ -21,6 +21,22 @@ _CHANGING = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change with the length, so that a stored key cannot be rotated back."""
 
 
+def trained_positions(config: Any) -> int | None:
+    """The positions that a model's rotary embedding was trained for; None where its kind reaches further by itself.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> trained_positions(LlamaConfig(max_position_embeddings=4096))
+        4096
+    """
+    text = config.get_text_config()
+    given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in given.values() if isinstance(part, dict)] or [given]  # one for each type of layer
+    kinds: set[str] = {part.get("rope_type", "default") for part in parts}
+    limit: Any = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and kinds <= {"default", "linear", "llama3"} else None
+
+
 class Rope:
     """One layer's rotary embedding; of a layer without, the identity."""
 

@@ -69,6 +69,20 @@ def expected(prompt: Tensor | Sequence[int] | int | None, new: int | None) -> tu
     return torch.tensor(given, dtype=torch.int64), new
 
 
+def longest(told: Tensor | None, prompt: Tensor | None) -> Tensor | None:
+    """The longer of two expected prompts, [B] or []; the newer one where they are of other rows, as for beams.
+
+    Examples:
+        >>> longest(torch.tensor(7), torch.tensor([9, 4])), longest(None, torch.tensor(3))
+        (tensor([9, 7]), tensor(3))
+    """
+    if told is None or prompt is None:
+        return told if prompt is None else prompt
+    if told.dim() and prompt.dim() and len(told) != len(prompt):
+        return prompt
+    return torch.maximum(told, prompt)
+
+
 def at_least(length: Tensor, prompt: Tensor | None) -> Tensor:
     """Tokens of each row [B], or those of its expected prompt, [B] or [], where these are more.
 

@@ -88,6 +88,15 @@ def test_path_holds_what_a_path_may_hold() -> None:
     assert str(Policy(allocator=SqueezeAttention(profile="/a/b_c.json"))) == "squeeze:profile=/a/b_c.json"
 
 
+@pytest.mark.parametrize("split", ["0.0", "0.3", "0.5", "0.99", "0.999999"])
+@pytest.mark.parametrize("base", ["h2o", "streaming:sinks=6"])
+def test_the_least_budget_of_a_split(split: str, base: str) -> None:
+    """It leaves the base its own, and one token less does not."""
+    selector: Any = Policy.parse(f"kvcrush:split={split}/{base}@0.5").selector
+    of_base = [floor - floor * round(float(split) * 10**6) // 10**6 for floor in (selector.floor, selector.floor - 1)]
+    assert of_base[0] == selector.base.floor > of_base[1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -116,6 +125,13 @@ def test_path_holds_what_a_path_may_hold() -> None:
         ("kivi@2", "no selector says"),
         (" kivi", "did you mean 'kivi'"),
         ("kivi:group_size=" + "9" * 9999, "not a whole number"),
+        ("streaming:sinks=2147483648", r"sinks is 2147483648: give a number below 2\^31"),
+        ("kvcrush:seed=" + "9" * 26, "give a number below"),
+        ("snapkv:kernel=32769", "odd number from 1 to 32767"),
+        ("rotate:sinks=32768", "at most 32767"),
+        ("kvcrush:split=0.9999999", "split=0.9999999 leaves the base nothing"),
+        ("kvcrush:split=-0.1", "leaves the base nothing"),
+        ("h2o@9223372036854775807", "tokens is out of range"),
     ],
 )
 def test_what_is_no_policy_is_told(text: str, message: str) -> None:

@@ -137,6 +137,16 @@ def test_parameters_of_another_type(make: Callable[[], object]) -> None:
         make()
 
 
+def test_equal_policies_have_equal_words() -> None:
+    one, all_ = Policy(selector=Newest(), budget=1), Policy(selector=Newest(), budget=1.0)
+    assert one != all_ and len({one, all_, Policy(selector=Newest(), budget=1)}) == 2
+    assert one != "full" and Policy(budget=1.0) == Policy()
+    for equal in ((H2O(recent=1), H2O(recent=1.0)), (H2O(recent=-0.0), H2O(recent=0.0))):
+        first, second = (Policy(selector=selector) for selector in equal)
+        assert first == second and str(first) == str(second) and Policy.parse(str(first)) == first
+    assert str(Policy(codec=KIVI(bits=4.0))) == "kivi:bits=4"  # pyright: ignore[reportArgumentType]
+
+
 def test_policy_is_a_value() -> None:
     policy = Policy(allocator=SqueezeAttention(share=0.3), codec=KIVI(bits=4))
     assert {policy: 1}[Policy.parse(str(policy))] == 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.budget import waterfill
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Pyramid:
 
     def __post_init__(self) -> None:
         """Check `beta`."""
-        check_types(self)
+        check_fields(self)
         if not 1 <= self.beta < float("inf"):
             raise ValueError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.budget import waterfill
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 
 _SAME = 1e-6  # cosines closer than this are equal
 
@@ -48,7 +48,7 @@ class SqueezeAttention:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if not 0 < self.share <= 1:
             raise ValueError(f"SqueezeAttention's share is {self.share}: give a number in (0, 1], such as 0.4.")
         if self.groups < 2:

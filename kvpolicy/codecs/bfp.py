@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -76,7 +76,7 @@ class BFP:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.mantissa not in (3, 4, 5, 6, 8):
             raise ValueError(f"BFP's mantissa is {self.mantissa!r}: give 3, 4, 5, 6 or 8.")
         check_least(self, block_channels=(1, 32), residual_length=(0, 32), block_size=(1, 32))

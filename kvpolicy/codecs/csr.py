@@ -14,7 +14,7 @@ from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -110,7 +110,7 @@ class CSR:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         choices = {"sn": (1, 2, 4), "frame": ("pre", "post"), "solver": ("mp", "refit", "omp")}
         for field, allowed in {**choices, "coef": ("fp16", "fp8"), "index": ("int16", "packed")}.items():
             if getattr(self, field) not in allowed:

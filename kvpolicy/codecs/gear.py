@@ -14,7 +14,7 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
 from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -101,7 +101,7 @@ class GEAR:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 4, 8):
             raise ValueError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
         if not 2 <= self.group_size <= 2**15:

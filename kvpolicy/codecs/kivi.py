@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -66,7 +66,7 @@ class KIVI:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 4, 8):
             raise ValueError(f"KIVI's bits is {self.bits!r}: give 2, 4 or 8.")
         check_least(self, group_size=(1, 32), residual_length=(0, 128))

@@ -12,7 +12,7 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _FP16 = torch.finfo(torch.float16).max
@@ -104,7 +104,7 @@ class KVQuant:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 3, 4):
             raise ValueError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         if not 0 <= self.outliers < 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -148,7 +148,7 @@ class MiKV:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if not 0 <= self.high <= 1:
             raise ValueError(f"MiKV's high is {self.high}: give a share from 0 to 1, such as 0.2.")
         if self.high_bits not in (8, 16):

@@ -12,7 +12,7 @@ from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordina
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 
@@ -76,9 +76,11 @@ class RotateKV:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 3, 4):
             raise ValueError(f"RotateKV's bits is {self.bits!r}: give 2, 3 or 4.")
+        if self.sinks >= 2**15:
+            raise ValueError(f"RotateKV's sinks is {self.sinks}: give at most 32767, such as 20.")
         check_least(self, group_size=(1, 128), sinks=(0, 20), residual_length=(0, 32), block_size=(1, 32))
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvpolicy.codecs._common import check_least
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 
 
@@ -46,7 +46,7 @@ class Staircase:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         check_least(self, eight=(1, 128), four=(1, 512), group_size=(1, 32), residual_length=(0, 32))
 
     @property

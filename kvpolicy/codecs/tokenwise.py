@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _E4M3 = 448.0
@@ -85,7 +85,7 @@ class TokenWise:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 3, 4, 8, "fp8"):
             raise ValueError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
         check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))

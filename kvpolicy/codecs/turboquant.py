@@ -17,7 +17,7 @@ from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 _CHANNELS = 128  # of a value group, at most
@@ -76,7 +76,7 @@ class TurboQuant:
 
     def __post_init__(self) -> None:
         """Check the parameters."""
-        check_types(self)
+        check_fields(self)
         if self.bits not in (2, 3, 4):
             raise ValueError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, seed=(0, 0), residual_length=(0, 32), block_size=(1, 32))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
 
@@ -43,7 +43,7 @@ class H2O:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        check_types(self)
+        check_fields(self)
         check_decode(self.decode)
         if not 0 <= self.recent <= 1:
             raise ValueError(f"recent={self.recent} is no share: use a number from 0 to 1.")

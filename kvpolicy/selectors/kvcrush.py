@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._crush import (
     Anchor,
@@ -93,13 +93,11 @@ class KVCrush:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        check_types(self)
+        check_fields(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
-        if not 0 <= self.split < 1:
-            raise ValueError(
-                f"split={self.split} leaves the base nothing: use a number from 0 up to, not including, 1."
-            )
+        if self.split < 0 or not self._base_share > 0:
+            raise ValueError(f"split={self.split} leaves the base nothing: use a number from 0 to 0.999999.")
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
         if self.page < 0:
@@ -122,10 +120,12 @@ class KVCrush:
     @property
     def floor(self) -> int:
         """Enough that the base's share is its own floor."""
-        tokens = self.base.floor
-        while tokens - tokens * round(self.split * MILLION) // MILLION < self.base.floor:
-            tokens += 1
-        return tokens
+        return (self.base.floor - 1) * MILLION // self._base_share + 1
+
+    @property
+    def _base_share(self) -> int:
+        """Of a million tokens, those of the base; whole, since shares in floats would round apart."""
+        return MILLION - round(self.split * MILLION)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""

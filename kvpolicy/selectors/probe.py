@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
 
@@ -57,7 +57,7 @@ class ProbeSalience:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        check_types(self)
+        check_fields(self)
         check_decode(self.decode)
         if not (0 <= self.recent <= 1 and 0 <= self.random <= 1 and self.recent + self.random > 0):
             raise ValueError(

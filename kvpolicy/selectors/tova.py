@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_types
+from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
 
@@ -33,7 +33,7 @@ class TOVA:
 
     def __post_init__(self) -> None:
         """Check the hyper-parameters."""
-        check_types(self)
+        check_fields(self)
         check_decode(self.decode)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,37 @@ def test_a_reset_cache_is_new(policy: str) -> None:
         again = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, cache)
         fresh = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, PolicyCache(model))
     assert torch.equal(again, fresh)
+
+
+def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
+    model, (ids, _) = build("llama"), make_batch([24], [24])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model)
+        for columns, budget in ((24, 12), (10, 5)):
+            cache.reset()
+            model.generate(ids[:, :columns], past_key_values=cache, do_sample=False, max_new_tokens=3)
+            assert cache.slots[0].budget.tolist() == [budget]
+
+
+def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
+    model, (ids, _) = build("llama"), make_batch([44], [44])
+    chunked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2, "prefill_chunk_size": 5}
+    with kvpolicy.attach(model, "window@0.5"):
+        cache, budgets = PolicyCache(model), list[int]()
+        model.generate(ids[:, :20], past_key_values=cache, **chunked)
+        settle = cache.settle
+        cache.settle = lambda: (settle(), budgets.append(int(cache.slots[0].budget)))[0]
+        model.generate(ids, past_key_values=cache, **chunked)
+    assert budgets and set(budgets) == {22}
+
+
+def test_beams_of_a_cache_that_was_told_its_rows() -> None:
+    model, (ids, mask) = build("llama"), make_batch([24, 17], [24])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model, prompt=[24, 17])
+        beams: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}
+        told = model.generate(ids, attention_mask=mask, past_key_values=cache, **beams)
+        assert torch.equal(told, model.generate(ids, attention_mask=mask, **beams))
 
 
 @pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"])

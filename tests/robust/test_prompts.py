@@ -116,11 +116,14 @@ def test_odd_models(name: str, policy: str) -> None:
 
 @EACH
 def test_behind_the_last_position(policy: str) -> None:
-    """Rotary models go on as the stock model does; a learned position that is not there is refused."""
+    """Rotary models go on as the stock model does, and warn once; a learned position that is not there is refused."""
     model = llama(num_hidden_layers=2, num_attention_heads=4, hidden_size=32, max_position_embeddings=24)
     stock = model.generate(prompt(20), **GREEDY)
     with kvpolicy.attach(model, roomy(policy)):
-        ours = model.generate(prompt(20), **GREEDY)
+        model.generate(prompt(18), **GREEDY)
+        with pytest.warns(kvpolicy.KVPolicyWarning, match="longer than the 24 positions"):
+            ours = model.generate(prompt(20), **GREEDY)
+        assert torch.equal(model.generate(prompt(20), **GREEDY), ours)
     assert ours.shape == stock.shape and (not exact(policy) or torch.equal(ours, stock))
     model = gpt2(n_embd=32, n_layer=2, n_head=4, vocab_size=48, n_positions=24)
     with kvpolicy.attach(model, policy):

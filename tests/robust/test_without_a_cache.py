@@ -1,0 +1,50 @@
+"""A forward that caches nothing is the stock model's, whatever its attention and its mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from tests.conformance.models import FAMILIES, UNNAMED
+from tests.conformance.play import make_batch
+from tests.robust.hostile import own, refused
+
+
+def run(model: Any, mask: Tensor | None, **how: Any) -> Any:
+    ids, _ = make_batch([26, 17], [26])
+    with torch.no_grad():
+        return model(ids, attention_mask=mask, labels=ids, use_cache=False, **how)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
+def test_scoring(family: str, attention: str) -> None:
+    model, (_, padded) = own(family), make_batch([26, 17], [26])
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError:
+        pytest.skip(f"{family} has no {attention}")
+    for mask in (None, torch.ones_like(padded), padded):
+        stock = run(model, mask)
+        with kvpolicy.attach(model, "h2o@0.5"):
+            ours = run(model, mask)
+        seen = torch.ones_like(padded).bool() if mask is None else mask.bool()
+        assert torch.allclose(ours.logits[seen], stock.logits[seen], atol=3e-5, rtol=1e-4)
+        assert ours.past_key_values is None
+
+
+def test_attention_matrices() -> None:
+    """Where the stock model gives them, so does an attached one; with a cache they are refused, however asked for."""
+    model, (ids, padded) = own(), make_batch([26, 17], [26])
+    model.set_attn_implementation("eager")
+    stock = run(model, padded, output_attentions=True).attentions
+    with kvpolicy.attach(model, "h2o@0.5"):
+        ours = run(model, padded, output_attentions=True).attentions
+        assert len(ours) == len(stock) > 0 and all(map(torch.equal, ours, stock))
+    model.config.output_attentions = True
+    with kvpolicy.attach(model, "h2o@0.5"), refused("No attention matrix"):
+        model(ids, attention_mask=padded)
