@@ -136,7 +136,7 @@ class PolicyCache(Cache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
-        self.running.begin(self.slots)
+        self.running.begin(self.slots, tokens.shape[1])
         self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
         for layer in self.slots if self._one_token else ():
             layer.make_room()

@@ -103,9 +103,9 @@ def _check_limit(model: Any, decoder: nn.Module, cache: PolicyCache, new: int, c
     """
     learned = any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES)
     limit = int(model.config.max_position_embeddings) if learned else cache.link.trained
-    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
-    if limit is None or (not learned and end <= limit):
+    if limit is None or (not learned and cache.running.columns + new <= limit):
         return
+    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
     if places is not None:
         end = int(places.max()) + 1
     elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:

@@ -18,15 +18,17 @@ class Running:
     Attributes:
         now: Whether one does.
         residuals: Inputs of layers that are being measured, [B, P, D].
+        columns: Columns of all forwards in eager mode; counted here, where no device is waited for.
     """
 
     def __init__(self) -> None:
         """None runs."""
         self.now: bool = False
         self.residuals: dict[int, Tensor] = {}
+        self.columns: int = 0
 
-    def begin(self, layers: Sequence[PolicyLayer]) -> None:
-        """Note that a forward begins, in which every layer must attend.
+    def begin(self, layers: Sequence[PolicyLayer], columns: int) -> None:
+        """Note that a forward of so many columns begins, in which every layer must attend.
 
         Raises:
             RuntimeError: Where another has not ended.
@@ -37,6 +39,7 @@ class Running:
                 "agree: start a new cache, or call its reset()."
             )
         self.now = True
+        self.columns += columns
         self.residuals.clear()
         for layer in layers:
             layer.waits = True
