@@ -1,4 +1,4 @@
-"""Chat for as long as you like with a cache of 2,048 tokens.
+"""Chat with a cache of 2,048 tokens, up to the length that the model was trained on.
 
     python docs/examples/chat.py --model meta-llama/Meta-Llama-3-8B-Instruct
     python docs/examples/chat.py --model meta-llama/Meta-Llama-3-8B-Instruct --say "Who was Ada Lovelace?" "Her father?"
@@ -6,6 +6,9 @@
 One cache serves the whole conversation. A turn's tokens are a prompt: they join what the cache holds and are brought
 under the budget with it, so that memory stays what it was after 2,048 tokens, however long the chat goes on. `h2o`
 keeps what was looked at most, and the newest tokens; `streaming` would keep the first four and the newest.
+
+The length of the chat is not bounded by this: tokens keep their positions, and these go on counting. End a chat before
+the model's `max_position_embeddings`, beyond which a KVPolicyWarning tells that answers may get worse.
 
 Without `--model` the embedded model answers. It knows no roles, only records and questions about them, and its budget
 here is 256 tokens.

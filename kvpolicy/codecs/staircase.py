@@ -31,8 +31,8 @@ class Staircase:
         >>> Staircase().layout(1000)
         Layout(exact=64, coded=(128, 512, 352))
 
-    Source: SAQ, staircase quantization, on KIVI (arXiv:2402.02750). Only its abstract and a summary were read, so all
-    details are unverified.
+    Source: SAQ, a staircase quantization that builds on KIVI. Only SAQ's abstract and a summary were read, so all
+    details are unverified. The stages are KIVI's (arXiv:2402.02750, the paper of KIVI, not of SAQ).
     Differences: how many tokens a stage holds is our choice. A token is coded anew from what was decoded, once per
     stage, since nothing else is left of it; so it carries the errors of the stages before. What differs between KIVI
     and its paper differs here too. A stage that tokens are evicted from takes new ones before it hands its oldest on,

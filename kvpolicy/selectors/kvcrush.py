@@ -77,8 +77,9 @@ class KVCrush:
         buckets are equal ranks of (distance, position) as in the code, but rank i*n/k rounded down, which reaches
         the tail (the code's whole-number stride does not); the literal buckets are an option. The bit threshold is
         `quantile` of the head's own scores, not the budget, which would leave most signatures empty. Budget for
-        representatives is part of the budget (paper), not on top of it (code). With grouped-query attention each KV
-        head has its own candidates, but signatures always have all query heads. While generating, representatives
+        representatives is part of the budget (paper), not on top of it (code). Both keep the first 32 and the last 128
+        tokens outside of both parts; here only the base keeps tokens for their place. With grouped-query attention each
+        KV head has its own candidates, but signatures always have all query heads. While generating, representatives
         stay and the base evicts among the rest. The base's own `decode` mode holds.
     """
 
