@@ -48,8 +48,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     asked = call.get("output_attentions")
     if config.output_attentions if asked is None else asked:
         raise ValueError(
-            "No attention matrix is made under a policy: ask for output_attentions with use_cache=False and without "
-            "the policy."
+            "No attention matrix is made where a policy keeps a cache: ask for output_attentions with use_cache=False, "
+            "of a model with eager attention."
         )
     if tokens.device.type == "meta":
         raise ValueError(

@@ -16,7 +16,7 @@ from kvpolicy_eval.bench.common import Ratio, Row, compare, llama, tokens
 from kvpolicy_eval.bench.floor import Work, decode_work, prefill_work
 
 SIZES = ((512, 8, 30), (1024, 16, 12))
-"""Hidden size, heads and rounds: KVCrush's own work does not grow with the hidden size, so its share falls with it."""
+"""Hidden size, heads and rounds: KVCrush's own work grows with the heads, its share falls with the weights."""
 
 MOST = 1.005
 """The bar: what the paper claims."""
