@@ -81,8 +81,9 @@ def collect(
     was_training = model.training
     model.eval()
     try:
-        for ids in tqdm(windows, desc="collect", disable=not progress):
-            draw = torch.randperm(len(ids), generator=generator)[: -(-tokens // len(windows))].sort().values
+        counts = shares(windows, tokens)
+        for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
+            draw = torch.randperm(len(ids), generator=generator)[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
                     some = x.index_select(-2, draw.to(x.device)).float().cpu()
@@ -90,6 +91,15 @@ def collect(
     finally:
         model.train(was_training)
     return Samples(**_joined(kept))
+
+
+def shares(windows: Sequence[Tensor], tokens: int) -> list[int]:
+    """How many tokens of each window are kept, of about `tokens` in all.
+
+    >>> shares([torch.arange(9), torch.arange(3)], 9)
+    [5, 3]
+    """
+    return [min(len(ids), -(-tokens // len(windows))) for ids in windows]
 
 
 def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Tensor]]:

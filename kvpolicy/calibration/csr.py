@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import collect
 from kvpolicy.calibration.dictionary import State, Training, train
+from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.progress import Progress
@@ -89,6 +90,7 @@ def calibrate_csr(
     *,
     name: str | None = None,
     progress: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Train CSR's dictionaries on a model's keys and values, and write them to a folder.
 
@@ -101,12 +103,14 @@ def calibrate_csr(
         options: Which dictionaries.
         name: What to call the model.
         progress: Whether to show bars.
+        force: Whether to replace a finished calibration of another model or text, or with other options.
 
     Returns:
         What was written beside the tensors.
 
     Raises:
-        ValueError: Where the model is not supported, the text too short, or `out` holds another unfinished one.
+        ValueError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
+            finished.
     """
     model_facts, layers = identity(model, name), describe(model.config).evictable
     dim, atoms = model_facts["head_dim"], options.atoms or min(PER_HEAD * model_facts["heads"], MOST)
@@ -118,6 +122,8 @@ def calibrate_csr(
     text = hashlib.sha256(b"|".join(w.numpy().tobytes() for w in windows)).hexdigest()
     facts = {"model": model_facts, "head_dim": dim, "text_sha256": text, "options": asdict(options)}
     states = Progress(Path(out), facts)
+    if not force:
+        check_free(out, "csr", facts)
     samples = collect(
         model, windows, tokens=options.tokens, frames=options.frames, seed=options.seed, progress=progress
     ).parts()

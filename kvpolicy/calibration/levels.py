@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.collect import collect
+from kvpolicy.calibration.collect import collect, shares
+from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
@@ -28,6 +29,7 @@ def calibrate_kvquant(
     seed: int = 0,
     name: str | None = None,
     progress: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Fit KVQuant's ranges and levels to a model's keys and values, and write them to a folder.
 
@@ -42,24 +44,19 @@ def calibrate_kvquant(
         seed: Of the draw of tokens.
         name: What to call the model.
         progress: Whether to show a bar.
+        force: Whether to replace a finished calibration of another model or text, or with other options.
 
     Returns:
         What was written beside the tensors.
 
     Raises:
-        ValueError: Where the model is not supported or the text too short.
+        ValueError: Where the model is not supported, the text too short, or `out` holds another one.
     """
-    facts = identity(model, name)
     if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
         raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
     if not 0 <= outliers < 1:
         raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
-    samples = collect(model, windows, tokens=tokens, frames=("pre",), fisher=fisher, seed=seed, progress=progress)
-    tensors: dict[str, Tensor] = {}
-    for layer, keys in tqdm(samples.pre.items(), desc="fit", disable=not progress):
-        weights = samples.fisher.get(layer)
-        fitted = fit_kvquant(keys, samples.values[layer], bits=tuple(bits), weights=weights, outliers=outliers)
-        tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}
+    facts = identity(model, name)
     meta = {
         "model": facts,
         "head_dim": facts["head_dim"],
@@ -67,8 +64,16 @@ def calibrate_kvquant(
         "bits": list(bits),
         "outliers": outliers,
         "fisher": fisher,
-        "tokens": next(iter(samples.values.values())).shape[1],
+        "tokens": sum(shares(windows, tokens)),
         "seed": seed,
     }
+    if not force:
+        check_free(out, "kvquant", meta)
+    samples = collect(model, windows, tokens=tokens, frames=("pre",), fisher=fisher, seed=seed, progress=progress)
+    tensors: dict[str, Tensor] = {}
+    for layer, keys in tqdm(samples.pre.items(), desc="fit", disable=not progress):
+        weights = samples.fisher.get(layer)
+        fitted = fit_kvquant(keys, samples.values[layer], bits=tuple(bits), weights=weights, outliers=outliers)
+        tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}
     _files.save(out, "kvquant", meta, tensors)
     return meta

@@ -37,6 +37,16 @@ def test_kvquant(tmp_path: Path) -> None:
     assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
 
 
+def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "kvquant", "--no-fisher", "--length", "64", "--windows", "2")
+    assert main([*line, "--bits", "2"]) == main([*line, "--bits", "2"]) == 0
+    assert main([*line, "--bits", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a finished calibration that differs in bits" in error and error.count("\n") == 1
+    assert main([*line, "--bits", "3", "--force"]) == 0
+    assert load(str(tmp_path / "out"), "kvquant").meta["bits"] == [3]
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,37 @@ def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pyt
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(ValueError, match="cannot be read: delete it"):
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
+
+
+def test_a_finished_one_is_replaced_only_when_that_is_said(tmp_path: Path) -> None:
+    small = replace(OPTIONS, training=Training(epochs=1, batch=64))
+    calibrate_csr(llama(), windows(), tmp_path, small, name="one")
+    calibrate_csr(llama(), windows(), tmp_path, small, name="two")  # the same, whatever it is called
+    other = replace(small, atoms=8)
+    for given, told in (
+        ((llama(1), windows(), tmp_path, small), "differs in model:"),
+        ((llama(), windows()[:4], tmp_path, small), "differs in text:"),
+        ((llama(), windows(), tmp_path, other), "differs in atoms: write to another folder"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            calibrate_csr(*given)
+    with pytest.raises(ValueError, match="differs in method"):
+        calibrate_kvquant(llama(), windows(), tmp_path)
+    assert load(str(tmp_path), "csr").meta["atoms"] == 16
+    calibrate_csr(llama(), windows(), tmp_path, other, force=True)
+    assert load(str(tmp_path), "csr").meta["atoms"] == 8
+    (tmp_path / TENSORS).write_bytes(b"")
+    calibrate_csr(llama(), windows(), tmp_path, small)  # what is damaged may always be made again
+
+
+@pytest.mark.parametrize("fields", [{"bits": (3,)}, {"outliers": 0.1}, {"fisher": True}, {"tokens": 150}, {"seed": 1}])
+def test_nor_are_levels(tmp_path: Path, fields: dict[str, Any]) -> None:
+    before: dict[str, Any] = {"bits": (2,), "fisher": False}
+    calibrate_kvquant(llama(), windows(), tmp_path, **before)
+    with pytest.raises(ValueError, match=f"differs in {next(iter(fields))}: .* --force"):
+        calibrate_kvquant(llama(), windows(), tmp_path, **before | fields)
+    calibrate_kvquant(llama(), windows(), tmp_path, **before | fields, force=True)
+    assert load(str(tmp_path), "kvquant").meta["bits"] == list(fields.get("bits", (2,)))
 
 
 @pytest.mark.parametrize(
