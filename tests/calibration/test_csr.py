@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvpolicy
 from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info
 from kvpolicy.calibration.progress import UNFINISHED, Progress
 from kvpolicy.codecs._files import TENSORS, load
@@ -158,3 +160,20 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
     with pytest.raises(ValueError, match="share of outliers"):
         calibrate_kvquant(model, windows(), tmp_path, outliers=1.0)
     assert json.loads((tmp_path / "calibration.json").read_text())["method"] == "kvquant"
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text"])
+def test_layers_that_bound_themselves_are_left_out(tmp_path: Path, kind: str) -> None:
+    """A file has the layers under the policy, which are not the first ones."""
+    layers, sizes = ["sliding_attention", "full_attention"] * 2, {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=8, vocab_size=40,
+        sliding_window=12, layer_types=layers, attn_implementation="eager", **sizes,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    calibrate_kvquant(model, windows(), tmp_path / "k", bits=(3,))
+    calibrate_csr(model, windows(), tmp_path / "c", replace(OPTIONS, key_groups="all", frames=("pre",), sn=(2,)))
+    assert model_info(model).indices == (1, 3)
+    for codec in (KVQuant(calibration=str(tmp_path / "k")), CSR(s=4, online=0, dictionary=str(tmp_path / "c"))):
+        with kvpolicy.attach(model, kvpolicy.Policy(codec=codec)):
+            assert model.generate(windows()[0][None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 43
