@@ -116,7 +116,8 @@ class _Reader:
 
     def __init__(self, model: nn.Module, frames: Sequence[str], fisher: bool) -> None:
         self.model, self.frames, self.fisher = model, frames, fisher
-        self.sites, self.layers = find_sites(model), describe(model.config).evictable
+        shape = describe(model.config)
+        self.sites, self.layers, self.heads = find_sites(model), shape.evictable, shape.heads
         own = [site for site in self.sites.layers if site.layer_idx in self.layers]
         self.ropes = {site.layer_idx: Rope.of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
 
@@ -129,8 +130,9 @@ class _Reader:
         if not self.fisher:
             with torch.no_grad():
                 self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-        keys = {layer: cache.layers[layer].keys.detach() for layer in self.layers}
-        found = {"values": {layer: cache.layers[layer].values[0].detach() for layer in self.layers}}
+        keys = {layer: self._heads(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
+        values = {layer: self._heads(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
+        found = {"values": values}
         if "post" in self.frames:
             found["post"] = {layer: x[0] for layer, x in keys.items()}
         if "pre" in self.frames:
@@ -138,6 +140,10 @@ class _Reader:
         if self.fisher:
             found["fisher"] = {layer: torch.cat(both).square() for layer, both in slopes.items()}
         return found
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Of each KV head its copies [1, H, copies, n, D]: grouped Falcon's stock cache has one for each query head."""
+        return x.unflatten(1, (self.heads, -1))
 
     def _undo(self, layer: int, keys: Tensor) -> Tensor:
         with torch.no_grad():
@@ -152,7 +158,7 @@ class _Reader:
                     "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
-            both = [g.float() for g in torch.autograd.grad(loss, tensors)]
+            both = [self._heads(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]
         keys = dict(zip(self.layers, both[::2], strict=True))
         turned = {layer: self._undo(layer, g) if self.ropes else g for layer, g in keys.items()}
         values = dict(zip(self.layers, both[1::2], strict=True))
