@@ -20,8 +20,9 @@ from kvpolicy.protocols import Allocator, Codec, Selector
 from kvpolicy.rules import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
+from kvpolicy.stage_rules import check_stages
 
-_LAYERS, _PROMPT, _STEPS, _PAD = 3, 96, 12, 7
+_LAYERS, _HEADS, _DIM, _PROMPT, _STEPS, _PAD = 3, 2, 16, 96, 12, 7
 
 
 def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> None:
@@ -34,7 +35,8 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     Of an allocator also: budgets are int64 [B, L], sum to the total and stay inside the bounds, row by row. Of a
     selector also: priorities are fp32 and no NaN, states are [B, H, S], its floor is enough, and a whole budget changes
     no logit. Of a codec also: the tokens kept are those of `plain`; what it reads is nearer to what was written than
-    zeros are, and the same in another batch; its scores and sums are those of what it reads.
+    zeros are, and the same in another batch; its scores and sums are those of what it reads; each stage writes, to the
+    bit, the same codes for a row alone and in a batch, whatever tokens beside it that are not active hold.
 
     Args:
         part: The strategy, with the hyper-parameters that are to be checked.
@@ -67,6 +69,8 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         raise TypeError(f"{part!r} is no allocator, no selector and no codec: see kvpolicy.protocols.")
     with watched(part):
         _behave(part, policy)
+    if isinstance(part, Codec):
+        check_stages(part, _HEADS, _DIM)
 
 
 def _behave(part: Any, policy: Policy) -> None:
@@ -101,10 +105,10 @@ def _frozen(part: Any) -> None:
 def _model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+    sizes: Any = {"num_attention_heads": 4, "num_key_value_heads": _HEADS, "vocab_size": 64, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = LlamaConfig(num_hidden_layers=_LAYERS, hidden_size=64, intermediate_size=64, **sizes)
+        config = LlamaConfig(num_hidden_layers=_LAYERS, hidden_size=4 * _DIM, intermediate_size=64, **sizes)
         return LlamaForCausalLM(config).eval()
 
 
