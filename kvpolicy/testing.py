@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from kvpolicy.attachment import attach
 from kvpolicy.cache import PolicyCache
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, missing
 from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.registry import Kind
 from kvpolicy.rules import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
@@ -53,6 +54,8 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         >>> check(SnapKV(window=8, kernel=3))
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
     """
+    if isinstance(part, type):
+        raise TypeError(f"The strategy is the class {part.__name__}: give an instance, {part.__name__}().")
     _frozen(part)
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
@@ -66,11 +69,22 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         selector = H2O() if _ranks(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
     else:
-        raise TypeError(f"{part!r} is no allocator, no selector and no codec: see kvpolicy.protocols.")
+        raise TypeError(f"{part!r} is no allocator, no selector and no codec: {_lacking(part)}.")
     with watched(part):
         _behave(part, policy)
     if isinstance(part, Codec):
         check_stages(part, _HEADS, _DIM)
+
+
+def _lacking(part: object) -> str:
+    """What is missing to the kind that has most of its members there."""
+    lacks: dict[Kind, list[str]] = {kind: missing(part, kind) for kind in get_args(Kind)}
+    share, nearest, names = min(
+        (len(names) / len(missing(object(), kind)), kind, names) for kind, names in lacks.items()
+    )
+    if share == 1:
+        return "see kvpolicy.protocols"
+    return f"it lacks {', '.join(names)} of kvpolicy.protocols.{nearest.capitalize()}"
 
 
 def _behave(part: Any, policy: Policy) -> None:
