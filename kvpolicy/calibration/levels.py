@@ -16,6 +16,9 @@ from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 
+LEAST = 128
+"""The fewest tokens: fitted to half as many, ranges code other text clearly worse, and to more hardly better."""
+
 
 def calibrate_kvquant(
     model: nn.Module,
@@ -56,6 +59,12 @@ def calibrate_kvquant(
         raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
     if not 0 <= outliers < 1:
         raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
+    count = sum(shares(windows, tokens))
+    if count < LEAST:
+        raise ValueError(
+            f"There are {count} tokens to fit KVQuant's ranges to, and at least {LEAST} are needed: give a longer "
+            "text, or more tokens of it."
+        )
     facts = identity(model, name)
     meta = {
         "model": facts,
@@ -64,7 +73,7 @@ def calibrate_kvquant(
         "bits": list(bits),
         "outliers": outliers,
         "fisher": fisher,
-        "tokens": sum(shares(windows, tokens)),
+        "tokens": count,
         "seed": seed,
     }
     if not force:

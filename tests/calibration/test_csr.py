@@ -157,6 +157,8 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
     assert codec.open(2, "cpu")
     with pytest.raises(ValueError, match="some of 1 to 8"):
         calibrate_kvquant(model, windows(), tmp_path, bits=(9,))
+    with pytest.raises(ValueError, match=r"There are 125 tokens .* at least 128 are needed"):
+        calibrate_kvquant(model, windows(), tmp_path, tokens=122)
     with pytest.raises(ValueError, match="share of outliers"):
         calibrate_kvquant(model, windows(), tmp_path, outliers=1.0)
     assert json.loads((tmp_path / "calibration.json").read_text())["method"] == "kvquant"
