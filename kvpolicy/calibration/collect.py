@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.backend import PREFIX
+from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.configs import configs_of
 from kvpolicy.families import describe, find_sites
 from kvpolicy.rotary import Rope
@@ -55,7 +56,7 @@ def collect(
 
     Args:
         model: A causal language model that no policy is attached to.
-        windows: Token ids, each [n].
+        windows: Token ids, each [n] or [1, n].
         tokens: About how many tokens are kept in all, drawn from every window alike: memory is bounded by
             layers * heads * tokens * head_dim numbers, for each frame and for the values.
         frames: Which keys: `pre`, `post` or both.
@@ -64,6 +65,7 @@ def collect(
         progress: Whether to show a bar.
 
     Raises:
+        TypeError: Where the windows are no token ids.
         ValueError: Where the model is not supported, has a policy, or makes numbers that are not finite.
 
     Examples:
@@ -73,6 +75,7 @@ def collect(
     """
     if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
         raise ValueError("A policy is attached to this model: detach it before calibrating.")
+    windows = as_windows(windows)
     if not windows:
         raise ValueError("There are no tokens to calibrate on: give a longer text.")
     reader = _Reader(model, frames, fisher)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import collect
+from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.dictionary import State, Training, train
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
@@ -98,7 +98,7 @@ def calibrate_csr(
 
     Args:
         model: A causal language model that no policy is attached to.
-        windows: Token ids, each [n]; see `token_windows`.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`.
         out: The folder.
         options: Which dictionaries.
         name: What to call the model.
@@ -109,9 +109,11 @@ def calibrate_csr(
         What was written beside the tensors.
 
     Raises:
+        TypeError: Where the windows are no token ids.
         ValueError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
             finished.
     """
+    windows = as_windows(windows)
     model_facts, layers = identity(model, name), describe(model.config).evictable
     dim, atoms = model_facts["head_dim"], options.atoms or min(PER_HEAD * model_facts["heads"], MOST)
     if any(dim % parts for parts in options.sn):
@@ -119,8 +121,7 @@ def calibrate_csr(
             f"The head dimension {dim} cannot be cut into {' or '.join(map(str, options.sn))} equal chunks."
         )
     written = {key: parse_groups(text, layers) for key, text in _written(options).items()}
-    text = hashlib.sha256(b"|".join(w.numpy().tobytes() for w in windows)).hexdigest()
-    facts = {"model": model_facts, "head_dim": dim, "text_sha256": text, "options": asdict(options)}
+    facts = {"model": model_facts, "head_dim": dim, "text_sha256": text_sha256(windows), "options": asdict(options)}
     states = Progress(Path(out), facts)
     if not force:
         check_free(out, "csr", facts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import collect, shares
+from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.kvquant import fit_kvquant
@@ -38,7 +38,7 @@ def calibrate_kvquant(
 
     Args:
         model: A causal language model that no policy is attached to.
-        windows: Token ids, each [n]; see `token_windows`.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`.
         out: The folder.
         bits: For which widths of codes.
         outliers: Share of numbers that will be kept exact, as in `KVQuant`.
@@ -53,12 +53,14 @@ def calibrate_kvquant(
         What was written beside the tensors.
 
     Raises:
+        TypeError: Where the windows are no token ids.
         ValueError: Where the model is not supported, the text too short, or `out` holds another one.
     """
     if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
         raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
     if not 0 <= outliers < 1:
         raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
+    windows = as_windows(windows)
     count = sum(shares(windows, tokens))
     if count < LEAST:
         raise ValueError(
@@ -69,7 +71,7 @@ def calibrate_kvquant(
     meta = {
         "model": facts,
         "head_dim": facts["head_dim"],
-        "text_sha256": hashlib.sha256(b"|".join(window.numpy().tobytes() for window in windows)).hexdigest(),
+        "text_sha256": text_sha256(windows),
         "bits": list(bits),
         "outliers": outliers,
         "fisher": fisher,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.calibration import collect, identity, model_info, read_texts, token_windows
+from kvpolicy.calibration import calibrate_kvquant, collect, identity, model_info, read_texts, token_windows
 from kvpolicy.codecs._files import Calibrated, check_model
 from kvpolicy.families import find_sites
 
@@ -129,6 +129,28 @@ def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
     assert torch.equal(samples.values[1], run(0.0)[1])
     slope = (run(1e-2)[0] - run(-1e-2)[0]) / 2e-2
     assert float(samples.fisher[1][1, 1, 2, 5]) == pytest.approx(slope**2, rel=0.02)
+
+
+def test_a_window_may_be_a_row_of_a_batch() -> None:
+    model, texts = llama(), windows()
+    one, other = collect(model, texts), collect(model, [ids[None].int() for ids in texts])
+    assert torch.equal(one.pre[1], other.pre[1])
+    assert torch.equal(one.pre[1], collect(model, torch.stack(texts)).pre[1])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        (torch.ones(2, 5, dtype=torch.int64), r"has the shape \[2, 5\]: give each row by itself"),
+        (torch.tensor(5), r"has the shape \[\]"),
+        (torch.ones(5), "is of type float32: give a tensor of whole numbers"),
+        ([1, 2, 3], "is of type list"),
+    ],
+)
+def test_what_is_no_window_is_told(tmp_path: Path, window: Any, told: str) -> None:
+    for run in (collect, lambda model, texts: calibrate_kvquant(model, texts, tmp_path)):
+        with pytest.raises(TypeError, match=told):
+            run(llama(), [window])
 
 
 def test_the_model_comes_back_as_it_was() -> None:
