@@ -32,7 +32,7 @@ class ModelShape:
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model."""
-        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights)
+        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable))
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""

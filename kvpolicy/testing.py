@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,13 +15,15 @@ from torch import Tensor
 from kvpolicy.attachment import attach
 from kvpolicy.cache import PolicyCache
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, missing
 from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.registry import Kind
 from kvpolicy.rules import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
+from kvpolicy.stage_rules import check_stages
 
-_LAYERS, _PROMPT, _STEPS, _PAD = 3, 96, 12, 7
+_LAYERS, _HEADS, _DIM, _PROMPT, _STEPS, _PAD = 3, 2, 16, 96, 12, 7
 
 
 def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> None:
@@ -34,7 +36,8 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     Of an allocator also: budgets are int64 [B, L], sum to the total and stay inside the bounds, row by row. Of a
     selector also: priorities are fp32 and no NaN, states are [B, H, S], its floor is enough, and a whole budget changes
     no logit. Of a codec also: the tokens kept are those of `plain`; what it reads is nearer to what was written than
-    zeros are, and the same in another batch; its scores and sums are those of what it reads.
+    zeros are, and the same in another batch; its scores and sums are those of what it reads; each stage writes, to the
+    bit, the same codes for a row alone and in a batch, whatever tokens beside it that are not active hold.
 
     Args:
         part: The strategy, with the hyper-parameters that are to be checked.
@@ -51,6 +54,8 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         >>> check(SnapKV(window=8, kernel=3))
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
     """
+    if isinstance(part, type):
+        raise TypeError(f"The strategy is the class {part.__name__}: give an instance, {part.__name__}().")
     _frozen(part)
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
@@ -64,9 +69,22 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         selector = H2O() if _ranks(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
     else:
-        raise TypeError(f"{part!r} is no allocator, no selector and no codec: see kvpolicy.protocols.")
+        raise TypeError(f"{part!r} is no allocator, no selector and no codec: {_lacking(part)}.")
     with watched(part):
         _behave(part, policy)
+    if isinstance(part, Codec):
+        check_stages(part, _HEADS, _DIM)
+
+
+def _lacking(part: object) -> str:
+    """What is missing to the kind that has most of its members there."""
+    lacks: dict[Kind, list[str]] = {kind: missing(part, kind) for kind in get_args(Kind)}
+    share, nearest, names = min(
+        (len(names) / len(missing(object(), kind)), kind, names) for kind, names in lacks.items()
+    )
+    if share == 1:
+        return "see kvpolicy.protocols"
+    return f"it lacks {', '.join(names)} of kvpolicy.protocols.{nearest.capitalize()}"
 
 
 def _behave(part: Any, policy: Policy) -> None:
@@ -101,10 +119,10 @@ def _frozen(part: Any) -> None:
 def _model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: Any = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0}
+    sizes: Any = {"num_attention_heads": 4, "num_key_value_heads": _HEADS, "vocab_size": 64, "pad_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        config = LlamaConfig(num_hidden_layers=_LAYERS, hidden_size=64, intermediate_size=64, **sizes)
+        config = LlamaConfig(num_hidden_layers=_LAYERS, hidden_size=4 * _DIM, intermediate_size=64, **sizes)
         return LlamaForCausalLM(config).eval()
 
 

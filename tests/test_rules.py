@@ -46,6 +46,15 @@ class Bytes(TokenWise):
             keys = keys.mean(0, keepdim=True).expand_as(keys)
         if self.how == "shift":
             slots = (slots + 1) % store.codes.keys.shape[2]
+        if self.how == "inactive":
+            active = torch.ones_like(active)
+        if self.how == "batch":
+            scale = keys.abs().amax() / 127
+            keys = (keys / scale).round() * scale
+        if self.how == "clears":
+            store.codes.keys.masked_fill_(~active.any(-1)[..., None, None], 0)
+        if self.how == "once" and bool(store.codes.keys.any()):
+            return
         if self.how != "nothing":
             TokenWise.write(self, store, keys, values, slots, active, live)
 
@@ -75,6 +84,10 @@ def test_a_right_one_passes() -> None:
         ("stages", "1 stages, and the layout has 2"),
         ("meta", "on the device meta"),
         ("rows", "the other row, changes the keys"),
+        ("inactive", "write heeds tokens that are not active: keys differs"),
+        ("batch", "write codes a row otherwise beside another one: keys differs"),
+        ("clears", "write changes a head that is given no active token: keys differs"),
+        ("once", "write leaves a head as it was"),
         ("shift", "no nearer to those written"),
         ("nothing", "no nearer to those written"),
         ("noise", "read twice are not the same"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any, Literal, cast
 
 import pytest
@@ -140,3 +140,19 @@ def test_wrong_ones_are_told(part: Any, message: str) -> None:
 def test_what_is_no_strategy() -> None:
     with pytest.raises(AssertionError, match="no dataclass"):
         check("h2o")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"The strategy is the class Tokens: give an instance, Tokens\(\)\."):
+        check(Tokens)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_missing_is_named() -> None:
+    names = ("needs", "floor", "alloc", "observe", "step", "statistic", "decode")
+    for left_out, told in ((0, "lacks priority of"), (1, "lacks decode, priority of")):
+        members = {name: getattr(Tokens, name) for name in names[: len(names) - left_out]}
+        part = make_dataclass("Part", [("how", str, "right")], namespace=members, frozen=True, kw_only=True)()
+        with pytest.raises(TypeError, match=rf"no selector and no codec: it {told} kvpolicy\.protocols\.Selector\."):
+            check(part)
+    part = make_dataclass("Part", [], namespace={"budgets": Layers.budgets}, frozen=True, kw_only=True)()
+    with pytest.raises(TypeError, match=r"lacks measure of kvpolicy\.protocols\.Allocator"):
+        check(part)
+    with pytest.raises(TypeError, match=r"no codec: see kvpolicy\.protocols"):
+        check(make_dataclass("Part", [], frozen=True, kw_only=True)())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -10,10 +11,14 @@ from typing import Any, Literal, NamedTuple
 from lm_eval.models import huggingface
 
 from kvpolicy import Policy
+from kvpolicy.embedded import as_config
 
 Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
 """What can divide a model over ranks; HFLM has an argument `backend` too, with other values."""
+
+_OWN = ("policy", "budget", "holdback", "rolling_chunk", "tp", "backend")
+_NEAR = 0.75
 
 # The rest of HFLM's arguments say how a whole model is loaded.
 _WITH_TP = {
@@ -33,6 +38,35 @@ class Division(NamedTuple):
 
     tp: int = 1
     backend: Backend | None = None
+
+
+def check_spelling(others: Mapping[str, Any], pretrained: Any) -> None:
+    """Refuse an argument that nobody knows and that is nearly one of kvpolicy's own.
+
+    Args:
+        others: The arguments that are not kvpolicy's.
+        pretrained: The model or its name, whose config takes arguments too.
+
+    Raises:
+        ValueError: Where there is one; the model's constructor would be the first to complain of it.
+    """
+    for name in others:
+        near = difflib.get_close_matches(name.lower().replace("-", "_"), _OWN, 1, _NEAR)
+        if near and not _is_known(name, pretrained):
+            raise ValueError(f"{name} is no argument of the model kvpolicy: did you mean {near[0]}?")
+
+
+def _is_known(name: str, pretrained: Any) -> bool:
+    """Whether HFLM, transformers' loading or the model's config has an argument of this name."""
+    from transformers import PreTrainedModel
+
+    takers = (huggingface.HFLM.__init__, huggingface.HFLM._create_model, PreTrainedModel.from_pretrained)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if any(name in inspect.signature(taker).parameters for taker in takers):
+        return True
+    try:
+        return hasattr(as_config(pretrained), name)
+    except (TypeError, ValueError):  # loading will say what is wrong with it
+        return False
 
 
 def read_policy(policy: str | Policy | None, budget: float | str | None) -> Policy:

@@ -16,12 +16,11 @@ from tqdm import tqdm
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import BACKENDS, at_least, read_division, read_policy
+from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_division, read_policy
 from kvpolicy_lm_eval.scoring import Answer, Scorer, held_lengths, split, whole
 from kvpolicy_lm_eval.stats import Stats
 
 log = logging.getLogger("lm_eval.kvpolicy")  # under lm-eval's, which shows what is said there
-
 T = TypeVar("T")
 
 HFLM: Any = huggingface.HFLM  # type checkers cannot see through the decorator that registers it
@@ -60,6 +59,7 @@ class KVPolicyLM(HFLM):
         **kwargs: Any,
     ) -> None:
         """Read the policy, load the model as `hf` does, and check that they fit."""
+        check_spelling(kwargs, pretrained or str(_EMBEDDED))
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)

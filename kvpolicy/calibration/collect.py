@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.backend import PREFIX
+from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.configs import configs_of
 from kvpolicy.families import describe, find_sites
 from kvpolicy.rotary import Rope
@@ -55,7 +56,7 @@ def collect(
 
     Args:
         model: A causal language model that no policy is attached to.
-        windows: Token ids, each [n].
+        windows: Token ids, each [n] or [1, n].
         tokens: About how many tokens are kept in all, drawn from every window alike: memory is bounded by
             layers * heads * tokens * head_dim numbers, for each frame and for the values.
         frames: Which keys: `pre`, `post` or both.
@@ -64,6 +65,7 @@ def collect(
         progress: Whether to show a bar.
 
     Raises:
+        TypeError: Where the windows are no token ids.
         ValueError: Where the model is not supported, has a policy, or makes numbers that are not finite.
 
     Examples:
@@ -73,6 +75,7 @@ def collect(
     """
     if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
         raise ValueError("A policy is attached to this model: detach it before calibrating.")
+    windows = as_windows(windows)
     if not windows:
         raise ValueError("There are no tokens to calibrate on: give a longer text.")
     reader = _Reader(model, frames, fisher)
@@ -81,8 +84,9 @@ def collect(
     was_training = model.training
     model.eval()
     try:
-        for ids in tqdm(windows, desc="collect", disable=not progress):
-            draw = torch.randperm(len(ids), generator=generator)[: -(-tokens // len(windows))].sort().values
+        counts = shares(windows, tokens)
+        for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
+            draw = torch.randperm(len(ids), generator=generator)[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
                     some = x.index_select(-2, draw.to(x.device)).float().cpu()
@@ -90,6 +94,15 @@ def collect(
     finally:
         model.train(was_training)
     return Samples(**_joined(kept))
+
+
+def shares(windows: Sequence[Tensor], tokens: int) -> list[int]:
+    """How many tokens of each window are kept, of about `tokens` in all.
+
+    >>> shares([torch.arange(9), torch.arange(3)], 9)
+    [5, 3]
+    """
+    return [min(len(ids), -(-tokens // len(windows))) for ids in windows]
 
 
 def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Tensor]]:
@@ -106,7 +119,8 @@ class _Reader:
 
     def __init__(self, model: nn.Module, frames: Sequence[str], fisher: bool) -> None:
         self.model, self.frames, self.fisher = model, frames, fisher
-        self.sites, self.layers = find_sites(model), describe(model.config).evictable
+        shape = describe(model.config)
+        self.sites, self.layers, self.heads = find_sites(model), shape.evictable, shape.heads
         own = [site for site in self.sites.layers if site.layer_idx in self.layers]
         self.ropes = {site.layer_idx: Rope.of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
 
@@ -119,8 +133,9 @@ class _Reader:
         if not self.fisher:
             with torch.no_grad():
                 self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-        keys = {layer: cache.layers[layer].keys.detach() for layer in self.layers}
-        found = {"values": {layer: cache.layers[layer].values[0].detach() for layer in self.layers}}
+        keys = {layer: self._heads(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
+        values = {layer: self._heads(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
+        found = {"values": values}
         if "post" in self.frames:
             found["post"] = {layer: x[0] for layer, x in keys.items()}
         if "pre" in self.frames:
@@ -128,6 +143,10 @@ class _Reader:
         if self.fisher:
             found["fisher"] = {layer: torch.cat(both).square() for layer, both in slopes.items()}
         return found
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Of each KV head its copies [1, H, copies, n, D]: grouped Falcon's stock cache has one for each query head."""
+        return x.unflatten(1, (self.heads, -1))
 
     def _undo(self, layer: int, keys: Tensor) -> Tensor:
         with torch.no_grad():
@@ -142,7 +161,7 @@ class _Reader:
                     "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
-            both = [g.float() for g in torch.autograd.grad(loss, tensors)]
+            both = [self._heads(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]
         keys = dict(zip(self.layers, both[::2], strict=True))
         turned = {layer: self._undo(layer, g) if self.ropes else g for layer, g in keys.items()}
         values = dict(zip(self.layers, both[1::2], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,30 @@ def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int,
     windows = [window for window in windows if len(window) >= 16] or windows
     drawn = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:limit]
     return [torch.tensor(windows[index]) for index in sorted(drawn.tolist())]
+
+
+def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
+    """Token ids, each [n] int64 on the CPU; a tokenizer's [1, n] are read too.
+
+    Raises:
+        TypeError: Where one is no tensor of token ids, or of several rows.
+
+    Examples:
+        >>> [window.shape for window in as_windows([torch.arange(5)[None], torch.arange(3)])]
+        [torch.Size([5]), torch.Size([3])]
+    """
+    return [_as_window(ids) for ids in windows]
+
+
+def _as_window(ids: object) -> Tensor:
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        what = str(ids.dtype).removeprefix("torch.") if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"A window of tokens is of type {what}: give a tensor of whole numbers [n], such as input_ids.")
+    if ids.dim() != 1 and (ids.dim() != 2 or len(ids) != 1):
+        raise TypeError(f"A window of tokens has the shape {list(ids.shape)}: give each row by itself, [n] or [1, n].")
+    return ids.flatten().long().cpu()
+
+
+def text_sha256(windows: Sequence[Tensor]) -> str:
+    """What a text is known again by."""
+    return hashlib.sha256(b"|".join(window.numpy().tobytes() for window in windows)).hexdigest()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -14,7 +13,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.collect import collect
+from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.dictionary import State, Training, train
+from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.progress import Progress
@@ -89,6 +90,7 @@ def calibrate_csr(
     *,
     name: str | None = None,
     progress: bool = False,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Train CSR's dictionaries on a model's keys and values, and write them to a folder.
 
@@ -96,18 +98,22 @@ def calibrate_csr(
 
     Args:
         model: A causal language model that no policy is attached to.
-        windows: Token ids, each [n]; see `token_windows`.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`.
         out: The folder.
         options: Which dictionaries.
         name: What to call the model.
         progress: Whether to show bars.
+        force: Whether to replace a finished calibration of another model or text, or with other options.
 
     Returns:
         What was written beside the tensors.
 
     Raises:
-        ValueError: Where the model is not supported, the text too short, or `out` holds another unfinished one.
+        TypeError: Where the windows are no token ids.
+        ValueError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
+            finished.
     """
+    windows = as_windows(windows)
     model_facts, layers = identity(model, name), describe(model.config).evictable
     dim, atoms = model_facts["head_dim"], options.atoms or min(PER_HEAD * model_facts["heads"], MOST)
     if any(dim % parts for parts in options.sn):
@@ -115,9 +121,10 @@ def calibrate_csr(
             f"The head dimension {dim} cannot be cut into {' or '.join(map(str, options.sn))} equal chunks."
         )
     written = {key: parse_groups(text, layers) for key, text in _written(options).items()}
-    text = hashlib.sha256(b"|".join(w.numpy().tobytes() for w in windows)).hexdigest()
-    facts = {"model": model_facts, "head_dim": dim, "text_sha256": text, "options": asdict(options)}
+    facts = {"model": model_facts, "head_dim": dim, "text_sha256": text_sha256(windows), "options": asdict(options)}
     states = Progress(Path(out), facts)
+    if not force:
+        check_free(out, "csr", facts)
     samples = collect(
         model, windows, tokens=options.tokens, frames=options.frames, seed=options.seed, progress=progress
     ).parts()

@@ -112,6 +112,14 @@ def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tens
     replace_file(path / FACTS, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
+def written(folder: Path) -> tuple[str, Calibrated] | None:
+    """The method and the content of the calibration in a folder; None where none is whole, so that it can be redone."""
+    try:
+        return _read(folder, str(folder), "")
+    except ValueError:
+        return None
+
+
 def check_model(found: Calibrated, folder: str, model: ModelInfo) -> None:
     """Refuse a model other than the one that a calibration was made for.
 

@@ -159,7 +159,7 @@ class CSR:
             )
         check_model(load(self.dictionary, "csr"), self.dictionary, model)
         for name, chunks in zip(self._names, (1, self.sn), strict=True):
-            for layer_idx in range(model.layers):
+            for layer_idx in model.indices:
                 its = width(self.dictionary, name, layer_idx)
                 if its != model.head_dim // chunks:
                     raise ValueError(

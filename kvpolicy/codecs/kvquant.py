@@ -147,7 +147,7 @@ class KVQuant:
     def check(self, model: ModelInfo) -> None:
         """Raise ValueError where the calibration is missing, lacks a layer or is of another model."""
         _files.check_model(_files.load(self.calibration, "kvquant"), self.calibration, model)
-        for layer_idx in range(model.layers):
+        for layer_idx in model.indices:
             shape = self.open(layer_idx, "cpu").key_offset.shape
             if shape[1] not in (1, model.heads) or shape[3] != model.head_dim:
                 raise ValueError(

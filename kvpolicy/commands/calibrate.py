@@ -22,6 +22,9 @@ Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of a window
 Windows = Annotated[int, typer.Option("--windows", min=1, help="The most windows, drawn from all of the text.")]
 Tokens = Annotated[int, typer.Option("--tokens", min=1, help="About how many tokens' vectors are kept.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of all that is random.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a finished calibration of another model, text or options.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
 _GROUPS = "Layers that share a dictionary of {}s: auto, each, all or groups such as 0,1,2-4."
@@ -40,6 +43,7 @@ def csr(
     device: Device = "",
     dtype: Dtype = "auto",
     quiet: Quiet = False,
+    force: Force = False,
     frames: Annotated[str, typer.Option(help="Of the keys: pre, post or pre,post.")] = "pre",
     sn: Annotated[str, typer.Option(help="Chunks of a value; several as 1,2,4.")] = "2",
     atoms: Annotated[int, typer.Option(help="Of each dictionary; 0 for 256 per KV head, at most 8192.")] = 0,
@@ -63,7 +67,7 @@ def csr(
         pair=pair, chain=chain, tokens=tokens, seed=seed, training=training,
     )  # fmt: skip
     loaded, drawn = _prepared(model, [*text, *(more or ())], dtype, device, length, windows, seed)
-    meta = calibrate_csr(loaded, drawn, out, options, name=_called(model), progress=not quiet)
+    meta = calibrate_csr(loaded, drawn, out, options, name=_called(model), progress=not quiet, force=force)
     for key, losses in meta["losses"].items():
         part, _, group = key.rpartition(".")
         layers = ",".join(map(str, meta["groups"][part][int(group)]))
@@ -84,6 +88,7 @@ def kvquant(
     device: Device = "",
     dtype: Dtype = "auto",
     quiet: Quiet = False,
+    force: Force = False,
     bits: Annotated[str, typer.Option(help="Widths of codes to fit levels for.")] = "2,3,4",
     outliers: Annotated[float, typer.Option(help="Share of numbers that will be kept exact.")] = 0.01,
     no_fisher: Annotated[
@@ -97,7 +102,7 @@ def kvquant(
     loaded, drawn = _prepared(model, [*text, *(more or ())], dtype, device, length, windows, seed)
     calibrate_kvquant(
         loaded, drawn, out, bits=widths, outliers=outliers, tokens=tokens, fisher=not no_fisher, seed=seed,
-        name=_called(model), progress=not quiet,
+        name=_called(model), progress=not quiet, force=force,
     )  # fmt: skip
     print(f"Written to {out}: use kvquant:calibration={out}")
 

@@ -48,12 +48,19 @@ class ModelInfo(NamedTuple):
         head_dim: Numbers of a key and of a value.
         weights: A few of the model's weights, [n] fp32, by which a calibrated file knows its model; None where only
             a config is at hand.
+        evictable: Which of the model's layers these are; empty where they are the first ones.
     """
 
     layers: int
     heads: int
     head_dim: int
     weights: Tensor | None = None
+    evictable: tuple[int, ...] = ()
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The layers under the policy, as `Stage.open` is asked for them."""
+        return self.evictable or tuple(range(self.layers))
 
 
 class Traits(NamedTuple):

@@ -32,9 +32,19 @@ def test_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kvquant(tmp_path: Path) -> None:
-    more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "1"]
+    more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "2"]
     assert main(words(tmp_path, "kvquant", *more)) == 0
     assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
+
+
+def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "kvquant", "--no-fisher", "--length", "64", "--windows", "2")
+    assert main([*line, "--bits", "2"]) == main([*line, "--bits", "2"]) == 0
+    assert main([*line, "--bits", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "holds a finished calibration that differs in bits" in error and error.count("\n") == 1
+    assert main([*line, "--bits", "3", "--force"]) == 0
+    assert load(str(tmp_path / "out"), "kvquant").meta["bits"] == [3]
 
 
 @pytest.mark.parametrize(
@@ -58,12 +68,21 @@ def test_what_the_user_can_put_right(
 
 def test_more_texts_may_follow_the_first(tmp_path: Path) -> None:
     """As in `--text a.txt b.txt`."""
-    line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "1")
+    line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "2")
     (tmp_path / "other.txt").write_text("wolf=77\n" * 90)
     line.insert(line.index("--text") + 2, str(tmp_path / "other.txt"))
     assert main(line) == 0
     line.insert(line.index("--text") + 2, str(tmp_path / "missing.txt"))
     assert main(line) == 2
+
+
+def test_a_text_of_a_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "kvquant")
+    (tmp_path / "text.txt").write_text("hi\n")
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "tokens to fit KVQuant's ranges to, and at least 128 are needed" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

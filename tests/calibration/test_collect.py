@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.calibration import collect, identity, model_info, read_texts, token_windows
+from kvpolicy.calibration import calibrate_kvquant, collect, identity, model_info, read_texts, token_windows
 from kvpolicy.codecs._files import Calibrated, check_model
 from kvpolicy.families import find_sites
 
@@ -96,6 +96,61 @@ def test_squared_gradients_are_those_of_the_loss() -> None:
     for which, side in enumerate(("k_proj", "v_proj")):
         slope = (loss(1e-2, side) - loss(-1e-2, side)) / 2e-2
         assert float(fisher[which, head, token, channel]) == pytest.approx(slope**2, rel=0.02, abs=1e-12)
+
+
+def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
+    """Grouped Falcon's; the gradient of a key is the sum of its copies'."""
+    torch.manual_seed(0)
+    config = FalconConfig(
+        hidden_size=32, num_attention_heads=4, num_kv_heads=2, num_hidden_layers=2, ffn_hidden_size=32, vocab_size=40,
+        new_decoder_architecture=True, alibi=False, num_ln_in_parallel_attn=None, initializer_range=0.5,
+    )  # fmt: skip
+    model, ids = FalconForCausalLM(config).eval(), windows(1, 6)[0]
+    samples = collect(model, [ids], frames=("post",), fisher=True)
+    attention = find_sites(model).layers[1].attention
+    assert samples.post[1].shape == samples.values[1].shape == (2, 6, 8)
+    assert samples.fisher[1].shape == (2, 2, 6, 8)
+
+    def run(amount: float) -> tuple[float, Tensor]:
+        found: list[Tensor] = []
+
+        def add(module: Any, args: Any, output: Tensor) -> Tensor:
+            split = output.clone().unflatten(-1, (2, 4, 8))  # of each head two queries, a key and a value
+            split[0, 2, 1, 3, 5] += amount
+            found.append(split[0, :, :, 3].transpose(0, 1))
+            return split.flatten(2)
+
+        handle = attention.get_submodule("query_key_value").register_forward_hook(add)
+        with torch.no_grad():
+            loss: Any = model(ids[None], labels=ids[None]).loss
+        handle.remove()
+        return float(loss), found[0]
+
+    assert torch.equal(samples.values[1], run(0.0)[1])
+    slope = (run(1e-2)[0] - run(-1e-2)[0]) / 2e-2
+    assert float(samples.fisher[1][1, 1, 2, 5]) == pytest.approx(slope**2, rel=0.02)
+
+
+def test_a_window_may_be_a_row_of_a_batch() -> None:
+    model, texts = llama(), windows()
+    one, other = collect(model, texts), collect(model, [ids[None].int() for ids in texts])
+    assert torch.equal(one.pre[1], other.pre[1])
+    assert torch.equal(one.pre[1], collect(model, torch.stack(texts)).pre[1])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("window", "told"),
+    [
+        (torch.ones(2, 5, dtype=torch.int64), r"has the shape \[2, 5\]: give each row by itself"),
+        (torch.tensor(5), r"has the shape \[\]"),
+        (torch.ones(5), "is of type float32: give a tensor of whole numbers"),
+        ([1, 2, 3], "is of type list"),
+    ],
+)
+def test_what_is_no_window_is_told(tmp_path: Path, window: Any, told: str) -> None:
+    for run in (collect, lambda model, texts: calibrate_kvquant(model, texts, tmp_path)):
+        with pytest.raises(TypeError, match=told):
+            run(llama(), [window])
 
 
 def test_the_model_comes_back_as_it_was() -> None:

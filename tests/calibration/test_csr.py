@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import kvpolicy
 from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, calibrate_kvquant, model_info
 from kvpolicy.calibration.progress import UNFINISHED, Progress
 from kvpolicy.codecs._files import TENSORS, load
@@ -96,6 +99,37 @@ def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pyt
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
 
 
+def test_a_finished_one_is_replaced_only_when_that_is_said(tmp_path: Path) -> None:
+    small = replace(OPTIONS, training=Training(epochs=1, batch=64))
+    calibrate_csr(llama(), windows(), tmp_path, small, name="one")
+    calibrate_csr(llama(), windows(), tmp_path, small, name="two")  # the same, whatever it is called
+    other = replace(small, atoms=8)
+    for given, told in (
+        ((llama(1), windows(), tmp_path, small), "differs in model:"),
+        ((llama(), windows()[:4], tmp_path, small), "differs in text:"),
+        ((llama(), windows(), tmp_path, other), "differs in atoms: write to another folder"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            calibrate_csr(*given)
+    with pytest.raises(ValueError, match="differs in method"):
+        calibrate_kvquant(llama(), windows(), tmp_path)
+    assert load(str(tmp_path), "csr").meta["atoms"] == 16
+    calibrate_csr(llama(), windows(), tmp_path, other, force=True)
+    assert load(str(tmp_path), "csr").meta["atoms"] == 8
+    (tmp_path / TENSORS).write_bytes(b"")
+    calibrate_csr(llama(), windows(), tmp_path, small)  # what is damaged may always be made again
+
+
+@pytest.mark.parametrize("fields", [{"bits": (3,)}, {"outliers": 0.1}, {"fisher": True}, {"tokens": 150}, {"seed": 1}])
+def test_nor_are_levels(tmp_path: Path, fields: dict[str, Any]) -> None:
+    before: dict[str, Any] = {"bits": (2,), "fisher": False}
+    calibrate_kvquant(llama(), windows(), tmp_path, **before)
+    with pytest.raises(ValueError, match=f"differs in {next(iter(fields))}: .* --force"):
+        calibrate_kvquant(llama(), windows(), tmp_path, **before | fields)
+    calibrate_kvquant(llama(), windows(), tmp_path, **before | fields, force=True)
+    assert load(str(tmp_path), "kvquant").meta["bits"] == list(fields.get("bits", (2,)))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -123,6 +157,25 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
     assert codec.open(2, "cpu")
     with pytest.raises(ValueError, match="some of 1 to 8"):
         calibrate_kvquant(model, windows(), tmp_path, bits=(9,))
+    with pytest.raises(ValueError, match=r"There are 125 tokens .* at least 128 are needed"):
+        calibrate_kvquant(model, windows(), tmp_path, tokens=122)
     with pytest.raises(ValueError, match="share of outliers"):
         calibrate_kvquant(model, windows(), tmp_path, outliers=1.0)
     assert json.loads((tmp_path / "calibration.json").read_text())["method"] == "kvquant"
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Gemma3Text"])
+def test_layers_that_bound_themselves_are_left_out(tmp_path: Path, kind: str) -> None:
+    """A file has the layers under the policy, which are not the first ones."""
+    layers, sizes = ["sliding_attention", "full_attention"] * 2, {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=4, head_dim=8, query_pre_attn_scalar=8, vocab_size=40,
+        sliding_window=12, layer_types=layers, attn_implementation="eager", **sizes,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    calibrate_kvquant(model, windows(), tmp_path / "k", bits=(3,))
+    calibrate_csr(model, windows(), tmp_path / "c", replace(OPTIONS, key_groups="all", frames=("pre",), sn=(2,)))
+    assert model_info(model).indices == (1, 3)
+    for codec in (KVQuant(calibration=str(tmp_path / "k")), CSR(s=4, online=0, dictionary=str(tmp_path / "c"))):
+        with kvpolicy.attach(model, kvpolicy.Policy(codec=codec)):
+            assert model.generate(windows()[0][None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 43

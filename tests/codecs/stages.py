@@ -8,22 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy import stage_rules
 from kvpolicy.protocols import Stage, Store
+from kvpolicy.stage_rules import ROWS, Trial, changed
+from kvpolicy.stage_rules import copy as copy
 
-B, H, G = 2, 3, 2
+B, H, G = ROWS, 3, 2
+
+
+def trial(stage: Stage, slots: int, dim: int) -> Trial:
+    """The stage, with room for some slots of every head."""
+    return Trial(stage, slots, H, dim)
 
 
 def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Keys whose channels differ in size and offset, and plain values, [B, H, count, dim]."""
-    generator = torch.Generator().manual_seed(seed)
-    size = 10 ** torch.rand(H, 1, dim, generator=generator)
-    keys = torch.randn(B, H, count, dim, generator=generator) * size + torch.linspace(-9, 9, dim)
-    return keys, torch.randn(B, H, count, dim, generator=generator)
+    return stage_rules.draw(B, H, count, dim, seed)
 
 
 def empty(stage: Stage, slots: int, dim: int, batch: int = B) -> Store:
     """A stage's tensors before anything is written."""
-    return Store(stage.alloc(batch, H, slots, dim, "cpu"))
+    return trial(stage, slots, dim).empty(batch)
 
 
 def at(slots: Sequence[int], batch: int = B) -> Tensor:
@@ -38,9 +43,7 @@ def flags(values: Sequence[bool], batch: int = B) -> Tensor:
 
 def fill(stage: Stage, slots: int, dim: int, seed: int = 0) -> tuple[Store, Tensor, Tensor]:
     """A store whose slots were all written at once, and what was written."""
-    store, (keys, values) = empty(stage, slots, dim), draw(slots, dim, seed)
-    stage.write(store, keys, values, at(range(slots)), flags([True] * slots), flags([False] * slots))
-    return store, keys, values
+    return trial(stage, slots, dim).fill(seed)
 
 
 def read(stage: Stage, store: Store, slots: int) -> tuple[Tensor, Tensor]:
@@ -48,14 +51,9 @@ def read(stage: Stage, store: Store, slots: int) -> tuple[Tensor, Tensor]:
     return stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))
 
 
-def copy(store: Store) -> Store:
-    """The same in other memory."""
-    return Store(type(store.codes)(*(part.clone() for part in store.codes)))
-
-
 def same(one: Store, other: Store) -> bool:
     """Whether two stores are equal bit for bit."""
-    return all(map(torch.equal, one.codes, other.codes))
+    return not changed(one.codes, other.codes)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -65,31 +63,12 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def check_rows(stage: Stage, slots: int, dim: int) -> None:
     """A row is coded the same alone as in a batch, and with tokens beside it that are not active."""
-    keys, values = draw(slots, dim)
-    batch, yes, dead = empty(stage, slots, dim), flags([True] * slots), flags([False] * slots)
-    stage.write(batch, keys, values, at(range(slots)), yes, dead)
-    junk = torch.full((1, H, 5, dim), torch.nan)
-    junk[:, :, ::2] = torch.inf
-    for row in range(B):
-        alone = empty(stage, slots, dim, 1)
-        more_keys, more_values = (torch.cat([junk, some[row : row + 1]], 2) for some in (keys, values))
-        where = at([0] * 5 + list(range(slots)), 1)
-        active = flags([False] * 5 + [True] * slots, 1)
-        stage.write(alone, more_keys, more_values, where, active, dead[:1])
-        assert all(map(torch.equal, (part[row : row + 1] for part in batch.codes), alone.codes))
+    stage_rules.check_rows(trial(stage, slots, dim), str(stage))
 
 
 def check_inactive(stage: Stage, slots: int, dim: int) -> None:
     """A head that is given nothing stays as it was, whether it holds tokens or none."""
-    store, _, _ = fill(stage, slots, dim)
-    before, (keys, values) = copy(store), draw(slots, dim, seed=1)
-    keys[:, 1:], values[:, 1:] = torch.nan, torch.inf
-    active = torch.zeros(B, H, slots, dtype=torch.bool)
-    active[0, 0] = True
-    stage.write(store, keys, values, at(range(slots)), active, torch.zeros_like(active))
-    for now, then in zip(store.codes, before.codes, strict=True):
-        assert torch.equal(now[0, 1:], then[0, 1:]) and torch.equal(now[1], then[1])
-    assert not same(store, before)
+    stage_rules.check_inactive(trial(stage, slots, dim), str(stage))
 
 
 def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 from lm_eval.models import huggingface
+from transformers import LlamaConfig
 
 from kvpolicy_eval.data import prompts
+from kvpolicy_lm_eval.arguments import check_spelling
+from kvpolicy_lm_eval.model import KVPolicyLM
 
 HFLM: Any = huggingface.HFLM  # type checkers cannot see through the decorator that registers it
 HARSH = "streaming@0.1"
@@ -166,6 +170,31 @@ def test_budget_replaces_the_policys(make):
 def test_senseless_numbers_are_refused(make, name: str, value: float):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         make("h2o", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("budgt", "budget"), ("polcy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("tps", "tp")]
+)
+def test_a_misspelt_argument_is_told(wrong: str, meant: str):
+    told = f"^{wrong} is no argument of the model kvpolicy: did you mean {meant}\\?$"
+    given: dict[str, Any] = {wrong: 1}
+    with pytest.raises(ValueError, match=told):
+        KVPolicyLM(policy="squeeze+kvcrush", **given)
+
+
+def test_arguments_of_others_are_let_through(make, tiny):
+    make("h2o", max_length=64, attn_implementation="eager", device_map="cpu", token=None)
+    check_spelling({"tp_plan": "auto", "revision": "main", "budge": 1}, SimpleNamespace(config=Odd()))
+    with pytest.raises(ValueError, match="budge is no argument"):
+        check_spelling({"budge": 1}, tiny[0])
+    with pytest.raises(ValueError, match="budge is no argument"):
+        check_spelling({"budge": 1}, "/no/such/folder")
+
+
+class Odd(LlamaConfig):
+    """Of a model that knows an argument much like one of ours."""
+
+    budge: int = 3
 
 
 def test_foreign_request_cache_is_refused(make, tmp_path: Path):
