@@ -170,6 +170,11 @@ def _check_interface(name: str, module: nn.Module) -> None:
         return
     if hasattr(module, "sinks"):
         raise ValueError(f"{name} has learned attention sinks, which a policy cannot honour yet: use another model.")
+    if hasattr(module, "lambda_q1"):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) attends twice with one set of keys (differential attention), which a "
+            "policy cannot follow: use a model whose layers attend once."
+        )
     if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise ValueError(
             f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "

@@ -50,6 +50,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
                  d_model=32, n_heads=4, n_layers=2),
     "gpt_oss": _make("GptOssForCausalLM", "GptOssConfig", head_dim=8, num_local_experts=2, num_experts_per_tok=1,
                      layer_types=["full_attention", "full_attention"]),
+    "diffllama": _make("DiffLlamaForCausalLM", "DiffLlamaConfig"),
     "mistral_window": _make("MistralForCausalLM", "MistralConfig", sliding_window=8),
     "bert": _make("BertModel", "BertConfig", "num_key_value_heads"),
     "gptj": _make("GPTJForCausalLM", "GPTJConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
