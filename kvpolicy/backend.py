@@ -103,6 +103,7 @@ def _pairs(queries: int, heads: int) -> bool:
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
