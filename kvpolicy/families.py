@@ -23,12 +23,14 @@ class ModelShape:
         heads: KV heads of a layer, on all ranks.
         evictable: Layers that a policy can keep small.
         left_alone: Layers that bound their cache themselves, with their window.
+        alone_shapes: Of the keys of each of these.
     """
 
     shape: Shape
     heads: int
     evictable: list[int]
     left_alone: dict[int, int]
+    alone_shapes: dict[int, Shape]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model."""
@@ -36,12 +38,12 @@ class ModelShape:
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return 2 * self.shape.heads * self.shape.head_dim * self.shape.dtype.itemsize
+        return _token_bytes(self.shape)
 
     def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
         """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
-        token = batch * self.token_bytes()
-        return {index: min(columns, window - 1) * token for index, window in self.left_alone.items()}
+        tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
+        return {index: count * _token_bytes(self.alone_shapes[index]) for index, count in tokens.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
@@ -65,17 +67,42 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"This {text.model_type} has {text.num_hidden_layers} layers and nothing to cache: check its config."
         )
     evictable, alone = _sort_layers(text)
+    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted)
+    sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
+    kept = {sizes[index] for index in evictable}
+    if len(kept) > 1:
+        raise ValueError(
+            f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
+            "policy cannot share a budget among: use a model whose full layers are alike."
+        )
+    shapes = {index: Shape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    return ModelShape(
+        shape=shapes[evictable[0]], heads=sizes[evictable[0]][0], evictable=evictable, left_alone=alone,
+        alone_shapes={index: shapes[index] for index in alone},
+    )  # fmt: skip
+
+
+def _token_bytes(shape: Shape) -> int:
+    return 2 * shape.heads * shape.head_dim * shape.dtype.itemsize
+
+
+def _layer_configs(text: Any) -> list[Any]:
+    """Each layer's own config, where layers differ; else the common one again and again."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * text.num_hidden_layers
+
+
+def _size(text: Any) -> tuple[int, int]:
+    """KV heads and head dimension."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if text.model_type == "falcon":
         heads = text.num_kv_heads
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted)
-    shape = Shape(-(-heads // tp), head_dim, wanted)
-    return ModelShape(shape=shape, heads=heads, evictable=evictable, left_alone=alone)
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _fills_masks(model_type: str) -> bool:

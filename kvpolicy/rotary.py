@@ -52,7 +52,7 @@ class Rope:
                 f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
                 "which this codec needs: use a codec that stores keys as attention sees them, such as tokenwise."
             )
-        return cls(tables, turn, layer_type)
+        return cls(tables, _of_two(turn), layer_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
         """Copies of a cache share the model's embedding."""
@@ -80,6 +80,12 @@ class Rope:
         flat, width = keys.reshape(batch, 1, heads * count, dim), cos.shape[-1]
         turned, _ = self._turn(flat[..., :width], flat[..., :width], cos, sin)
         return torch.cat([turned, flat[..., width:]], -1).view(batch, heads, count, dim)
+
+
+def _of_two(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that rotates queries and keys, from one that may rotate either (Gemma-4)."""
+    needed = [x for x in inspect.signature(turn).parameters.values() if x.default is x.empty]
+    return turn if len(needed) > 3 else lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
 
 
 class SlotTurn:

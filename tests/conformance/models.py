@@ -34,10 +34,16 @@ def _make(name: str, *without: str, **fields: Any) -> Config:
 
 def _gemma(name: str, **fields: Any) -> Config:
     layers = ["sliding_attention", "full_attention"] * 3
+    more = {"head_dim": 8, "query_pre_attn_scalar": 8} if "4" not in name else {"head_dim": 4}
     return _make(
-        name, head_dim=8, query_pre_attn_scalar=8, sliding_window=12, num_hidden_layers=6, layer_types=layers,
-        attn_implementation="eager", **fields,
+        name, sliding_window=12, num_hidden_layers=6, layer_types=layers, attn_implementation="eager", **more, **fields
     )  # fmt: skip
+
+
+def _gemma4() -> Any:
+    """Full layers of fewer and larger heads than sliding ones."""
+    return _gemma("Gemma4Text", num_key_value_heads=4, num_global_key_value_heads=2, global_head_dim=8,
+                  hidden_size_per_layer_input=0, attention_k_eq_v=True)()  # fmt: skip
 
 
 def _falcon(**fields: Any) -> Config:
@@ -75,6 +81,7 @@ UNNAMED: dict[str, Config] = {
     "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
+    "gemma4": _gemma4,
 }
 """Families that nobody named, which must work as well."""
 

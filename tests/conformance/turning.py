@@ -31,7 +31,10 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
         width = cos.shape[-1]
         basis = torch.eye(width)[:, None, None]  # a batch of keys of one token and one head
         whole = torch.eye(dim, dtype=torch.float64)
-        whole[:width, :width] = apply(basis, basis, cos.expand(width, 1, -1), sin.expand(width, 1, -1))[1][:, 0, 0]
+        angles = cos.expand(width, 1, -1), sin.expand(width, 1, -1)
+        one = len([x for x in inspect.signature(apply).parameters.values() if x.default is x.empty]) == 3
+        turned = apply(basis, *angles) if one else apply(basis, basis, *angles)[1]
+        whole[:width, :width] = turned[:, 0, 0]
         return whole
 
     @functools.cache

@@ -59,6 +59,19 @@ def test_head_dimension_that_a_codec_cannot_pack() -> None:
     assert trace(model) == before
 
 
+def test_full_layers_of_different_sizes() -> None:
+    """A config may give each layer its own head dimension."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=9)
+    model: Any = LlamaForCausalLM(config)
+    model.config.per_layer_config = {0: {"head_dim": 4}}
+    for call in (kvpolicy.plan, kvpolicy.attach):
+        with pytest.raises(ValueError, match=r"head sizes, \[\(2, 4\), \(2, 8\)\]") as error:
+            call(model if call is kvpolicy.attach else model.config, "window@0.5")
+        one_sentence(error.value)
+
+
 @pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer", "forward"])
 def test_a_compiled_model(how: str) -> None:
     """Hooks registered after compiling would be ignored, silently."""

@@ -31,26 +31,31 @@ def scaled(kind: str) -> Any:
 
 def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Rope]]:
     """Of each layer: its keys before the rotary embedding, in the cache, and the embedding."""
-    sites, before = find_sites(model), list[Tensor]()
+    sites, before, running = find_sites(model), dict[int, Tensor](), list[int]()
     module = sys.modules[type(sites.layers[0].attention).__module__]
     real = getattr(module, "apply_rotary_pos_emb", None)
     if real is not None:
 
-        def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-            before.append(k.detach().clone())
-            return real(q, k, *args, **kwargs)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            own = args[0].transpose(1, 2) if "unsqueeze_dim" in kwargs else args[1]  # Gemma-4 rotates keys alone
+            before[running[-1]] = own.detach().clone()
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(module, "apply_rotary_pos_emb", spy)
+    note: Any = lambda attention, _: running.append(attention.layer_idx)  # noqa: E731
+    hooks = [site.attention.register_forward_pre_hook(note) for site in sites.layers]
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model(ids, past_key_values=cache)
     monkeypatch.undo()
+    for hook in hooks:
+        hook.remove()
     layers: Any = cache.layers
-    after: list[Tensor] = [layer.keys for layer in layers]
-    before = before or after
     ropes = [Rope.of(sites.decoder, site) for site in sites.layers]
-    return [(b[:, :, -a.shape[2] :], a, rope) for b, a, rope in zip(before, after, ropes, strict=True)]
+    after: list[Tensor] = [layer.keys for layer in layers]
+    pairs = [(before.get(index, keys), keys) for index, keys in enumerate(after)]
+    return [(b[:, :, -a.shape[2] :], a, rope) for (b, a), rope in zip(pairs, ropes, strict=True)]
 
 
 def places(keys: Tensor) -> Tensor:
