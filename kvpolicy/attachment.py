@@ -26,7 +26,7 @@ from kvpolicy.calls import (
     prompt_columns,
     row_lengths,
 )
-from kvpolicy.checks import by_name, check_call
+from kvpolicy.checks import by_name, check_call, own_mask
 from kvpolicy.configs import configs_of, swap_implementation
 from kvpolicy.families import (
     Site,
@@ -218,9 +218,10 @@ class Handle:
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            check_call(self._model, module, cache, tokens, kwargs)
+            mask = own_mask(kwargs.get("attention_mask"))
+            check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             self._thread.cache, self._thread.plan = cache, cache.plan
-            cache.begin(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+            cache.begin(tokens, mask, kwargs.get("position_ids"))
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:

@@ -61,7 +61,10 @@ def attention_forward(
                 "detach, or use another model."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError("A ready-made 4-D attention mask cannot be used under a policy: pass the 2-D mask of padding.")
+        raise ValueError(
+            "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
+            "pass text alone, without token_type_ids, and the 2-D mask of padding."
+        )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise ValueError(
             f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "

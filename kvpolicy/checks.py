@@ -25,6 +25,11 @@ def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args[:1], {**named, **kwargs}
 
 
+def own_mask(mask: Any) -> Any:
+    """The mask of the full layers, where a model around the decoder has made one for each kind of layer (Gemma-3)."""
+    return mask.get("full_attention") if isinstance(mask, dict) and "full_attention" in mask else mask
+
+
 def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -172,8 +173,11 @@ def find_sites(model: nn.Module) -> Sites:
             f"{type(model).__name__} has no single stack of attention layers that a policy could be attached to: "
             "pass a decoder-only causal language model of transformers."
         )
-    looks_ahead = any(getattr(site.attention, "is_causal", True) is False for site in found)
-    if looks_ahead or len({site.layer_idx for site in found}) < len(found):
+    elsewhere = any(
+        getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
+        for site in found
+    )
+    if elsewhere or len({site.layer_idx for site in found}) < len(found):
         raise ValueError(
             f"{type(model).__name__} has attention that looks ahead or at something else than its own tokens: "
             "pass a decoder-only causal language model of transformers."
@@ -202,11 +206,24 @@ def _check_interface(name: str, module: nn.Module) -> None:
             f"{name} ({type(module).__name__}) attends twice with one set of keys (differential attention), which a "
             "policy cannot follow: use a model whose layers attend once."
         )
-    if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    if hasattr(module, "prepare_dynamic_mask"):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) masks tokens by their values, which a policy cannot follow: use another "
+            "model."
+        )
+    known = hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not known or _attends_itself(type(module)):
         raise ValueError(
             f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "
             "be replaced: use a model class that does, or a newer transformers."
         )
+
+
+def _attends_itself(kind: type) -> bool:
+    """Whether a class has a softmax of its own, and no attention function, though others in its file may."""
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method)]
+    names = {name for code in codes if code is not None for name in code.co_names}
+    return "softmax" in names and "ALL_ATTENTION_FUNCTIONS" not in names
 
 
 def is_falcon(module: nn.Module) -> bool:

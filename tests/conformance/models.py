@@ -46,6 +46,17 @@ def _gemma4() -> Any:
                   hidden_size_per_layer_input=0, attention_k_eq_v=True)()  # fmt: skip
 
 
+def _gemma3_pictures() -> Any:
+    """A text model inside one of pictures, which makes the masks."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    make: Any = transformers.Gemma3Config
+    return make(
+        text_config=_gemma("Gemma3Text")(), vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=47, boi_token_index=45, eoi_token_index=46,
+        attn_implementation="eager",
+    )  # fmt: skip
+
+
 def _falcon(**fields: Any) -> Config:
     more = {"num_kv_heads": 2, "num_ln_in_parallel_attn": None} | fields
     return _make("Falcon", "num_key_value_heads", "intermediate_size", ffn_hidden_size=48, alibi=False, **more)
@@ -82,6 +93,7 @@ UNNAMED: dict[str, Config] = {
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
     "gemma4": _gemma4,
+    "gemma3_pictures": _gemma3_pictures,
 }
 """Families that nobody named, which must work as well."""
 

@@ -24,7 +24,7 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
     def matrix(layer: int, position: int) -> Tensor:
         """What a key is multiplied by on the right, [dim, dim] fp64."""
         named = "layer_type" in inspect.signature(tables.forward).parameters
-        more = {"layer_type": model.config.layer_types[layer]} if named else {}
+        more = {"layer_type": tables.config.layer_types[layer]} if named else {}
         with torch.no_grad():
             cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor([[position]]), **more)
         apply = sys.modules[type(tables).__module__].apply_rotary_pos_emb

@@ -140,6 +140,17 @@ def test_a_ready_made_mask() -> None:
     one_sentence(error.value)
 
 
+def test_pictures_whose_tokens_see_ahead() -> None:
+    """The mask of such a model is no causal one, and says so where it would be used."""
+    model = build("gemma3_pictures")
+    ids, _ = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        with pytest.raises(ValueError, match="token_type_ids") as error:
+            model(ids, token_type_ids=torch.zeros_like(ids), use_cache=True)
+        one_sentence(error.value)
+        model(ids, use_cache=True)
+
+
 def test_a_mask_of_the_wrong_width() -> None:
     model = build("llama")
     ids, _ = make_batch([10], [10])

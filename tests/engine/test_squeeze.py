@@ -23,6 +23,7 @@ LENGTHS = [40, 26, 13]
 BEHIND = {
     "gemma2": "post_attention_layernorm",
     "gemma3": "post_attention_layernorm",
+    "gemma3_pictures": "post_attention_layernorm",
     "gemma4": "post_attention_layernorm",
     "olmo2": "post_attention_layernorm",
     "glm4": "post_self_attn_layernorm",
