@@ -61,6 +61,11 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
             "use a model with ordinary or grouped-query attention."
         )
+    if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
+        raise ValueError(
+            f"This jetmoe repeats its KV heads for {text.num_experts_per_tok} experts before it attends, and a policy "
+            "would store every copy: use a model with ordinary or grouped-query attention."
+        )
     if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
         raise ValueError(f"{text.model_type} looks ahead and keeps no cache: use a decoder-only causal language model.")
     if text.num_hidden_layers < 1:

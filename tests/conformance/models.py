@@ -92,6 +92,7 @@ UNNAMED: dict[str, Config] = {
     "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
+    "jetmoe": _make("JetMoe", "num_attention_heads", kv_channels=8, num_local_experts=2, num_experts_per_tok=1),
     "gemma4": _gemma4,
     "gemma3_pictures": _gemma3_pictures,
 }

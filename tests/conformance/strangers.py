@@ -60,6 +60,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
         "MllamaForCausalLM", "MllamaTextConfig", num_hidden_layers=3, cross_attention_layers=[1],
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     ),
+    "jetmoe": _make("JetMoeForCausalLM", "JetMoeConfig", "num_attention_heads", kv_channels=8, num_local_experts=2),
     "mistral_window": _make("MistralForCausalLM", "MistralConfig", sliding_window=8),
     "bert": _make("BertModel", "BertConfig", "num_key_value_heads"),
     "gptj": _make("GPTJForCausalLM", "GPTJConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),

@@ -41,6 +41,12 @@ def test_it_says_why(name: str, word: str) -> None:
         kvpolicy.attach(REFUSED[name](), "window@0.5")
 
 
+def test_a_plan_refuses_likewise() -> None:
+    """Else it would count half of what JetMoE's slots would hold."""
+    with pytest.raises(ValueError, match="repeats its KV heads for 2 experts"):
+        kvpolicy.plan(REFUSED["jetmoe"]().config, "window@0.5")
+
+
 def test_what_is_no_transformers_model() -> None:
     with pytest.raises(ValueError, match="no transformers model"):
         kvpolicy.attach(torch.nn.Linear(3, 3), "window")
