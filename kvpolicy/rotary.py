@@ -21,6 +21,28 @@ _CHANGING = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change with the length, so that a stored key cannot be rotated back."""
 
 
+def _slides_or_all(attention: Any) -> bool:
+    return attention.sliding_window is None or attention.is_sliding
+
+
+def _has_base(attention: Any) -> bool:
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
+
+
+_ROTATES: dict[str, Callable[[Any], bool]] = {
+    "AfmoeAttention": lambda attention: attention.is_local_attention,
+    "Cohere2Attention": lambda attention: attention.sliding_window is not None,
+    "Cohere2MoeAttention": lambda attention: attention.sliding_window is not None or attention.force_rope,
+    "Exaone4Attention": _slides_or_all,
+    "Exaone4_5_Attention": _slides_or_all,
+    "ExaoneMoeAttention": _slides_or_all,
+    "Kolibri1Attention": _slides_or_all,
+    "MuseGlimmerTextAttention": _has_base,
+    "MuseSparkTextAttention": _has_base,
+}
+"""Attention classes of which some layers have no embedding, and the condition in their source or their decoder's."""
+
+
 class Rope:
     """One layer's rotary embedding; of a layer without, the identity."""
 
@@ -38,7 +60,8 @@ class Rope:
             ValueError: Where it cannot be undone.
         """
         tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
-        if tables is None or not getattr(site.attention, "use_rope", True):
+        rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
+        if tables is None or not rotates(site.attention):
             return cls(None, None, None)
         turn = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
         kind: Any = getattr(tables, "rope_type", "default")
@@ -46,7 +69,10 @@ class Rope:
         if "layer_type" in inspect.signature(tables.forward).parameters:
             config: Any = tables.config
             layer_type = str(config.layer_types[site.layer_idx])
-        kind = kind.get(layer_type, "default") if isinstance(kind, dict) else kind
+        if isinstance(kind, dict):
+            if layer_type not in kind:  # a kind of layer without an embedding
+                return cls(None, None, None)
+            kind = kind[layer_type]
         if turn is None or kind in _CHANGING:
             raise ValueError(
                 f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "

@@ -62,6 +62,7 @@ def _falcon(**fields: Any) -> Config:
     return _make("Falcon", "num_key_value_heads", "intermediate_size", ffn_hidden_size=48, alibi=False, **more)
 
 
+_FEW_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
 _GPT = ("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 FAMILIES: dict[str, Config] = {
@@ -92,6 +93,10 @@ UNNAMED: dict[str, Config] = {
     "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
+    "cohere2": _gemma("Cohere2"),
+    "exaone4": _gemma("Exaone4"),
+    "afmoe": _gemma("Afmoe", **_FEW_EXPERTS, num_dense_layers=5),
+    "hyperclovax": _make("HyperCLOVAX", use_post_norm=True),
     "jetmoe": _make("JetMoe", "num_attention_heads", kv_channels=8, num_local_experts=2, num_experts_per_tok=1),
     "gemma4": _gemma4,
     "gemma3_pictures": _gemma3_pictures,
