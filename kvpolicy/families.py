@@ -236,14 +236,21 @@ def is_falcon(module: nn.Module) -> bool:
     return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
 
 
+def next_norm(site: Site) -> nn.Module | None:
+    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
+    names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
+    return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
+
+
 def attention_output(site: Site) -> nn.Module:
     """The module whose output is added to the residual stream: the attention, or a norm behind it."""
-    if hasattr(site.block, "post_self_attn_layernorm"):  # GLM-4
-        return site.block.get_submodule("post_self_attn_layernorm")
+    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
+        if hasattr(site.block, name):
+            return site.block.get_submodule(name)
+    if getattr(site.block, "norm_after", False):  # Molmo-2
+        return site.block.get_submodule("input_layernorm")
     behind = getattr(site.block, "post_attention_layernorm", None)
-    if behind is not None and hasattr(site.block, "pre_feedforward_layernorm"):  # Gemma-2 and -3
-        return behind
-    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2
+    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
         return behind
     return site.attention
 

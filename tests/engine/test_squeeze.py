@@ -25,6 +25,9 @@ BEHIND = {
     "gemma3": "post_attention_layernorm",
     "gemma3_pictures": "post_attention_layernorm",
     "gemma4": "post_attention_layernorm",
+    "afmoe": "post_attention_layernorm",
+    "exaone4": "post_attention_layernorm",
+    "hyperclovax": "post_norm1",
     "olmo2": "post_attention_layernorm",
     "glm4": "post_self_attn_layernorm",
 }
