@@ -193,7 +193,7 @@ class Handle:
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            mask = own_mask(kwargs.get("attention_mask"))
+            mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             self._thread.cache, self._thread.plan = cache, cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
