@@ -247,7 +247,7 @@ def attention_output(site: Site) -> nn.Module:
     for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
         if hasattr(site.block, name):
             return site.block.get_submodule(name)
-    if getattr(site.block, "norm_after", False):  # Molmo-2
+    if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
         return site.block.get_submodule("input_layernorm")
     behind = getattr(site.block, "post_attention_layernorm", None)
     if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
