@@ -26,24 +26,16 @@ from kvpolicy.calls import (
     prompt_columns,
     row_lengths,
 )
-from kvpolicy.checks import by_name, check_call
+from kvpolicy.checks import by_name, check_call, own_mask
 from kvpolicy.configs import configs_of, swap_implementation
-from kvpolicy.families import (
-    Site,
-    Sites,
-    attention_output,
-    describe,
-    find_sites,
-    is_falcon,
-    residual_scale,
-    sample_weights,
-)  # fmt: skip
+from kvpolicy.families import Site, Sites, describe, find_sites, is_falcon, sample_weights
 from kvpolicy.link import Link, links
 from kvpolicy.notices import check_caching, tell_attached, tell_detached, tell_settled
 from kvpolicy.parallel import sharing_of
 from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.report import Report
+from kvpolicy.residuals import measure
 from kvpolicy.rotary import Rope, trained_positions
 
 
@@ -141,7 +133,7 @@ class Handle:
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
             if self.policy.allocator.measure:
-                self._measure(site)
+                self._undo += measure(site, lambda: self._running)
             if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._link.model_shape.evictable:
                 self._look(site)
         self._offer_cache()
@@ -171,23 +163,6 @@ class Handle:
 
         model._prepare_cache_for_generation = prepare_cache
         self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
-
-    def _measure(self, site: Site) -> None:
-        scale = residual_scale(site)
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cache = self._running
-            if cache is not None and cache.wants_measures:
-                cache.running.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
-
-        def after(_: nn.Module, args: Any, output: Any) -> None:
-            cache = self._running
-            if cache is not None and site.layer_idx in cache.running.residuals:
-                out = output[0] if isinstance(output, tuple) else output
-                cache.observe(site.layer_idx, cache.running.residuals.pop(site.layer_idx), out * scale)
-
-        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.append(attention_output(site).register_forward_hook(after).remove)
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,9 +194,10 @@ class Handle:
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         if isinstance(cache, PolicyCache):
             self._check_own(cache)
-            check_call(self._model, module, cache, tokens, kwargs)
+            mask = own_mask(module, kwargs.get("attention_mask"))
+            check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             self._thread.cache, self._thread.plan = cache, cache.plan
-            cache.begin(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+            cache.begin(tokens, mask, kwargs.get("position_ids"))
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:

@@ -64,7 +64,10 @@ def attention_forward(
                 "detach, or use another model."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError("A ready-made 4-D attention mask cannot be used under a policy: pass the 2-D mask of padding.")
+        raise ValueError(
+            "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
+            "pass text alone, without token_type_ids, and the 2-D mask of padding."
+        )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise ValueError(
             f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
@@ -104,6 +107,7 @@ def _pairs(queries: int, heads: int) -> bool:
 
 def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
     return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 

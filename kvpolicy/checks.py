@@ -26,6 +26,12 @@ def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return args[:1], {**named, **kwargs}
 
 
+def own_mask(decoder: nn.Module, mask: Any) -> Any:
+    """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3)."""
+    kinds: Any = getattr(decoder.config, "layer_types", None)
+    return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
+
+
 def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 

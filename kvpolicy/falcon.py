@@ -6,18 +6,20 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 
-def replace_forward(module: nn.Module) -> Callable[[], None]:
+def replace_forward(module: Any) -> Callable[[], None]:
     """Let a Falcon attention call the attention function of its config; returns how to undo it."""
     name = "_old_forward" if hasattr(module, "_old_forward") else "forward"  # accelerate keeps the original there
     before = module.__dict__.get(name)
     setattr(module, name, MethodType(_forward, module))
+    module.num_key_value_groups = module.num_heads // max(module.num_kv_heads, 1)  # stock functions repeat by it
 
     def undo() -> None:
+        del module.num_key_value_groups
         if before is None:
             module.__dict__.pop(name, None)
         else:

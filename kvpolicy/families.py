@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,12 +24,14 @@ class ModelShape:
         heads: KV heads of a layer, on all ranks.
         evictable: Layers that a policy can keep small.
         left_alone: Layers that bound their cache themselves, with their window.
+        alone_shapes: Of the keys of each of these.
     """
 
     shape: Shape
     heads: int
     evictable: list[int]
     left_alone: dict[int, int]
+    alone_shapes: dict[int, Shape]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model."""
@@ -36,12 +39,12 @@ class ModelShape:
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return 2 * self.shape.heads * self.shape.head_dim * self.shape.dtype.itemsize
+        return _token_bytes(self.shape)
 
     def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
         """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
-        token = batch * self.token_bytes()
-        return {index: min(columns, window - 1) * token for index, window in self.left_alone.items()}
+        tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
+        return {index: count * _token_bytes(self.alone_shapes[index]) for index, count in tokens.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
@@ -58,6 +61,11 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
             "use a model with ordinary or grouped-query attention."
         )
+    if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
+        raise ValueError(
+            f"This jetmoe repeats its KV heads for {text.num_experts_per_tok} experts before it attends, and a policy "
+            "would store every copy: use a model with ordinary or grouped-query attention."
+        )
     if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
         raise ValueError(f"{text.model_type} looks ahead and keeps no cache: use a decoder-only causal language model.")
     if text.num_hidden_layers < 1:
@@ -65,17 +73,42 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"This {text.model_type} has {text.num_hidden_layers} layers and nothing to cache: check its config."
         )
     evictable, alone = _sort_layers(text)
+    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted)
+    sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
+    kept = {sizes[index] for index in evictable}
+    if len(kept) > 1:
+        raise ValueError(
+            f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
+            "policy cannot share a budget among: use a model whose full layers are alike."
+        )
+    shapes = {index: Shape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    return ModelShape(
+        shape=shapes[evictable[0]], heads=sizes[evictable[0]][0], evictable=evictable, left_alone=alone,
+        alone_shapes={index: shapes[index] for index in alone},
+    )  # fmt: skip
+
+
+def _token_bytes(shape: Shape) -> int:
+    return 2 * shape.heads * shape.head_dim * shape.dtype.itemsize
+
+
+def _layer_configs(text: Any) -> list[Any]:
+    """Each layer's own config, where layers differ; else the common one again and again."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * text.num_hidden_layers
+
+
+def _size(text: Any) -> tuple[int, int]:
+    """KV heads and head dimension."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if text.model_type == "falcon":
         heads = text.num_kv_heads
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted)
-    shape = Shape(-(-heads // tp), head_dim, wanted)
-    return ModelShape(shape=shape, heads=heads, evictable=evictable, left_alone=alone)
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _fills_masks(model_type: str) -> bool:
@@ -145,8 +178,11 @@ def find_sites(model: nn.Module) -> Sites:
             f"{type(model).__name__} has no single stack of attention layers that a policy could be attached to: "
             "pass a decoder-only causal language model of transformers."
         )
-    looks_ahead = any(getattr(site.attention, "is_causal", True) is False for site in found)
-    if looks_ahead or len({site.layer_idx for site in found}) < len(found):
+    elsewhere = any(
+        getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
+        for site in found
+    )
+    if elsewhere or len({site.layer_idx for site in found}) < len(found):
         raise ValueError(
             f"{type(model).__name__} has attention that looks ahead or at something else than its own tokens: "
             "pass a decoder-only causal language model of transformers."
@@ -170,11 +206,29 @@ def _check_interface(name: str, module: nn.Module) -> None:
         return
     if hasattr(module, "sinks"):
         raise ValueError(f"{name} has learned attention sinks, which a policy cannot honour yet: use another model.")
-    if not hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS"):
+    if hasattr(module, "lambda_q1"):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) attends twice with one set of keys (differential attention), which a "
+            "policy cannot follow: use a model whose layers attend once."
+        )
+    if hasattr(module, "prepare_dynamic_mask"):
+        raise ValueError(
+            f"{name} ({type(module).__name__}) masks tokens by their values, which a policy cannot follow: use another "
+            "model."
+        )
+    known = hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not known or _attends_itself(type(module)):
         raise ValueError(
             f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "
             "be replaced: use a model class that does, or a newer transformers."
         )
+
+
+def _attends_itself(kind: type) -> bool:
+    """Whether a class has a softmax of its own, and no attention function, though others in its file may."""
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method)]
+    names = {name for code in codes if code is not None for name in code.co_names}
+    return "softmax" in names and "ALL_ATTENTION_FUNCTIONS" not in names
 
 
 def is_falcon(module: nn.Module) -> bool:
@@ -182,14 +236,21 @@ def is_falcon(module: nn.Module) -> bool:
     return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
 
 
+def next_norm(site: Site) -> nn.Module | None:
+    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
+    names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
+    return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
+
+
 def attention_output(site: Site) -> nn.Module:
     """The module whose output is added to the residual stream: the attention, or a norm behind it."""
-    if hasattr(site.block, "post_self_attn_layernorm"):  # GLM-4
-        return site.block.get_submodule("post_self_attn_layernorm")
+    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
+        if hasattr(site.block, name):
+            return site.block.get_submodule(name)
+    if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
+        return site.block.get_submodule("input_layernorm")
     behind = getattr(site.block, "post_attention_layernorm", None)
-    if behind is not None and hasattr(site.block, "pre_feedforward_layernorm"):  # Gemma-2 and -3
-        return behind
-    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2
+    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
         return behind
     return site.attention
 

@@ -29,7 +29,7 @@ from kvpolicy.reading import Coded
 from kvpolicy.room import exact_count, extend, free_steps, later
 from kvpolicy.rotary import Rope
 from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
-from kvpolicy.running import note_attended
+from kvpolicy.running import check_first, note_attended
 from kvpolicy.slots import fix_addresses, lay_out, words_of
 from kvpolicy.state import map_state
 
@@ -85,7 +85,7 @@ class PolicyLayer(CacheLayerMixin):
         self.frozen, self.pinned = 0, False
         self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
-        self.waits = False  # for attention, in the running forward
+        self.waits: bool | None = None  # for attention, in the running forward; None where none runs
         self.listens, self.called = policy.selector.needs.forward, None
         self.layout, self.tokens = Layout(0), 0
         self._room: float = 0
@@ -179,14 +179,14 @@ class PolicyLayer(CacheLayerMixin):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
         """Attend from new tokens, [B, Hq, P, D], and take them in; see `attend_prompt` for the arguments."""
+        check_first(self)
         if not self.is_initialized:
             self.ranks = self._meet(self.layer_idx, q, k)
         check_kept(self, k, v)
         own, reads = q.shape[1], self.layout.slots > 0
         if self.ranks.phantom:
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
-        step = self.is_initialized and q.shape[2] == 1
-        take = decode_step if step else PolicyLayer._take_prompt
+        take = decode_step if self.is_initialized and q.shape[2] == 1 else PolicyLayer._take_prompt
         out = take(self, q, k, v, valid, kernel)
         return note_attended(self, out, reads)[:, :own]
 

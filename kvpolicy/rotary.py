@@ -37,6 +37,28 @@ def trained_positions(config: Any) -> int | None:
     return limit if isinstance(limit, int) and kinds <= {"default", "linear", "llama3"} else None
 
 
+def _slides_or_all(attention: Any) -> bool:
+    return attention.sliding_window is None or attention.is_sliding
+
+
+def _has_base(attention: Any) -> bool:
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
+
+
+_ROTATES: dict[str, Callable[[Any], bool]] = {
+    "AfmoeAttention": lambda attention: attention.is_local_attention,
+    "Cohere2Attention": lambda attention: attention.sliding_window is not None,
+    "Cohere2MoeAttention": lambda attention: attention.sliding_window is not None or attention.force_rope,
+    "Exaone4Attention": _slides_or_all,
+    "Exaone4_5_Attention": _slides_or_all,
+    "ExaoneMoeAttention": _slides_or_all,
+    "Kolibri1Attention": _slides_or_all,
+    "MuseGlimmerTextAttention": _has_base,
+    "MuseSparkTextAttention": _has_base,
+}
+"""Attention classes of which some layers have no embedding, and the condition in their source or their decoder's."""
+
+
 class Rope:
     """One layer's rotary embedding; of a layer without, the identity."""
 
@@ -54,7 +76,8 @@ class Rope:
             ValueError: Where it cannot be undone.
         """
         tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
-        if tables is None or not getattr(site.attention, "use_rope", True):
+        rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
+        if tables is None or not rotates(site.attention):
             return cls(None, None, None)
         turn = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
         kind: Any = getattr(tables, "rope_type", "default")
@@ -62,13 +85,16 @@ class Rope:
         if "layer_type" in inspect.signature(tables.forward).parameters:
             config: Any = tables.config
             layer_type = str(config.layer_types[site.layer_idx])
-        kind = kind.get(layer_type, "default") if isinstance(kind, dict) else kind
+        if isinstance(kind, dict):
+            if layer_type not in kind:  # a kind of layer without an embedding
+                return cls(None, None, None)
+            kind = kind[layer_type]
         if turn is None or kind in _CHANGING:
             raise ValueError(
                 f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
                 "which this codec needs: use a codec that stores keys as attention sees them, such as tokenwise."
             )
-        return cls(tables, turn, layer_type)
+        return cls(tables, _of_two(turn), layer_type)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
         """Copies of a cache share the model's embedding."""
@@ -96,6 +122,12 @@ class Rope:
         flat, width = keys.reshape(batch, 1, heads * count, dim), cos.shape[-1]
         turned, _ = self._turn(flat[..., :width], flat[..., :width], cos, sin)
         return torch.cat([turned, flat[..., width:]], -1).view(batch, heads, count, dim)
+
+
+def _of_two(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that rotates queries and keys, from one that may rotate either (Gemma-4)."""
+    needed = [x for x in inspect.signature(turn).parameters.values() if x.default is x.empty]
+    return turn if len(needed) > 3 else lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
 
 
 class SlotTurn:

@@ -49,7 +49,8 @@ class Running:
     def check(self, layers: Sequence[PolicyLayer]) -> None:
         """Raise RuntimeError where a layer was left out: its answer was not the policy's."""
         for layer in layers:
-            if layer.waits:
+            waits, layer.waits = layer.waits, None
+            if waits:
                 raise RuntimeError(
                     f"Layer {layer.layer_idx} did not attend to the cache's slots, as it does where it checkpoints "
                     "gradients in training mode, or was replaced after attaching: call model.eval(), or attach last."
@@ -64,6 +65,15 @@ class Running:
             )
 
 
+def check_first(layer: PolicyLayer) -> None:
+    """Raise RuntimeError where a layer attends again in one forward: its tokens would be taken in again."""
+    if layer.waits is False and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"Layer {layer.layer_idx} attended twice in one forward, and every token would be taken in twice: use a "
+            "model whose layers attend once."
+        )
+
+
 def note_attended(layer: PolicyLayer, out: Tensor, reads: bool) -> Tensor:
     """Note that a layer has attended, to its slots where `reads`: no gradient may come back from these.
 
@@ -72,7 +82,7 @@ def note_attended(layer: PolicyLayer, out: Tensor, reads: bool) -> Tensor:
         out: Its output, which is returned.
         reads: Whether it had slots to attend to.
     """
-    if layer.waits:  # never in a compiled step, which shall write to nothing on the host
+    if layer.waits is not None:  # it is in a compiled step, which shall write to nothing on the host
         layer.waits = False
     if reads and out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse)

@@ -34,9 +34,26 @@ def _make(name: str, *without: str, **fields: Any) -> Config:
 
 def _gemma(name: str, **fields: Any) -> Config:
     layers = ["sliding_attention", "full_attention"] * 3
+    more = {"head_dim": 8, "query_pre_attn_scalar": 8} if "4" not in name else {"head_dim": 4}
     return _make(
-        name, head_dim=8, query_pre_attn_scalar=8, sliding_window=12, num_hidden_layers=6, layer_types=layers,
-        attn_implementation="eager", **fields,
+        name, sliding_window=12, num_hidden_layers=6, layer_types=layers, attn_implementation="eager", **more, **fields
+    )  # fmt: skip
+
+
+def _gemma4() -> Any:
+    """Full layers of fewer and larger heads than sliding ones."""
+    return _gemma("Gemma4Text", num_key_value_heads=4, num_global_key_value_heads=2, global_head_dim=8,
+                  hidden_size_per_layer_input=0, attention_k_eq_v=True)()  # fmt: skip
+
+
+def _gemma3_pictures() -> Any:
+    """A text model inside one of pictures, which makes the masks."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    make: Any = transformers.Gemma3Config
+    return make(
+        text_config=_gemma("Gemma3Text")(), vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4, image_token_index=47, boi_token_index=45, eoi_token_index=46,
+        attn_implementation="eager",
     )  # fmt: skip
 
 
@@ -45,6 +62,7 @@ def _falcon(**fields: Any) -> Config:
     return _make("Falcon", "num_key_value_heads", "intermediate_size", ffn_hidden_size=48, alibi=False, **more)
 
 
+_FEW_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 2, "num_experts_per_tok": 1}
 _GPT = ("num_key_value_heads", "intermediate_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 FAMILIES: dict[str, Config] = {
@@ -75,6 +93,13 @@ UNNAMED: dict[str, Config] = {
     "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
+    "cohere2": _gemma("Cohere2"),
+    "exaone4": _gemma("Exaone4"),
+    "afmoe": _gemma("Afmoe", **_FEW_EXPERTS, num_dense_layers=5),
+    "hyperclovax": _make("HyperCLOVAX", use_post_norm=True),
+    "jetmoe": _make("JetMoe", "num_attention_heads", kv_channels=8, num_local_experts=2, num_experts_per_tok=1),
+    "gemma4": _gemma4,
+    "gemma3_pictures": _gemma3_pictures,
 }
 """Families that nobody named, which must work as well."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
+from transformers.models.mllama import configuration_mllama as mllama
 
 from tests.conformance.models import VOCABULARY
 
@@ -23,7 +24,8 @@ _SIZES: dict[str, Any] = {
 def _make(model: str, config: str, *without: str, **fields: Any) -> Callable[[], Any]:
     def make() -> Any:
         sizes = {key: value for key, value in _SIZES.items() if key not in without}
-        return getattr(transformers, model)(getattr(transformers, config)(**(sizes | fields))).eval()
+        kind: Any = getattr(transformers, config, None) or getattr(mllama, config)
+        return getattr(transformers, model)(kind(**(sizes | fields))).eval()
 
     return make
 
@@ -35,6 +37,7 @@ _LATENT: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_key_value_heads": 4,
 }  # fmt: skip
+_SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 REFUSED: dict[str, Callable[[], Any]] = {
     "t5": _make("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4),
@@ -50,6 +53,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
                  d_model=32, n_heads=4, n_layers=2),
     "gpt_oss": _make("GptOssForCausalLM", "GptOssConfig", head_dim=8, num_local_experts=2, num_experts_per_tok=1,
                      layer_types=["full_attention", "full_attention"]),
+    "diffllama": _make("DiffLlamaForCausalLM", "DiffLlamaConfig"),
+    "doge": _make("DogeForCausalLM", "DogeConfig"),
+    "git": _make("GitForCausalLM", "GitConfig", "num_key_value_heads", vision_config=_SMALL),
+    "mllama": _make(
+        "MllamaForCausalLM", "MllamaTextConfig", num_hidden_layers=3, cross_attention_layers=[1],
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "jetmoe": _make("JetMoeForCausalLM", "JetMoeConfig", "num_attention_heads", kv_channels=8, num_local_experts=2),
     "mistral_window": _make("MistralForCausalLM", "MistralConfig", sliding_window=8),
     "bert": _make("BertModel", "BertConfig", "num_key_value_heads"),
     "gptj": _make("GPTJForCausalLM", "GPTJConfig", *_FEW, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),

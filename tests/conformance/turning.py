@@ -20,18 +20,25 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
     if tables is None:
         return lambda layer: (as_it_is, as_it_is)
 
+    rotated = _rotated(model, sys.modules[type(tables).__module__])
+
     @functools.cache
     def matrix(layer: int, position: int) -> Tensor:
         """What a key is multiplied by on the right, [dim, dim] fp64."""
+        if layer not in rotated:
+            return torch.eye(dim, dtype=torch.float64)
         named = "layer_type" in inspect.signature(tables.forward).parameters
-        more = {"layer_type": model.config.layer_types[layer]} if named else {}
+        more = {"layer_type": tables.config.layer_types[layer]} if named else {}
         with torch.no_grad():
             cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor([[position]]), **more)
         apply = sys.modules[type(tables).__module__].apply_rotary_pos_emb
         width = cos.shape[-1]
         basis = torch.eye(width)[:, None, None]  # a batch of keys of one token and one head
         whole = torch.eye(dim, dtype=torch.float64)
-        whole[:width, :width] = apply(basis, basis, cos.expand(width, 1, -1), sin.expand(width, 1, -1))[1][:, 0, 0]
+        angles = cos.expand(width, 1, -1), sin.expand(width, 1, -1)
+        one = len([x for x in inspect.signature(apply).parameters.values() if x.default is x.empty]) == 3
+        turned = apply(basis, *angles) if one else apply(basis, basis, *angles)[1]
+        whole[:width, :width] = turned[:, 0, 0]
         return whole
 
     @functools.cache
@@ -45,3 +52,29 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
         )
 
     return of
+
+
+def _rotated(model: Any, module: Any) -> set[int]:
+    """The layers that rotate keys, found by watching one forward."""
+    found, running, hooks = set[int](), list[int](), list[Any]()
+    real: Any = module.apply_rotary_pos_emb
+
+    def note(attention: Any, _: Any) -> None:
+        running.append(attention.layer_idx)
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        found.add(running[-1])
+        return real(*args, **kwargs)
+
+    for part in model.modules():
+        if isinstance(getattr(part, "layer_idx", None), int):
+            hooks.append(part.register_forward_pre_hook(note))
+    try:
+        module.apply_rotary_pos_emb = spy
+        with torch.no_grad():
+            model(torch.ones(1, 2, dtype=torch.int64), use_cache=False)
+    finally:
+        module.apply_rotary_pos_emb = real
+        for hook in hooks:
+            hook.remove()
+    return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
@@ -184,6 +185,21 @@ def test_a_cache_of_another_model_is_refused() -> None:
         cache = PolicyCache(other)
         with pytest.raises(ValueError):
             build("llama")(torch.ones(1, 3, dtype=torch.int64), past_key_values=cache)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "falcon" in name])
+def test_falcon_without_a_cache(family: str, implementation: str) -> None:
+    """Its attention is none of transformers' interface, and its grouped heads are repeated by stock functions."""
+    config = copy.deepcopy(build(family).config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    model.load_state_dict(build(family).state_dict())
+    ids, _ = make_batch([20], [20])
+    with torch.no_grad():
+        stock = model(ids, use_cache=False).logits
+        with kvpolicy.attach(model, POLICY):
+            assert torch.allclose(model(ids, use_cache=False).logits, stock, atol=1e-5)
+            assert torch.allclose(model.train()(ids).logits, stock, atol=1e-5)
 
 
 def test_training_and_no_cache_are_untouched() -> None:

@@ -135,6 +135,12 @@ def test_bytes_are_really_freed() -> None:
     assert stored_bytes(cache) == 3 * (tokens * 2 * (2 * 8 * 4 + 4) + counters)
 
 
+@pytest.mark.parametrize("policy", ["window@0.5", words("h2o", "kivi"), "h2o@16KiB"])
+def test_layers_of_two_sizes(policy: str) -> None:
+    """Gemma-4's sliding layers, which are left alone, have other heads than its full ones."""
+    check("gemma4", policy, [PROMPT])
+
+
 def test_left_alone_layers_count() -> None:
     model = build("gemma3")
     cache = run("gemma3", "window@0.5", [PROMPT])

@@ -41,6 +41,12 @@ def test_it_says_why(name: str, word: str) -> None:
         kvpolicy.attach(REFUSED[name](), "window@0.5")
 
 
+def test_a_plan_refuses_likewise() -> None:
+    """Else it would count half of what JetMoE's slots would hold."""
+    with pytest.raises(ValueError, match="repeats its KV heads for 2 experts"):
+        kvpolicy.plan(REFUSED["jetmoe"]().config, "window@0.5")
+
+
 def test_what_is_no_transformers_model() -> None:
     with pytest.raises(ValueError, match="no transformers model"):
         kvpolicy.attach(torch.nn.Linear(3, 3), "window")
@@ -57,6 +63,19 @@ def test_head_dimension_that_a_codec_cannot_pack() -> None:
     with pytest.raises(ValueError, match="head dimension 6"):
         kvpolicy.plan(config, "window+kivi:bits=2@0.5")
     assert trace(model) == before
+
+
+def test_full_layers_of_different_sizes() -> None:
+    """A config may give each layer its own head dimension."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=9)
+    model: Any = LlamaForCausalLM(config)
+    model.config.per_layer_config = {0: {"head_dim": 4}}
+    for call in (kvpolicy.plan, kvpolicy.attach):
+        with pytest.raises(ValueError, match=r"head sizes, \[\(2, 4\), \(2, 8\)\]") as error:
+            call(model if call is kvpolicy.attach else model.config, "window@0.5")
+        one_sentence(error.value)
 
 
 @pytest.mark.parametrize("how", ["compile", "torch.compile", "one layer", "forward"])
@@ -125,6 +144,17 @@ def test_a_ready_made_mask() -> None:
     with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="2-D") as error, torch.no_grad():
         model(ids, attention_mask=mask, use_cache=True)
     one_sentence(error.value)
+
+
+def test_pictures_whose_tokens_see_ahead() -> None:
+    """The mask of such a model is no causal one, and says so where it would be used."""
+    model = build("gemma3_pictures")
+    ids, _ = make_batch([10], [10])
+    with kvpolicy.attach(model, "window@0.5"), torch.no_grad():
+        with pytest.raises(ValueError, match="token_type_ids") as error:
+            model(ids, token_type_ids=torch.zeros_like(ids), use_cache=True)
+        one_sentence(error.value)
+        model(ids, use_cache=True)
 
 
 def test_a_mask_of_the_wrong_width() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpolicy.families import find_sites
-from kvpolicy.rotary import Rope, SlotTurn
+from kvpolicy.rotary import _ROTATES, Rope, SlotTurn
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
 LENGTH = 17
@@ -31,26 +34,31 @@ def scaled(kind: str) -> Any:
 
 def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor, Rope]]:
     """Of each layer: its keys before the rotary embedding, in the cache, and the embedding."""
-    sites, before = find_sites(model), list[Tensor]()
+    sites, before, running = find_sites(model), dict[int, Tensor](), list[int]()
     module = sys.modules[type(sites.layers[0].attention).__module__]
     real = getattr(module, "apply_rotary_pos_emb", None)
     if real is not None:
 
-        def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-            before.append(k.detach().clone())
-            return real(q, k, *args, **kwargs)
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            own = args[0].transpose(1, 2) if "unsqueeze_dim" in kwargs else args[1]  # Gemma-4 rotates keys alone
+            before[running[-1]] = own.detach().clone()
+            return real(*args, **kwargs)
 
         monkeypatch.setattr(module, "apply_rotary_pos_emb", spy)
+    note: Any = lambda attention, _: running.append(attention.layer_idx)  # noqa: E731
+    hooks = [site.attention.register_forward_pre_hook(note) for site in sites.layers]
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         model(ids, past_key_values=cache)
     monkeypatch.undo()
+    for hook in hooks:
+        hook.remove()
     layers: Any = cache.layers
-    after: list[Tensor] = [layer.keys for layer in layers]
-    before = before or after
     ropes = [Rope.of(sites.decoder, site) for site in sites.layers]
-    return [(b[:, :, -a.shape[2] :], a, rope) for b, a, rope in zip(before, after, ropes, strict=True)]
+    after: list[Tensor] = [layer.keys for layer in layers]
+    pairs = [(before.get(index, keys), keys) for index, keys in enumerate(after)]
+    return [(b[:, :, -a.shape[2] :], a, rope) for (b, a), rope in zip(pairs, ropes, strict=True)]
 
 
 def places(keys: Tensor) -> Tensor:
@@ -67,6 +75,40 @@ def test_undone_keys_are_those_before(family: str, monkeypatch: pytest.MonkeyPat
         undone = rope.undo(after, places(after))
         assert torch.allclose(undone[..., : before.shape[-1]], before, atol=2e-6)
         assert torch.allclose(rope.apply(undone, places(after)), after, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["exaone_moe", "cohere2_moe", "kolibri1", "beam"])
+def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys are as the projection made them, and nothing is undone; each family has a condition of its own."""
+    make: Any = CONFIG_MAPPING[kind]
+    kinds, rope = ["sliding_attention", "full_attention"] * 2, {"rope_type": "default", "rope_theta": 1e4}
+    more = {"beam": {"rope_parameters": {"sliding_attention": rope, "full_attention": None}}}
+    config = make(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, sliding_window=12, layer_types=kinds, moe_intermediate_size=16,
+        num_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1, pad_token_id=0,
+        mlp_layer_types=["dense", "sparse"] * 2, **more.get(kind, {}),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, (before, after, rope) in zip(kinds, keys_before_and_after(model, monkeypatch), strict=True):
+        assert torch.equal(before, after) == (name == "full_attention")
+        assert torch.allclose(rope.undo(after, places(after)), before, atol=2e-6)
+
+
+def test_conditions_that_transformers_knows() -> None:
+    """A family that rotates under a condition of its own is one that `Rope` knows."""
+    pattern = re.compile(r"^class (\w+)|^ +if (self\..*):\n(?:.*\n)? +.*= apply_rotary_pos_emb\(", re.MULTILINE)
+    found, name = dict[str, str](), ""
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for match in pattern.finditer(path.read_text(encoding="utf-8")):
+            name = match[1] or name
+            if match[2] and match[2] != "self.use_rope":
+                found[name] = match[2]
+    assert len(found) > 5
+    other = {"FlintAttention", "Zamba2Attention"}  # refused for their sinks or their state
+    # Of speech and of proteins:
+    other |= {"MoshiAttention", "KyutaiSpeechToTextAttention", "EvollaSaProtSelfAttention", "EsmSelfAttention"}
+    assert found.keys() <= _ROTATES.keys() | other, found
 
 
 def test_yarn_has_a_scaling(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import kvpolicy
@@ -23,6 +25,11 @@ LENGTHS = [40, 26, 13]
 BEHIND = {
     "gemma2": "post_attention_layernorm",
     "gemma3": "post_attention_layernorm",
+    "gemma3_pictures": "post_attention_layernorm",
+    "gemma4": "post_attention_layernorm",
+    "afmoe": "post_attention_layernorm",
+    "exaone4": "post_attention_layernorm",
+    "hyperclovax": "post_norm1",
     "olmo2": "post_attention_layernorm",
     "glm4": "post_self_attn_layernorm",
 }
@@ -76,6 +83,21 @@ def test_cosine_of_the_residual_stream(family: str) -> None:
         cosine = direct.cosines[layer.layer_idx]
         want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
         assert torch.allclose(cache.cosines()[:, place].double(), want, atol=1e-5)
+
+
+def test_norms_that_transformers_knows() -> None:
+    """A norm between attention and the residual add is one that `attention_output` or `next_norm` finds."""
+    blocks = re.compile(r"^class (\w*Layer)\(.*\n((?:(?!class |def |@).*\n)*)", re.MULTILINE)
+    found = dict[str, set[str]]()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        for name, body in blocks.findall(path.read_text(encoding="utf-8")):
+            behind = re.search(r"\.self_attn\(([^+]*?)residual \+", body)
+            norms = re.findall(r"hidden_states = self\.(\w*norm\w*)\(hidden_states\)", behind[1] if behind else "")
+            for norm in norms:
+                found.setdefault(norm, set()).add(name)
+    assert found.pop("input_layernorm") == {"Molmo2DecoderLayer", "ChameleonSwinDecoderLayer"}
+    found.pop("post_operator_norm")  # LFM3 has convolutions, and is refused
+    assert found.keys() == {"post_attention_layernorm", "post_self_attn_layernorm", "post_norm1"}
 
 
 def deep() -> Any:

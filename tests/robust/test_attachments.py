@@ -106,6 +106,20 @@ def test_changed_while_attached(policy: str) -> None:
 
 
 @EACH
+def test_a_layer_that_attends_twice(policy: str) -> None:
+    """In a prompt and in a step: its tokens would be taken in twice, and nobody would see it."""
+    model = own()
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache, attention = PolicyCache(model, new=2), model.model.layers[1].self_attn
+        model(prompt(), past_key_values=cache)
+        once = attention.forward
+        attention.forward = lambda *args, **kwargs: (once(*args, **kwargs), once(*args, **kwargs))[1]
+        for call in (lambda: model(prompt(1), past_key_values=cache), lambda: model(prompt(), use_cache=True)):
+            with refused("attended twice"):
+                call()
+
+
+@EACH
 def test_a_cache_is_used_again(policy: str) -> None:
     """Reset, with another batch; and unused in between."""
     model = build("llama")

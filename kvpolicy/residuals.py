@@ -1,0 +1,45 @@
+"""Hooks that measure how much a layer's attention changes the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpolicy.cache import PolicyCache
+from kvpolicy.families import Site, attention_output, next_norm, residual_scale
+
+
+def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Callable[[], None]]:
+    """Let the running cache observe a layer; returns how to undo it.
+
+    The stream is seen where a norm after attention takes it in, if the block has one that cannot be mistaken; else
+    what attention adds is put together from its output.
+    """
+    scale, norm = residual_scale(site), next_norm(site)
+
+    def waiting() -> tuple[PolicyCache, Tensor] | None:
+        cache = running()
+        held = None if cache is None else cache.running.residuals.pop(site.layer_idx, None)
+        return None if cache is None or held is None else (cache, held)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = running()
+        if cache is not None and cache.wants_measures:
+            cache.running.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    def behind(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if found := waiting():
+            cache, residual = found
+            cache.observe(site.layer_idx, residual, args[0].float() - residual.float())
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        if found := waiting():
+            cache, residual = found
+            cache.observe(site.layer_idx, residual, (output[0] if isinstance(output, tuple) else output) * scale)
+
+    seen = (
+        attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
+    )
+    return [site.block.register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
