@@ -34,7 +34,7 @@ def _make(name: str, *without: str, **fields: Any) -> Config:
 
 def _gemma(name: str, **fields: Any) -> Config:
     layers = ["sliding_attention", "full_attention"] * 3
-    more = {"head_dim": 8, "query_pre_attn_scalar": 8} if "4" not in name else {"head_dim": 4}
+    more = {"head_dim": 8, "query_pre_attn_scalar": 8} if name != "Gemma4Text" else {"head_dim": 4}
     return _make(
         name, sliding_window=12, num_hidden_layers=6, layer_types=layers, attn_implementation="eager", **more, **fields
     )  # fmt: skip
@@ -93,7 +93,7 @@ UNNAMED: dict[str, Config] = {
     "glm4": _make("Glm4", head_dim=8),
     "gpt2": _make("GPT2", *_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "phi": _make("Phi"),
-    "cohere2": _gemma("Cohere2"),
+    "cohere2_hybrid": _gemma("Cohere2"),
     "exaone4": _gemma("Exaone4"),
     "afmoe": _gemma("Afmoe", **_FEW_EXPERTS, num_dense_layers=5),
     "hyperclovax": _make("HyperCLOVAX", use_post_norm=True),
