@@ -173,7 +173,7 @@ def test_senseless_numbers_are_refused(make, name: str, value: float):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("budgt", "budget"), ("polcy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("tps", "tp")]
+    ("wrong", "meant"), [("budgt", "budget"), ("plicy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("tps", "tp")]
 )
 def test_a_misspelt_argument_is_told(wrong: str, meant: str):
     told = f"^{wrong} is no argument of the model kvpolicy: did you mean {meant}\\?$"
