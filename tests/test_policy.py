@@ -20,6 +20,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.h2o import H2O
+from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM
 
@@ -147,6 +148,12 @@ def test_equal_policies_have_equal_words() -> None:
     assert str(Policy(codec=KIVI(bits=4.0))) == "kivi:bits=4"  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("split", [float("nan"), float("inf"), -float("inf"), 1])
+def test_a_split_that_is_no_share(split: float) -> None:
+    with pytest.raises(ValueError, match="leaves the base nothing"):
+        KVCrush(split=split)
+
+
 def test_policy_is_a_value() -> None:
     policy = Policy(allocator=SqueezeAttention(share=0.3), codec=KIVI(bits=4))
     assert {policy: 1}[Policy.parse(str(policy))] == 1
@@ -160,9 +167,6 @@ def test_policy_of_a_selector_without_a_name_still_prints() -> None:
 
 
 def test_design_example() -> None:
-    from kvpolicy.selectors.kvcrush import KVCrush
-    from kvpolicy.selectors.snapkv import SnapKV
-
     policy = Policy(
         allocator=SqueezeAttention(share=0.4),
         selector=KVCrush(base=SnapKV(window=32), split=0.25),

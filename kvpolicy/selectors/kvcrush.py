@@ -97,7 +97,7 @@ class KVCrush:
         check_fields(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
-        if self.split < 0 or not self._base_share > 0:
+        if not 0 <= self.split < 1 or self._parts == MILLION:
             raise ValueError(f"split={self.split} leaves the base nothing: use a number from 0 to 0.999999.")
         if not 0 <= self.quantile <= 1:
             raise ValueError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
@@ -121,12 +121,7 @@ class KVCrush:
     @property
     def floor(self) -> int:
         """Enough that the base's share is its own floor."""
-        return (self.base.floor - 1) * MILLION // self._base_share + 1
-
-    @property
-    def _base_share(self) -> int:
-        """Of a million tokens, those of the base; whole, since shares in floats would round apart."""
-        return MILLION - round(self.split * MILLION)
+        return (self.base.floor - 1) * MILLION // (MILLION - self._parts) + 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""
@@ -159,13 +154,17 @@ class KVCrush:
     def _kind(self) -> torch.dtype:
         return torch.int8 if self.page else torch.bool
 
+    @property
+    def _parts(self) -> int:
+        """Representatives in a million tokens; whole, since shares in floats would round apart."""
+        return round(self.split * MILLION)
+
     def _inner(self, view: View) -> View:
         return view._replace(budget=view.budget - self._share(view.budget))
 
     def _share(self, budget: Tensor) -> Tensor:
-        parts = round(self.split * MILLION)
-        common = math.gcd(parts, MILLION)  # a quarter is one division, in every decode step
-        shares = budget if parts == common else budget * (parts // common)
+        common = math.gcd(self._parts, MILLION)  # a quarter is one division, in every decode step
+        shares = budget if self._parts == common else budget * (self._parts // common)
         return shares.div(MILLION // common, rounding_mode="floor")
 
     def _marks(self, base: State, seen: Seen, view: View, inner: View) -> Tensor:
