@@ -48,14 +48,13 @@ def attention_forward(
     """Attend through a layer's slots, or as the stock function does where the layer has none.
 
     Returns:
-        The output, [B, P, Hq, D], and None: no attention matrix is ever made.
+        The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
     if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
-        mask = attention_mask
+        mask, run = attention_mask, _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
-            mask = _stock_mask(stock, query, key, mask)  # this one function takes no mask for no mask
-        run = _stock_attention(stock, module)
+            mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     for name in REFUSED:
         if kwargs.get(name) is not None:

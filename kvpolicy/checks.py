@@ -72,7 +72,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         )
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
-    _check_limit(model, decoder, cache, new, call)
+    _check_limit(decoder, config, cache, new, call)
+    _warn_behind(model, cache, new, call)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -102,28 +103,36 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             torch._assert_async((held == first.length).all(), f"{said}.")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _check_limit(model: Any, decoder: nn.Module, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
-    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device.
-
-    Rotary ones go on, into angles that the model has not met.
-    """
-    learned = any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES)
-    limit = int(model.config.max_position_embeddings) if learned else cache.link.trained
-    if limit is None or (not learned and cache.running.columns + new <= limit):
+def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
+    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
+    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES):
         return
-    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
-    if places is not None:
-        end = int(places.max()) + 1
-    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
-        end = int(mask.bool().sum(-1).max())
-    if end > limit and not learned:
-        cache.link.trained = None
-        tell_behind(model, limit)
-    elif end > limit:
+    limit, end = int(config.max_position_embeddings), _end(cache, new, call)
+    if end > limit:
         raise ValueError(
             f"The model has learned {limit} positions, and this call needs position {end - 1}: end the text before, "
             "since a policy that drops tokens does not move those that stay."
         )
+
+
+def _warn_behind(model: nn.Module, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
+    """Rotary embeddings go on, into angles that the model has not met: say so once for each attachment."""
+    limit = cache.link.trained
+    if limit is None or cache.running.columns + new <= limit:  # without waiting for the device
+        return
+    if _end(cache, new, call) > limit:
+        cache.link.trained = None
+        tell_behind(model, limit)
+
+
+def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
+    """The position behind the last one of a call."""
+    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
+    if places is not None:
+        return int(places.max()) + 1
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
+        return int(mask.bool().sum(-1).max())
+    return end
 
 
 def check_kept(layer: PolicyLayer, keys: Tensor, values: Tensor) -> None:

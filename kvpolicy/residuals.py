@@ -19,25 +19,22 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
     """
     scale, norm = residual_scale(site), next_norm(site)
 
-    def waiting() -> tuple[PolicyCache, Tensor] | None:
-        cache = running()
-        held = None if cache is None else cache.running.residuals.pop(site.layer_idx, None)
-        return None if cache is None or held is None else (cache, held)
-
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = running()
         if cache is not None and cache.wants_measures:
             cache.running.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
+    def observe(added: Callable[[Tensor], Tensor]) -> None:
+        cache = running()
+        residual = None if cache is None else cache.running.residuals.pop(site.layer_idx, None)
+        if cache is not None and residual is not None:
+            cache.observe(site.layer_idx, residual, added(residual))
+
     def behind(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if found := waiting():
-            cache, residual = found
-            cache.observe(site.layer_idx, residual, args[0].float() - residual.float())
+        observe(lambda residual: args[0].float() - residual.float())
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        if found := waiting():
-            cache, residual = found
-            cache.observe(site.layer_idx, residual, (output[0] if isinstance(output, tuple) else output) * scale)
+        observe(lambda _: (output[0] if isinstance(output, tuple) else output) * scale)
 
     seen = (
         attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
