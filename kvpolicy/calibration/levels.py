@@ -17,7 +17,7 @@ from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 
 LEAST = 128
-"""The fewest tokens: on other text, keys of the embedded model lose 5% more than with 1024; with 32, 44% more."""
+"""The fewest tokens: of fewer, a channel's range is set by a handful, and other text lies outside of it."""
 
 
 def calibrate_kvquant(
