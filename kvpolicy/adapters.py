@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.fields import check_fields, check_instance
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
 
@@ -80,10 +81,8 @@ class KVPressScorer:
 
     def __post_init__(self) -> None:
         """Check the scorer and the options."""
-        if isinstance(self.press, type):
-            raise TypeError(
-                f"The scorer is the class {self.press.__name__}: give an instance, {self.press.__name__}()."
-            )
+        check_fields(self)
+        check_instance("scorer", self.press)
         if not callable(getattr(self.press, "score", None)):
             raise TypeError(
                 f"{type(self.press).__name__} has no method score(module, hidden_states, keys, values, attentions, "

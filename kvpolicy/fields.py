@@ -1,7 +1,8 @@
-"""Hyper-parameters, checked where a strategy is made: later they would fail deep inside a forward."""
+"""Strategies and their hyper-parameters, checked where they are made: later they would fail deep inside a forward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any
@@ -9,11 +10,24 @@ from typing import Any
 MOST = 2**31
 """Whole numbers are below it: torch's operators take no larger ones."""
 
-_KINDS: dict[str, tuple[type, str]] = {
-    "int": (Integral, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
+_KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
+    "int": (Integral, int, "a whole number"),
+    "float": (Real, lambda value: float(value) + 0.0, "a number"),
+    "bool": (bool, bool, "True or False"),
 }
+"""By annotation: what a value must be, what makes it one of its form, and what to ask for."""
+
+
+def check_instance(what: str, part: object) -> None:
+    """Raise TypeError where a class stands in the place of an instance; `what` is what it should be.
+
+    Examples:
+        >>> check_instance("codec", int)
+        Traceback (most recent call last):
+        TypeError: The codec is the class int: give an instance, int().
+    """
+    if isinstance(part, type):
+        raise TypeError(f"The {what} is the class {part.__name__}: give an instance, {part.__name__}().")
 
 
 def check_fields(strategy: Any) -> None:
@@ -37,16 +51,17 @@ def check_fields(strategy: Any) -> None:
     """
     for field in fields(strategy):
         annotation, value = str(field.type), getattr(strategy, field.name)
-        where = f"{type(strategy).__name__}'s {field.name} is {value!r}"
-        kind, words = _KINDS.get(annotation, (object, ""))
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise TypeError(f"{where}: give {words}.")
-        if annotation == "int":
-            if not -MOST <= value < MOST:
-                raise ValueError(f"{where}: give a number below 2^31.")
-            value = int(value)
-        elif annotation == "float":
-            value = float(value) + 0.0
+        if annotation in _KINDS:
+            value = _in_form(annotation, value, f"{type(strategy).__name__}'s {field.name}")
         elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
             value = int(value)
         object.__setattr__(strategy, field.name, value)
+
+
+def _in_form(annotation: str, value: Any, name: str) -> Any:
+    kind, make, words = _KINDS[annotation]
+    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        raise TypeError(f"{name} is {value!r}: give {words}.")
+    if annotation == "int" and not -MOST <= value < MOST:
+        raise ValueError(f"{name} is {value!r}: give a number below 2^31.")
+    return make(value)

@@ -9,6 +9,7 @@ from kvpolicy import grammar, notebook
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.budget import Budget, check_budget
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.fields import check_instance
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
@@ -166,8 +167,7 @@ class Policy:
 
 
 def _check_part(kind: Kind, part: object) -> None:
-    if isinstance(part, type):
-        raise TypeError(f"The {kind} is the class {part.__name__}: give an instance, {part.__name__}().")
+    check_instance(kind, part)
     if isinstance(part, _PROTOCOLS[kind]):
         return
     fits = _fitting(part)
@@ -176,8 +176,7 @@ def _check_part(kind: Kind, part: object) -> None:
     elif isinstance(part, str):
         advice = f"words are read by Policy.parse({part!r})"
     else:
-        lacks = ", ".join(missing(part, kind))
-        advice = f"it lacks {lacks} of kvpolicy.protocols.{kind.capitalize()}"
+        advice = lacking(part, kind)
     raise TypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
 
 
@@ -193,3 +192,12 @@ def missing(part: object, kind: Kind) -> list[str]:
     """
     asked = {*dir(_PROTOCOLS[kind]), *_PROTOCOLS[kind].__annotations__}
     return sorted(name for name in asked if not name.startswith("_") and not hasattr(part, name))
+
+
+def lacking(part: object, kind: Kind) -> str:
+    """The same, as the end of a sentence.
+
+    >>> lacking(KeepAll(), "allocator")
+    'it lacks budgets, measure of kvpolicy.protocols.Allocator'
+    """
+    return f"it lacks {', '.join(missing(part, kind))} of kvpolicy.protocols.{kind.capitalize()}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from torch import Tensor
 from kvpolicy.attachment import attach
 from kvpolicy.cache import PolicyCache
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.policy import Policy, missing
+from kvpolicy.fields import check_instance
+from kvpolicy.policy import Policy, lacking, missing
 from kvpolicy.protocols import Allocator, Codec, Selector
-from kvpolicy.registry import Kind
+from kvpolicy.registry import Kind, kinds
 from kvpolicy.rules import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
@@ -54,8 +55,7 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         >>> check(SnapKV(window=8, kernel=3))
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
     """
-    if isinstance(part, type):
-        raise TypeError(f"The strategy is the class {part.__name__}: give an instance, {part.__name__}().")
+    check_instance("strategy", part)
     _frozen(part)
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
@@ -78,13 +78,12 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
 
 def _lacking(part: object) -> str:
     """What is missing to the kind that has most of its members there."""
-    lacks: dict[Kind, list[str]] = {kind: missing(part, kind) for kind in get_args(Kind)}
-    share, nearest, names = min(
-        (len(names) / len(missing(object(), kind)), kind, names) for kind, names in lacks.items()
-    )
-    if share == 1:
-        return "see kvpolicy.protocols"
-    return f"it lacks {', '.join(names)} of kvpolicy.protocols.{nearest.capitalize()}"
+
+    def share(kind: Kind) -> float:
+        return len(missing(part, kind)) / len(missing(object(), kind))
+
+    nearest = min(sorted(kinds()), key=share)
+    return "see kvpolicy.protocols" if share(nearest) == 1 else lacking(part, nearest)
 
 
 def _behave(part: Any, policy: Policy) -> None:

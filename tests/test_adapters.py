@@ -223,6 +223,8 @@ def test_refuses_what_is_no_scorer() -> None:
         KVPressScorer(object())  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="window=0"):
         KVPressScorer(Knorm(), window=0)
+    with pytest.raises(TypeError, match=r"window is 2\.5: give a whole number"):
+        KVPressScorer(Knorm(), window=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="decode='slide'"):
         KVPressScorer(Knorm(), decode="slide")  # pyright: ignore[reportArgumentType]
 
