@@ -5,6 +5,7 @@ Both sides load this file, each with its own transformers: it imports nothing of
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -173,7 +174,12 @@ def storage_bytes(thing: Any) -> int:
 
 
 def reset_peak() -> int | None:
-    """Begin to watch the process' peak memory, and tell what it has now, in bytes; None where it cannot be known."""
+    """Begin to watch the process' peak memory, and tell what it has now, in bytes; None where it cannot be known.
+
+    What was freed goes back to the system first: what is then made would lie in it, and would not be seen.
+    """
+    with suppress(AttributeError, OSError, TypeError):  # glibc alone has it
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")
