@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.launchers import LIMIT, words
+
 pytest.importorskip("transformers")
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 QUOTE = "Prints (embedded model, CPU):"
-LIMIT = 100
-
 if not EXAMPLES.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
@@ -61,7 +61,7 @@ def test_two_ranks_print_what_they_say() -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
     path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "integrations", ROOT / "eval"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)],
+        [sys.executable, *words("torchrun"), str(script)],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,26 +14,17 @@ import pytest
 import kvpolicy_deepspeed
 from kvpolicy_deepspeed.launch import _status
 from tests.deepspeed.checkpoints import save
+from tests.parallel.launchers import LIMIT, words
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parent.parent.parent
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-LIMIT = 100
 
 
-def _deepspeed() -> list[str]:
-    pytest.importorskip("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank", "--master_port", str(port)]
-
-
-def _launch(launcher: list[str], *arguments: str) -> tuple[int, str]:
+def _launch(launcher: str, *arguments: str) -> tuple[int, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ("LOCAL_SIZE", "RANK", "WORLD_SIZE")}
     path = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), kept.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, *launcher, str(SCRIPT), *arguments],
+        [sys.executable, *words(launcher), str(SCRIPT), *arguments],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
@@ -49,7 +39,7 @@ def _launch(launcher: list[str], *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    status, output = _launch(TORCHRUN if launcher == "torchrun" else _deepspeed(), save("llama", tmp_path), "deepspeed")
+    status, output = _launch(launcher, save("llama", tmp_path), "deepspeed")
     assert status == 0, output
     drawn = re.findall(r"drew (\[[\d, ]+\])", output)
     assert len(drawn) == 2 and drawn[0] == drawn[1], output  # sampled, from the same seed
@@ -58,7 +48,9 @@ def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str) -> None:
-    status, output = _launch(TORCHRUN if launcher == "torchrun" else _deepspeed(), "", "fail")
+    if launcher == "deepspeed":
+        pytest.importorskip("deepspeed")
+    status, output = _launch(launcher, "", "fail")
     assert status != 0, output
     assert "Rank 1 of 2 failed" in output and "RuntimeError: the second rank has had enough" in output, output
 

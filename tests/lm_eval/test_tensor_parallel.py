@@ -16,15 +16,12 @@ from lm_eval import evaluator
 from lm_eval.tasks import TaskManager
 
 from kvpolicy_lm_eval import startup
+from tests.parallel.launchers import LIMIT, words
 
 simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
 POLICY = "squeeze+kvcrush@0.5"
 TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
 SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
-LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "deepspeed": ["deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"],
-}
 Samples = dict[tuple[str, int], Any]
 
 
@@ -37,8 +34,8 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "OMP_NUM_THREADS": "1"}
 
     def run(launcher: str, *command: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", *LAUNCHERS[launcher], *command]
-        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=240)
+        line = [sys.executable, *words(launcher), *command]
+        return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=LIMIT)
 
     return run
 

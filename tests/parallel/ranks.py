@@ -10,8 +10,9 @@ import contextlib
 import importlib.util
 import os
 import queue
-import socket
+import shutil
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -37,9 +38,8 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit: float
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__qualname__)
-    with _free_port() as port:
-        pass
-    common = (world, port, where, list(sys.path), results, args)
+    meeting = tempfile.mkdtemp()  # ranks meet in a file: a free port may be another test's when they have started
+    common = (world, meeting, where, list(sys.path), results, args)
     processes = [context.Process(target=_enter, args=(rank, *common), daemon=True) for rank in range(world)]
     try:
         with _quiet():
@@ -51,6 +51,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit: float
             process.kill()
             process.join(10)
         results.close()
+        shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _collect(processes: list[Any], results: Any, limit: float) -> list[Any]:
@@ -83,13 +84,6 @@ def _others(results: Any) -> str:
 
 
 @contextlib.contextmanager
-def _free_port() -> Any:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        yield probe.getsockname()[1]
-
-
-@contextlib.contextmanager
 def _quiet() -> Any:
     """One thread for each rank, which inherits the environment while it imports torch."""
     before = os.environ.get("OMP_NUM_THREADS")
@@ -104,18 +98,18 @@ def _quiet() -> Any:
 
 
 def _enter(
-    rank: int, world: int, port: int, where: tuple[str, str], path: list[str], results: Any, args: tuple[Any, ...]
+    rank: int, world: int, meeting: str, where: tuple[str, str], path: list[str], results: Any, args: tuple[Any, ...]
 ) -> None:
     """A rank's process, from beginning to end."""
     sys.path[:] = path
-    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     good = True
     try:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
+        torch.distributed.init_process_group("gloo", f"file://{meeting}/store", rank=rank, world_size=world)
         value = _find(*where)(rank, world, *args)
     except BaseException:
         good, value = False, traceback.format_exc()
