@@ -168,7 +168,11 @@ RESULTS: dict[str, Any] = {
         {
             "method": "SnapKV", "length": 2048, "ours": {"prefill": 1.0, "step": 0.01, "peak": 2**20, "held": 2**21},
             "theirs": {"error": "no"},
-        }
+        },
+        {
+            "method": "TOVA", "length": 2048, "ours": {"prefill": 1.0, "step": 0.01, "peak": None, "held": 2**21},
+            "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
+        },
     ],
 }  # fmt: skip
 
@@ -182,7 +186,8 @@ RESULTS: dict[str, Any] = {
         ("traps", "| one | 16 of 16 | 256, should be 128 |"),
         ("traps", "| two | refused | fails: ValueError |\n| three | has none | 0.579 |"),
         ("traps", "Here. Ours: kvpolicy 1. Theirs: kvpress 2."),
-        ("speed", "| SnapKV | 2,048 | kvpolicy | 1.00 | 10.0 | 1.0 | 2.0 |\n| SnapKV | 2,048 | kvpress | fails |  |"),
+        ("speed", "| SnapKV | 2,048 | kvpolicy | 1.00 | 10.0 |  | 1.0 | 2.0 |\n| SnapKV | 2,048 | kvpress | fails |"),
+        ("speed", "| kvpolicy | 1.00 | 10.0 | 0.50 |  | 2.0 |\n| TOVA | 2,048 | kvpress | 1.00 | 20.0 |  | 1.0 |"),
     ],
 )  # fmt: skip
 def test_tables(name: str, wanted: str) -> None:

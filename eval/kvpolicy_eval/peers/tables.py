@@ -71,19 +71,21 @@ def _trap(answer: Line | None) -> str:
 
 
 def speed(lines: list[Line]) -> str:
-    """Times and memory."""
+    """Times and memory, and how long our steps take where both sides have the method."""
     rows: list[list[str]] = []
     for line in lines:
-        for side, name in (("ours", "kvpolicy"), ("theirs", "kvpress")):
-            got = line.get(side)
-            if got is None:
-                continue
-            if "error" in got:
-                cells = ["fails", "", "", ""]
-            else:
-                cells = [f"{got['prefill']:.2f}", f"{got['step'] * 1e3:.1f}", _mib(got["peak"]), _mib(got["held"])]
-            rows.append([line["method"], f"{line['length']:,}", name, *cells])
-    return table(["method", "prompt", "side", "prefill, s", "step, ms", "peak, MiB", "held, MiB"], rows)
+        steps = [line[side]["step"] for side in ("ours", "theirs") if "step" in line.get(side, {})]
+        of_theirs = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
+        for side, name, part in (("ours", "kvpolicy", of_theirs), ("theirs", "kvpress", "")):
+            if side in line:
+                rows.append([line["method"], f"{line['length']:,}", name, *_times(line[side], part)])
+    return table(["method", "prompt", "side", "prefill, s", "step, ms", "of theirs", "peak, MiB", "held, MiB"], rows)
+
+
+def _times(got: Line, of_theirs: str) -> list[str]:
+    if "error" in got:
+        return ["fails", "", "", "", ""]
+    return [f"{got['prefill']:.2f}", f"{got['step'] * 1e3:.1f}", of_theirs, _mib(got["peak"]), _mib(got["held"])]
 
 
 def _mib(size: float | None) -> str:
