@@ -11,7 +11,7 @@ from kvpolicy.budget import bytes_of
 from kvpolicy.ledger import Shape, layer_bytes, planned_resident
 from kvpolicy.plans import CachePlan, LayerPlan
 from kvpolicy.policy import Policy
-from kvpolicy.remarks import remarks
+from kvpolicy.remarks import behind, remarks
 from kvpolicy.sizes import MOST, check_sizes, each_row
 
 ROOM = 256
@@ -179,6 +179,7 @@ def plan(
     """
     from kvpolicy.embedded import as_config
     from kvpolicy.families import describe
+    from kvpolicy.rotary import trained_positions
     from kvpolicy.weights import weights_per_rank
 
     policy = Policy.of(policy)
@@ -196,8 +197,12 @@ def plan(
     full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
     weights = weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
+    notes = (
+        remarks(policy, layers, tokens.keep, size, measured=not online),
+        behind(size, new, trained_positions(config)),
+    )
     return CachePlan(
         policy=policy, batch=batch, tp=tp, weights=weights, left_alone=alone, full_nbytes=full, measured=not online,
-        layers=layers, note=remarks(policy, layers, tokens.keep, size, measured=not online),
+        layers=layers, note="; ".join(filter(None, notes)),
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
     )  # fmt: skip

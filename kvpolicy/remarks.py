@@ -30,6 +30,15 @@ def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: T
     return "; ".join(filter(None, (_few(policy, keep, prompt), even, _exact(policy, layers))))
 
 
+def behind(prompt: Tensor, new: int, trained: int | None) -> str:
+    """Rows whose text goes behind the positions that a rotary embedding was trained for."""
+    late = prompt + new > (trained or prompt + new)
+    if not bool(late.any()):
+        return ""
+    most = f"prompt and answer, {int(prompt.max()) + new:,} tokens at most"
+    return f"{_rows(late)}: {most}, go behind the {trained:,} positions that the model was trained for"
+
+
 def _few(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Rows of which a budget that is no number of tokens leaves hardly any."""
     mean = keep.double().mean(-1)
@@ -38,7 +47,7 @@ def _few(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
         return ""
     row = int(mean.masked_fill(~few, float("inf")).argmin())
     left = f"{mean[row]:.3g} of {int(prompt[row]):,} prompt tokens per layer"
-    return f"row(s) {_rows(few)}: a budget of {policy.budget} leaves as few as {left}, so give one in tokens"
+    return f"{_rows(few)}: a budget of {policy.budget} leaves as few as {left}, so give one in tokens"
 
 
 def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
@@ -46,11 +55,13 @@ def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
     if not policy.allocator.measure or not bool(even.any()):
         return ""
-    return f"row(s) {_rows(even)}: layers share evenly, since fewer than three, or too few that differ, were measured"
+    return f"{_rows(even)}: layers share evenly, since fewer than three, or too few that differ, were measured"
 
 
 def _rows(flags: Tensor) -> str:
-    return ", ".join(str(row) for row in flags.nonzero().flatten().tolist())
+    if len(flags) > 1 and bool(flags.all()):
+        return "every row"
+    return f"row(s) {', '.join(str(row) for row in flags.nonzero().flatten().tolist())}"
 
 
 def _exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:

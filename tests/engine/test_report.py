@@ -64,6 +64,17 @@ def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bo
     assert ("row(s) 0: a budget of 0.2 leaves as few as 8 of 40 prompt tokens" in before) == told
 
 
+@pytest.mark.parametrize(("prompt", "new", "rows"), [([9, 60], 4, ""), ([9, 61], 4, "row(s) 1"), (65, 0, "every row")])
+def test_a_text_behind_the_trained_positions_is_remarked_on(prompt: int | list[int], new: int, rows: str) -> None:
+    """The plan says so; when it is fed, a warning does."""
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, max_position_embeddings=64)
+    note = kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note
+    told = f"{rows}: prompt and answer, 65 tokens at most, go behind the 64 positions"
+    assert note.startswith(told) if rows else not note
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note, "reaches further by itself"
+
+
 def test_both_remarks() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=48))
