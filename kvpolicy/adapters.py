@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.attention import Kernel
 from kvpolicy.fields import check_fields, check_instance
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
@@ -221,13 +222,11 @@ def _of_rows(call: Forward, rows: slice) -> Forward:
 def _matrix(call: Forward, keys: Tensor) -> Tensor:
     """The attention of every query, [B, Hq, P, N], in the model's dtype."""
     assert call.queries is not None
-    group = call.queries.shape[1] // keys.shape[1]
-    score = (call.queries @ keys.repeat_interleave(group, 1).transpose(2, 3)).float() * call.scale
-    if call.softcap is not None:
-        score = torch.tanh(score / call.softcap) * call.softcap
-    new, count = score.shape[2:]
+    kernel = Kernel(call.scale, call.softcap, call.sinks)
+    score = kernel.scores(call.queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None])
+    new, count = score.shape[3:]
     ahead = torch.ones(new, count, dtype=torch.bool, device=score.device).triu(count - new + 1)
-    return score.masked_fill_(ahead, -torch.inf).softmax(-1).to(keys.dtype)
+    return kernel.share(score.masked_fill_(ahead, -torch.inf)).flatten(1, 2).to(keys.dtype)
 
 
 @contextmanager

@@ -28,10 +28,17 @@ class Past(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a model does to the scores: `scale`, then an optional soft cap (Gemma-2)."""
+    """What a model does to the scores.
+
+    Attributes:
+        scale: They are multiplied by it.
+        softcap: They are then capped by it (Gemma-2), or None.
+        sinks: A learned score of each query head, [Hq], that takes its share beside the tokens (GPT-OSS), or None.
+    """
 
     scale: float
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Scaled scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
@@ -43,6 +50,14 @@ class Kernel(NamedTuple):
             return raw.mul_(self.scale)
         return torch.tanh(raw.mul_(self.scale / self.softcap)).mul_(self.softcap)
 
+    def share(self, score: Tensor) -> Tensor:
+        """The attention of finished scores, fp32 [B, H, G, ..., N]; its rows end below 1 where there are sinks."""
+        share = torch.softmax(score, -1)
+        if self.sinks is None:
+            return share
+        sinks = self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
+        return share * torch.sigmoid(score.logsumexp(-1, keepdim=True) - sinks)
+
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None, total: bool
@@ -53,7 +68,7 @@ def attend(
         q: [B, Hq, P, D].
         k: [B, H, P, D].
         v: [B, H, P, D].
-        kernel: Scale and soft cap.
+        kernel: What is done to the scores.
         past: Slots attended to by every query.
         valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
         total: Whether to sum the attention over the queries.
@@ -61,7 +76,7 @@ def attend(
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    if past is None and valid is None and kernel.softcap is None and not total:
+    if past is None and valid is None and kernel.softcap is None and kernel.sinks is None and not total:
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kernel.scale, enable_gqa=gqa), None
     return _tiled(q, k, v, kernel, past, valid, total)
@@ -89,7 +104,7 @@ def _tiled(
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
-        share = torch.softmax(score, -1)
+        share = kernel.share(score)
         if valid is not None:  # a padding query sees nothing: neither an output nor a vote
             fill = share.masked_fill if share.requires_grad else share.masked_fill_
             share = fill(~valid[:, None, None, start:stop, None], 0)
@@ -142,7 +157,7 @@ def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: T
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
     absent = (tail.at < 0)[:, None, None, :, None]
-    return torch.softmax(score, -1).masked_fill_(absent, 0).flatten(1, 2)
+    return kernel.share(score).masked_fill_(absent, 0).flatten(1, 2)
 
 
 def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
@@ -161,14 +176,14 @@ def attend_slots(
         exact: Keys and values of the exact slots, each [B, H, E, D].
         coded: The slots behind them, S in all.
         live: Which slots hold a token, [B, H, S] bool.
-        kernel: Scale and soft cap.
+        kernel: What is done to the scores.
         row: Whether the attention itself is asked for.
 
     Returns:
         The output [B, Hq, 1, D], and the attention [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (live.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
-    if not row and kernel.softcap is None and coded is None:
+    if not row and kernel.softcap is None and kernel.sinks is None and coded is None:
         mask = live[:, :, None].expand(-1, -1, grouped.shape[2], -1)
         out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=kernel.scale)
         return out.flatten(1, 2).unsqueeze(2), None
@@ -178,7 +193,7 @@ def attend_slots(
     score = kernel.scores(grouped, keys)
     if coded is not None:
         score = torch.cat([score, *map(kernel.finish, coded.score(grouped))], -1)
-    share = torch.softmax(score.masked_fill(~live[:, :, None], -torch.inf), -1)
+    share = kernel.share(score.masked_fill(~live[:, :, None], -torch.inf))
     first, *others = share.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = first @ values
     if coded is not None:

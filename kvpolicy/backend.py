@@ -19,13 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpolicy.attention import Kernel, attend
 
 PREFIX = "kvpolicy_"
-REFUSED = ("s_aux", "position_bias", "cache")
+REFUSED = ("position_bias", "cache")
 """Arguments of attention functions that change its result in ways the engine does not know."""
 
 
-def register(stock: str | None) -> str:
-    """Register the functions beside a stock implementation, and return their name."""
-    stock = stock if stock in ("sdpa", "eager") else "sdpa"
+def register(stock: str | None, other: str = "sdpa") -> str:
+    """Register the functions beside a stock implementation, or another that stands in for it, and return their name."""
+    stock = stock if stock in ("sdpa", "eager") else other
     name = PREFIX + stock
     AttentionInterface.register(name, partial(attention_forward, stock))
     AttentionMaskInterface.register(name, partial(policy_mask, stock))
@@ -42,6 +42,7 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     kv_slots: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -51,6 +52,8 @@ def attention_forward(
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
+    if s_aux is not None:
+        kwargs["s_aux"] = s_aux
     if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         mask, run = attention_mask, _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
@@ -67,6 +70,11 @@ def attention_forward(
             "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
             "pass text alone, without token_type_ids, and the 2-D mask of padding."
         )
+    if s_aux is not None and len(s_aux) != query.shape[1]:
+        raise ValueError(
+            f"{type(module).__name__} has {len(s_aux)} attention sinks for {query.shape[1]} query heads on this rank, "
+            "since they were not divided with the heads: load the model on one rank, or with backend='hf'."
+        )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise ValueError(
             f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
@@ -82,7 +90,7 @@ def attention_forward(
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)
-    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
+    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if kv_slots is None:
         out, _ = attend(query, key, value, kernel, None, attention_mask, False)
     else:

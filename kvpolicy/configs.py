@@ -27,10 +27,11 @@ def swap_implementation(model: nn.Module) -> Callable[[], None]:
     token, is taken over when the original comes back.
     """
     originals = configs_of(model)
+    other = "sdpa" if getattr(model, "_supports_sdpa", True) else "eager"
     copies = {id(config): copy.copy(config) for config in originals}
     before = {key: dict(vars(config)) for key, config in copies.items()}
     for config in copies.values():
-        setattr(config, IMPLEMENTATION, register(config._attn_implementation))
+        setattr(config, IMPLEMENTATION, register(config._attn_implementation, other))
         for name in config.sub_configs:
             sub = getattr(config, name, None)
             if id(sub) in copies:

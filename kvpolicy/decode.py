@@ -29,7 +29,7 @@ def decode_step(
         k: [B, H, 1, D].
         v: [B, H, 1, D].
         valid: Which rows have a token and no padding, [B, 1] bool; None where all have.
-        kernel: Scale and soft cap.
+        kernel: What is done to the scores.
 
     Returns:
         [B, Hq, 1, D].

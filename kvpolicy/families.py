@@ -78,6 +78,12 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         wanted = getattr(torch, wanted)
     sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
     kept = {sizes[index] for index in evictable}
+    values: int | None = getattr(text, "v_head_dim", None)
+    if values is not None and any(dim != values for _, dim in kept):
+        raise ValueError(
+            f"The heads of this {text.model_type} have values of {values} numbers and keys of another size, which a "
+            "policy's slots cannot hold: use a model whose keys and values are alike."
+        )
     if len(kept) > 1:
         raise ValueError(
             f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
@@ -204,8 +210,6 @@ def _check_interface(name: str, module: nn.Module) -> None:
         if bool(getattr(module.config, "alibi", False)):
             raise ValueError(f"{name} adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
         return
-    if hasattr(module, "sinks"):
-        raise ValueError(f"{name} has learned attention sinks, which a policy cannot honour yet: use another model.")
     if hasattr(module, "lambda_q1"):
         raise ValueError(
             f"{name} ({type(module).__name__}) attends twice with one set of keys (differential attention), which a "

@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
         total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
         tail: The newest queries, where the selector needs them.
         probes: The probes, where the selector needs them.
-        kernel: Scale and soft cap.
+        kernel: What is done to the scores.
         forward: What the attention module was called with, where the selector needs it.
     """
 
@@ -79,7 +79,7 @@ def attend_prompt(
         k: [B, H, P, D].
         v: [B, H, P, D].
         valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
-        kernel: Scale and soft cap.
+        kernel: What is done to the scores.
 
     Returns:
         The output [B, Hq, P, D], and the prompt, which holds no autograd graph.
@@ -94,5 +94,5 @@ def attend_prompt(
     probes = probe_queries(q, valid, needs.probes) if needs.probes else None
     forward, layer.called = layer.called, None
     if forward is not None:
-        forward = forward._replace(queries=q, valid=valid, scale=kernel.scale, softcap=kernel.softcap)
+        forward = forward._replace(queries=q, valid=valid, **kernel._asdict())
     return out, Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes, forward)

@@ -52,6 +52,7 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
     "Exaone4Attention": _slides_or_all,
     "Exaone4_5_Attention": _slides_or_all,
     "ExaoneMoeAttention": _slides_or_all,
+    "FlintAttention": lambda attention: attention.sliding_window is not None,
     "Kolibri1Attention": _slides_or_all,
     "MuseGlimmerTextAttention": _has_base,
     "MuseSparkTextAttention": _has_base,
@@ -65,8 +66,9 @@ class Rope:
     def __init__(self, tables: nn.Module | None, turn: Callable[..., Any] | None, layer_type: str | None) -> None:
         """Use `Rope.of`."""
         self._tables, self._turn, self._layer_type = tables, turn, layer_type
-        name = "attention_scaling" if layer_type is None else f"{layer_type}_attention_scaling"
-        self.scaling: float = float(getattr(tables, name, 1.0))
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        self.scaling: float = float(getattr(tables, f"{prefix}attention_scaling", 1.0))
+        self._angles: int = getattr(tables, f"{prefix}inv_freq", torch.empty(0)).numel()
 
     @classmethod
     def of(cls, decoder: nn.Module, site: Site) -> Rope:
@@ -119,7 +121,8 @@ class Rope:
         cos, sin = cos.float(), sin.float()
         if back:  # the tables hold the scaling, which undoing must divide by, once for it and once for itself
             cos, sin = cos / self.scaling**2, -sin / self.scaling**2
-        flat, width = keys.reshape(batch, 1, heads * count, dim), cos.shape[-1]
+        width = cos.shape[-1] * (2 if cos.shape[-1] == self._angles else 1)  # each angle turns two channels (GPT-OSS)
+        flat = keys.reshape(batch, 1, heads * count, dim)
         turned, _ = self._turn(flat[..., :width], flat[..., :width], cos, sin)
         return torch.cat([turned, flat[..., width:]], -1).view(batch, heads, count, dim)
 

@@ -66,6 +66,7 @@ class Forward(NamedTuple):
         valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
         scale: What products of queries and keys are multiplied by.
         softcap: What they are then capped by, or None.
+        sinks: Learned scores beside the tokens', [Hq], or None.
     """
 
     module: nn.Module
@@ -76,6 +77,7 @@ class Forward(NamedTuple):
     valid: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 class Seen(NamedTuple):

@@ -98,6 +98,10 @@ UNNAMED: dict[str, Config] = {
     "afmoe": _gemma("Afmoe", **_FEW_EXPERTS, num_dense_layers=5),
     "hyperclovax": _make("HyperCLOVAX", use_post_norm=True),
     "jetmoe": _make("JetMoe", "num_attention_heads", kv_channels=8, num_local_experts=2, num_experts_per_tok=1),
+    "gpt_oss": _gemma("GptOss", num_local_experts=2, num_experts_per_tok=1),
+    "granite_swa": _gemma("GraniteSWA", attention_multiplier=0.35),
+    "granitemoe_swa": _gemma("GraniteMoeSWA", num_local_experts=2, num_experts_per_tok=1, attention_multiplier=0.35),
+    "flint": _gemma("Flint"),
     "gemma4": _gemma4,
     "gemma3_pictures": _gemma3_pictures,
 }
@@ -118,4 +122,6 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             nn.init.normal_(parameter, std=0.35 if any(word in name for word in _PROJECTIONS) else 0.15)
+        elif name.endswith("sinks"):
+            nn.init.normal_(parameter, std=2.0)
     return model.eval().to(dtype)

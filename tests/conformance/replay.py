@@ -218,7 +218,7 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
             continue
         want = slow.forward(
             q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
-            softcap=turn.kernel.softcap, step=turn.q.shape[2] == 1,
+            softcap=turn.kernel.softcap, sinks=turn.kernel.sinks, step=turn.q.shape[2] == 1,
             hidden=None if turn.hidden is None else turn.own(b, turn.hidden),
         )  # fmt: skip
         slow.tick()

@@ -51,8 +51,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "bloom": _make("BloomForCausalLM", "BloomConfig", *_FEW),
     "mpt": _make("MptForCausalLM", "MptConfig", *_FEW, "hidden_size", "num_attention_heads", "num_hidden_layers",
                  d_model=32, n_heads=4, n_layers=2),
-    "gpt_oss": _make("GptOssForCausalLM", "GptOssConfig", head_dim=8, num_local_experts=2, num_experts_per_tok=1,
-                     layer_types=["full_attention", "full_attention"]),
+    "mimo_v2_flash": _make(
+        "MiMoV2FlashForCausalLM", "MiMoV2FlashConfig", head_dim=8, v_head_dim=6, n_routed_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=16, n_group=1, topk_group=1,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
     "diffllama": _make("DiffLlamaForCausalLM", "DiffLlamaConfig"),
     "doge": _make("DogeForCausalLM", "DogeConfig"),
     "git": _make("GitForCausalLM", "GitConfig", "num_key_value_heads", vision_config=_SMALL),

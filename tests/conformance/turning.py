@@ -32,10 +32,10 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
         with torch.no_grad():
             cos, sin = tables(torch.zeros(1, 1, dim), torch.tensor([[position]]), **more)
         apply = sys.modules[type(tables).__module__].apply_rotary_pos_emb
-        width = cos.shape[-1]
+        width = rotated[layer]
         basis = torch.eye(width)[:, None, None]  # a batch of keys of one token and one head
         whole = torch.eye(dim, dtype=torch.float64)
-        angles = cos.expand(width, 1, -1), sin.expand(width, 1, -1)
+        angles = cos.expand(width, -1, -1), sin.expand(width, -1, -1)
         one = len([x for x in inspect.signature(apply).parameters.values() if x.default is x.empty]) == 3
         turned = apply(basis, *angles) if one else apply(basis, basis, *angles)[1]
         whole[:width, :width] = turned[:, 0, 0]
@@ -54,16 +54,16 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
     return of
 
 
-def _rotated(model: Any, module: Any) -> set[int]:
-    """The layers that rotate keys, found by watching one forward."""
-    found, running, hooks = set[int](), list[int](), list[Any]()
+def _rotated(model: Any, module: Any) -> dict[int, int]:
+    """The layers that rotate keys, and how many channels, found by watching one forward."""
+    found, running, hooks = dict[int, int](), list[int](), list[Any]()
     real: Any = module.apply_rotary_pos_emb
 
     def note(attention: Any, _: Any) -> None:
         running.append(attention.layer_idx)
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        found.add(running[-1])
+        found[running[-1]] = args[0].shape[-1]
         return real(*args, **kwargs)
 
     for part in model.modules():

@@ -105,7 +105,7 @@ def test_conditions_that_transformers_knows() -> None:
             if match[2] and match[2] != "self.use_rope":
                 found[name] = match[2]
     assert len(found) > 5
-    other = {"FlintAttention", "Zamba2Attention"}  # refused for their sinks or their state
+    other = {"Zamba2Attention"}  # refused for its state
     # Of speech and of proteins:
     other |= {"MoshiAttention", "KyutaiSpeechToTextAttention", "EvollaSaProtSelfAttention", "EsmSelfAttention"}
     assert found.keys() <= _ROTATES.keys() | other, found

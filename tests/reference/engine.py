@@ -96,6 +96,7 @@ class ReferenceLayer:
         budget: int | None = None,
         capacity: int | None = None,
         softcap: float | None = None,
+        sinks: Tensor | None = None,
         step: bool | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
@@ -116,7 +117,7 @@ class ReferenceLayer:
         for h, head in enumerate(self.heads):
             new = [Token(first + i, k[h, i].detach().clone(), v[h, i].detach().clone()) for i in range(k.shape[1])]
             head.tokens += new
-        out, attention = self._attend(q, scale, softcap)
+        out, attention = self._attend(q, scale, softcap, sinks)
         if single:
             self._step(attention)
         else:
@@ -124,7 +125,9 @@ class ReferenceLayer:
             self._settle(q, hidden, first)
         return out
 
-    def _attend(self, q: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, list[Tensor]]:
+    def _attend(
+        self, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and the matrix [n, N] of every query head; the last n tokens are the queries' own."""
         out, attention = [], []
         for hq, queries in enumerate(q.double()):
@@ -136,7 +139,9 @@ class ReferenceLayer:
             n, old = len(queries), len(head) - len(queries)
             for i in range(n):
                 logits[i, old + i + 1 :] = -math.inf
-            attention.append(torch.softmax(logits, dim=-1))
+            if sinks is not None:  # a column that no token is behind
+                logits = torch.cat([logits, sinks[hq].detach().double().expand(n, 1)], dim=1)
+            attention.append(torch.softmax(logits, dim=-1)[:, : old + n])
             out.append(attention[-1] @ values)
         return torch.stack(out), attention
 
