@@ -23,7 +23,7 @@ from kvpolicy.remarks import remarks
 from kvpolicy.report import Report, make_report
 from kvpolicy.rows import massive_tokens, rotary_shift
 from kvpolicy.running import Running
-from kvpolicy.sizes import at_least, expected, longest
+from kvpolicy.sizes import MOST, at_least, expected, longest
 
 
 class PolicyCache(Cache):
@@ -222,14 +222,16 @@ class PolicyCache(Cache):
         """Divide the budget among layers, from the rows' lengths after the waiting prompt."""
         assert first.prompt is not None
         batch, heads, _, dim = first.prompt.keys.shape
-        length = at_least(first.prompt.lengths(first.length).cpu(), self.prompt)
-        most, dtype = first.ranks.most_heads(heads), first.prompt.keys.dtype
-        fullest, shapes = ([Shape(count, dim, dtype)] * len(self.slots) for count in (most, heads))
+        length = at_least(own := first.prompt.lengths(first.length).cpu(), self.prompt)
+        many, dtype = first.ranks.most_heads(heads), first.prompt.keys.dtype
+        fullest, shapes = ([Shape(count, dim, dtype)] * len(self.slots) for count in (many, heads))
         measures = self.cosines() if self.policy.allocator.measure else None
         if self.new is not None and self._end is None:
             self._end = length + self.new
-        alone = self.link.model_shape.alone_bytes(batch, first.get_seq_length() + (self.new or 0))
-        self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(alone.values()))
+        columns, bytes_at = first.get_seq_length() + int((length - own).max()), self.link.model_shape.alone_bytes
+        alone = bytes_at(batch, columns + (self.new or 0))
+        most = bytes_at(batch, columns + (MOST if self.new is None else self.new))  # full windows, some time
+        self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(most.values()))
         if measures is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
             raise RuntimeError(
                 "The ranks measured different layer budgets, so their hidden states differ: give all ranks the same "

@@ -26,7 +26,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.prefill import Prompt, attend_prompt
 from kvpolicy.protocols import Book, Codes, Forward, Layout, State
 from kvpolicy.reading import Coded
-from kvpolicy.room import exact_count, extend, free_steps, later
+from kvpolicy.room import exact_count, extend, free_steps, held_by, is_short, lacking, later
 from kvpolicy.rotary import Rope
 from kvpolicy.rows import Rows, alloc_rows, pin, with_budget
 from kvpolicy.running import check_first, note_attended
@@ -89,7 +89,7 @@ class PolicyLayer(CacheLayerMixin):
         self.listens, self.called = policy.selector.needs.forward, None
         self.layout, self.tokens = Layout(0), 0
         self._room: float = 0
-        self.short = False  # fewer slots than budget: more tokens were not expected
+        self.short = False  # some row may hold more than was expected
 
     # what transformers asks
 
@@ -216,7 +216,7 @@ class PolicyLayer(CacheLayerMixin):
         self.tokens = max(*self.ends, self.tokens)
         lay_out(self, self.policy.codec.layout(self.tokens))
         self.set_budget(keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room))
-        self.short = self.tokens < int(self.budget.amax())
+        self.short = is_short(self)
         if self.rows is not None and not self.pinned:
             pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive)
         self.keys, self.values = settle_loose(self, loose, prompt.idle)
@@ -252,7 +252,7 @@ class PolicyLayer(CacheLayerMixin):
     def make_room(self) -> None:
         """Extend a cache that has no slot for another step: a growing one, or one told too few tokens to come."""
         if self._room < 1:
-            extend(self, ROOM if self.grows else min(ROOM, int(self.budget.amax()) - self.tokens))
+            extend(self, lacking(self, ROOM))
             self._code_full()
 
     def _code_full(self) -> None:
@@ -273,9 +273,9 @@ class PolicyLayer(CacheLayerMixin):
 
     def reserve(self, new: int) -> None:
         """Have room for `new` more tokens, in a growing cache."""
-        held = int((self.positions >= 0).sum(-1).amax())
-        if held + new > self.tokens:
-            extend(self, held + new - self.tokens)
+        more = [max(0, held + new - end) for held, end in zip(held_by(self), self.ends, strict=True)]
+        if any(more):
+            extend(self, more)
 
     # reading
 

@@ -21,6 +21,12 @@ MOST_ROWS = 16
 
 Cells = tuple[str, ...]
 
+NOT_MEASURED = (
+    "layers are shown alike: the allocator measures them in the prompt; a row's tokens add up to the same, but bytes "
+    "may differ with a codec, and be more with several rows, since a layer has slots for the row with the most"
+)
+"""What a plan says whose allocator has yet to measure."""
+
 
 def unit_of(nbytes: float) -> tuple[int, str]:
     """The binary unit in which a number of bytes is at least 1, and its name.
@@ -133,8 +139,7 @@ def plan_html(plan: CachePlan) -> str:
     rank = f" on each of {plan.tp} ranks" if plan.tp > 1 else ""
     batch = f"{plan.batch} row{'s' * (plan.batch != 1)}"
     title = f"<code>{escape(str(plan.policy))}</code>, {batch}: {_held(plan.nbytes, plan.full_nbytes)}{rank}"
-    shown = "layers are shown alike: the allocator measures them in the prompt, and their sum is the same"
-    notes = [] if plan.measured else [shown]
+    notes = [] if plan.measured else [NOT_MEASURED]
     return _div(title, _layers(head, sorted(rows), ("all", "", *sums)), *notes, *_notes(plan))
 
 

@@ -65,7 +65,7 @@ def divide(
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
     _check_floor(policy, base, prompt)
-    return _divide_tokens(policy, measures, base, prompt, end, len(shapes))
+    return _divide_tokens(policy, measures, base, prompt, end, len(shapes), START)
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
@@ -81,8 +81,15 @@ def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
 
 
 def _divide_tokens(
-    policy: Policy, measures: Tensor | None, base: Tensor, prompt: Tensor, end: Tensor | None, layers: int
+    policy: Policy,
+    measures: Tensor | None,
+    base: Tensor,
+    prompt: Tensor,
+    end: Tensor | None,
+    layers: int,
+    start: int,
 ) -> Tokens:
+    """The same, where each layer has `base` tokens on average, and `start` behind the prompt if the end is unknown."""
     grows = policy.decode == "grow"
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     floor = policy.selector.floor
@@ -90,7 +97,7 @@ def _divide_tokens(
     room = torch.zeros_like(prompt)
     if grows:
         room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
-    last = prompt + START if end is None else torch.maximum(end, prompt)
+    last = prompt + start if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
 
@@ -100,28 +107,27 @@ def _divide_bytes(
     """The most tokens per layer whose bytes fit, by bisection."""
     limit = bytes_of(str(policy.budget))
 
-    def attempt(base: int) -> tuple[Tokens, int]:
-        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, end, len(shapes))
+    def attempt(base: int, start: int = MOST) -> tuple[Tokens, int]:  # all that it may ever hold must fit
+        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, end, len(shapes), start)
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
         return tokens, other + sum(sizes)
 
     low = policy.selector.floor
-    best, size = attempt(low)
+    _, size = attempt(low)
     if size > limit:
         raise ValueError(
             f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
             f"the smallest that works is {size}B, {low} token(s) per layer."
         )
-    high = int(prompt.max()) + ROOM if end is None else int(end.max())
+    high = min(limit, MOST) if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2
-        tokens, size = attempt(middle)
-        if size <= limit:
-            low, best = middle, tokens
+        if attempt(middle)[1] <= limit:
+            low = middle
         else:
             high = middle - 1
-    return best
+    return attempt(low, START)[0]
 
 
 def plan_layers(

@@ -96,7 +96,7 @@ class CachePlan:
             lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
         lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
         if not self.measured:
-            lines.append("layers are shown alike: the allocator measures them in the prompt; their sum is the same")
+            lines.append(notebook.NOT_MEASURED)
         if self.resident_nbytes:
             lines.append(f"beside the cache, calibrated and the model's own: {self.resident_nbytes:,} bytes")
         if self.weights:

@@ -11,8 +11,8 @@ from kvpolicy.commands.layers import layer_facts, layer_table
 from kvpolicy.commands.models import dtype_of
 from kvpolicy.commands.printing import as_json, paragraph, size, table
 from kvpolicy.commands.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.notebook import NOT_MEASURED
 
-NOT_MEASURED = "Layers are shown alike: the allocator measures them in the prompt; their sum is the same."
 NOT_COUNTED = "Not counted: activations, and a prompt's own cache before it is compressed."
 
 
@@ -107,8 +107,8 @@ def render(whole: dict[str, Any], full: int) -> str:
 
 def remarked(whole: dict[str, Any]) -> list[str]:
     """What a reader of the table must know, in sentences."""
-    note = whole["note"]
-    return [NOT_MEASURED] * (not whole["measured"]) + [f"{note[:1].upper()}{note[1:]}."] * bool(note)
+    told = [NOT_MEASURED] * (not whole["measured"]) + [whole["note"]] * bool(whole["note"])
+    return [f"{text[:1].upper()}{text[1:]}." for text in told]
 
 
 def _totals(whole: dict[str, Any]) -> list[tuple[str, str, str]]:
