@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
 
+SMALLER = 2.0**-4
+"""What fp16 queries are multiplied by before products and divided by after: no digit is lost, but to tiny numbers."""
+
 
 class Past(NamedTuple):
     """What a layer already holds: keys and values [B, H, S, D], and which slots hold a token, [B, H, S] bool."""
@@ -42,7 +45,7 @@ class Kernel(NamedTuple):
 
     def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Scaled scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
-        return self.finish((queries @ keys.transpose(-1, -2)).float())
+        return self.finish(products(queries, keys))
 
     def finish(self, raw: Tensor) -> Tensor:
         """Scale products of queries and keys [..., M, N] fp32, in place, and cap them."""
@@ -57,6 +60,13 @@ class Kernel(NamedTuple):
             return share
         sinks = self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
         return share * torch.sigmoid(score.logsumexp(-1, keepdim=True) - sinks)
+
+
+def products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products of queries [..., M, D] with keys [..., N, D], fp32 [..., M, N]; in fp16 many a raw one would be inf."""
+    if queries.dtype != torch.float16:
+        return (queries @ keys.transpose(-1, -2)).float()
+    return (queries * SMALLER @ keys.transpose(-1, -2)).float().div_(SMALLER)
 
 
 def attend(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvpolicy.attention import products
 from kvpolicy.protocols import At, Layout, Store, Traits, Turn
 
 CHUNK, CHUNKS = 1024, 16
@@ -115,7 +116,7 @@ def score_by_chunks(
     for at in chunks(slots, grain):
         some = keys(store, at)
         some = some if turn is None else turn.keys(some, at)
-        scores.append((queries @ some.to(queries.dtype).transpose(-1, -2)).float())
+        scores.append(products(queries, some.to(queries.dtype)))
     return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 

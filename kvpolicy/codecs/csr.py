@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.attention import products
 from kvpolicy.codecs._atoms import Side
 from kvpolicy.codecs._common import CHUNK, check_least, ordinary_layout, score_by_chunks
 from kvpolicy.codecs._dictionaries import dictionary, size, width
@@ -221,7 +222,7 @@ class CSR:
         exact: list[Tensor] = []
         for at in best.split(CHUNK, -1):
             some = turn.keys(side.spell(words, table, at), at)
-            exact.append((queries @ some.to(queries.dtype).mT).float())
+            exact.append(products(queries, some.to(queries.dtype)))
         hidden = torch.full((*queries.shape[:3], side.slots), -torch.inf, device=queries.device)
         return hidden.scatter(-1, best[:, :, None].expand(-1, -1, queries.shape[2], -1), torch.cat(exact, -1))
 

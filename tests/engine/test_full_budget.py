@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -59,3 +61,20 @@ def test_share_of_one_keeps_the_prompt_and_then_evicts() -> None:
         ours = talk(model, ids, mask, SHORT, cache)
     assert torch.allclose(ours[:, :26], stock[:, :26], atol=3e-5)
     assert cache.slots[0].positions.sort().values.tolist() == [[list(range(3, 29))] * 2]
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", "h2o@100", "tova@20", "window+tokenwise:residual_length=8@100"]
+)
+def test_large_products_stay_finite_in_fp16(policy: str) -> None:
+    """A channel of large queries and keys, as Qwen-2's biases make: stock SDPA scales before it multiplies."""
+    model = copy.deepcopy(build("qwen2"))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.bias", "k_proj.bias")):
+            parameter.data.normal_().view(-1, 8)[:, [3, 7]] = 110.0 if "q_proj" in name else 330.0
+    model.half()
+    ids, mask = make_batch(ROWS["padded"])
+    stock = talk(model, ids, mask, TURNS, DynamicCache())
+    with kvpolicy.attach(model, policy):
+        ours = talk(model, ids, mask, TURNS, PolicyCache(model))
+    assert bool(stock[mask.bool()].isfinite().all()) and bool(ours[mask.bool()].isfinite().all())
