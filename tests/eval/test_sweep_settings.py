@@ -1,0 +1,104 @@
+"""What a sweep tells its tasks and its folder."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("lm_eval.models.huggingface")
+    from kvpolicy_eval.sweep import evaluate
+
+from kvpolicy_eval import cli
+from kvpolicy_eval.sweep import command, config
+
+SMALL = {"policies": ["full"], "tasks": ["kvpolicy_fewshot"], "limit": 1, "probes": 0}
+MADE = """
+import datasets
+from transformers import AutoTokenizer
+
+
+def made(max_seq_lengths=(4096,), pretrained=None, tokenizer=None, **_):
+    name = tokenizer or pretrained
+    assert name, "No tokenizer or pretrained provided."
+    words = AutoTokenizer.from_pretrained(name)("a b c").input_ids
+    rows = [{"text": "a b c " * len(words), "length": length} for length in max_seq_lengths]
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def score(doc, results):
+    return {"4096": -1.0} | {str(doc["length"]): 0.5}
+
+
+def mean(values):
+    found = [value for value in values if value != -1]
+    return sum(found) / len(found) if found else -1
+"""
+"""Tasks that make their texts with the model's tokenizer, and score by length, as RULER's do."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "quiet", lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def file(folder: Path, **changes: Any) -> Path:
+    place = folder / "small.yaml"
+    place.write_text(yaml.safe_dump(SMALL | changes), encoding="utf-8")
+    return place
+
+
+def sweep(place: Path, out: Path, *words: str) -> int:
+    return cli.main(["sweep", str(place), "--out", str(out), *words])
+
+
+def made(folder: Path) -> Path:
+    """A folder with such a task."""
+    (folder / "made.py").write_text(MADE, encoding="utf-8")
+    metrics = "".join(
+        f'  - {{metric: "{length}", aggregation: !function made.mean, higher_is_better: true}}\n'
+        for length in (4096, 128)
+    )
+    (folder / "made.yaml").write_text(
+        "task: made\ncustom_dataset: !function made.made\ntest_split: test\noutput_type: generate_until\n"
+        'doc_to_text: "{{text}}"\ndoc_to_target: "x"\nprocess_results: !function made.score\n'
+        "generation_kwargs: {max_gen_toks: 2, until: []}\nmetric_list:\n" + metrics,
+        encoding="utf-8",
+    )
+    return folder
+
+
+def test_a_task_that_needs_a_tokenizer_gets_the_models(tmp_path: Path) -> None:
+    """And a length that was not asked for has no score."""
+    folder = made(tmp_path)
+    place = file(tmp_path, tasks=["made"], include_path=str(folder), metadata={"max_seq_lengths": [128]})
+    assert sweep(place, tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "table.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[3:7] for line in lines[1:]] == [["made", "128", "none", "0.5"]]
+
+
+def test_each_model_tells_tasks_its_own_tokenizer() -> None:
+    models = [{"name": "a", "pretrained": "x/a"}, {"name": "b", "pretrained": "x/b", "tokenizer": "x/t"}]
+    words = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
+    ours = evaluate.Evaluator(config.read(words, "x"))
+    assert [ours.tasks(name).metadata for name in "ab"] == [
+        {"pretrained": "x/a"}, {"pretrained": "x/b", "tokenizer": "x/t"},
+    ]  # fmt: skip
+    given = evaluate.Evaluator(config.read(words | {"metadata": {"tokenizer": "x/mine"}}, "x"))
+    assert given.tasks("a").metadata == {"tokenizer": "x/mine"}
+
+
+@pytest.mark.parametrize("name", ["papers-ruler", "papers-ruler-16k"])
+def test_ruler_is_limited_within_one_length(name: str) -> None:
+    """It lays its lengths end to end, so that a limit would leave out all but the first."""
+    (length,) = config.load(name).metadata["max_seq_lengths"]
+    assert f"{length // 1024}k tokens" in config.load(name).about
