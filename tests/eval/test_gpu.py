@@ -100,6 +100,26 @@ def test_targets_pass_or_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "kvpress" not in text  # there is no environment of it here
 
 
+def test_each_setting_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may hold several sizes of memory, prompts and devices: none is a side of another."""
+    results = tmp_path / "gpu.jsonl"
+    for limit, device, room in ((0, "cpu", 100), (1000, "cpu", 20), (0, "other", 7)):
+        monkeypatch.setattr(Runner, "_start", fake([], room))
+        Runner(results, device, limit, quiet=True).run(TINY)
+    Runner(results, "cpu", quiet=True).run(Series("table3", "tiny", 99, 16, "policy", "eager", "squeeze+window@9"))
+    titles = [line for line in report(gpu.read_results(results)).splitlines() if line.startswith("**")]
+    assert titles == [
+        "**tiny, 32 + 16 tokens** (table3, cpu)",
+        "**tiny, 32 + 16 tokens** (table3, cpu, 1,000 bytes of memory)",
+        "**tiny, 32 + 16 tokens** (table3, other)",
+        "**tiny, 99 + 16 tokens** (table3, cpu)",
+    ]
+    text = report(gpu.read_results(results))
+    largest = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| stock")]
+    assert [int(batch) <= room for batch, room in zip(largest, (100, 20, 7), strict=True)] == [True] * 3
+    assert "target at" not in text, "ours and theirs were never measured alike"
+
+
 def test_another_card_needs_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_start", fake([], 2))
     results = tmp_path / "gpu.jsonl"

@@ -147,7 +147,8 @@ class Evaluator:
         seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
         results = simple_evaluate(
             model=lm, tasks=[cell.task], task_manager=self.tasks(cell.model), num_fewshot=config.num_fewshot,
-            limit=config.limit, batch_size=config.batch_size, bootstrap_iters=0, log_samples=True, **dict.fromkeys(seeds, config.seed),
+            limit=config.limit, batch_size=config.batch_size, bootstrap_iters=0, log_samples=True,
+            **dict.fromkeys(seeds, config.seed),
         )  # fmt: skip
         lm.agree()
         seconds = time.perf_counter() - start
