@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
 
 from kvpolicy_eval import cli
 from kvpolicy_eval.sweep import command, config
+from kvpolicy_eval.sweep.cells import Store
 
 SMALL = {"policies": ["full"], "tasks": ["kvpolicy_fewshot"], "limit": 1, "probes": 0}
 MADE = """
@@ -61,6 +63,14 @@ def sweep(place: Path, out: Path, *words: str) -> int:
     return cli.main(["sweep", str(place), "--out", str(out), *words])
 
 
+def done(folder: Path, of: config.Config) -> Path:
+    """Mark the first cell as finished; the file of its results."""
+    cell, store = of.cells()[0], Store(folder)
+    own = {"cell": asdict(cell), "scores": {}, "seconds": 1.0, "peak_bytes": None, "probe": {}, "versions": {}}
+    store.finish(cell, {"results": {}, "config": {"kvpolicy": {"tasks": {}}}, "kvpolicy_sweep": own}, {})
+    return folder / cell.folder / "results.json"
+
+
 def made(folder: Path) -> Path:
     """A folder with such a task."""
     (folder / "made.py").write_text(MADE, encoding="utf-8")
@@ -102,3 +112,12 @@ def test_ruler_is_limited_within_one_length(name: str) -> None:
     """It lays its lengths end to end, so that a limit would leave out all but the first."""
     (length,) = config.load(name).metadata["max_seq_lengths"]
     assert f"{length // 1024}k tokens" in config.load(name).about
+
+
+def test_tasks_of_another_folder_need_another_folder(tmp_path: Path) -> None:
+    before = config.read(SMALL | {"include_path": "one"}, "x")
+    command.note(tmp_path, before)
+    done(tmp_path, before)
+    with pytest.raises(ValueError, match='holds results with include_path "one", and the config says "two"'):
+        command.same_settings(tmp_path, config.read(SMALL | {"include_path": "two"}, "x"))
+    command.same_settings(tmp_path, before)

@@ -82,7 +82,7 @@ class Config:
 
     def settings(self) -> dict[str, Any]:
         """What two runs must share for their cells to stand in one table."""
-        names = ("limit", "batch_size", "seed", "num_fewshot", "metadata")
+        names = ("limit", "batch_size", "seed", "num_fewshot", "metadata", "include_path")
         return {name: getattr(self, name) for name in names} | {"models": self.models}
 
     def _policies(self) -> Iterable[tuple[str, str]]:
