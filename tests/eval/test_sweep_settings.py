@@ -121,3 +121,42 @@ def test_tasks_of_another_folder_need_another_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='holds results with include_path "one", and the config says "two"'):
         command.same_settings(tmp_path, config.read(SMALL | {"include_path": "two"}, "x"))
     command.same_settings(tmp_path, before)
+
+
+def test_settings_of_a_sweep_that_measured_nothing_do_not_bind(tmp_path: Path) -> None:
+    """As after a task's name with a slip."""
+    command.note(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+    other = config.read(SMALL | {"limit": 1}, "x")
+    command.same_settings(tmp_path, other)
+    command.note(tmp_path, other)
+    done(tmp_path, other)
+    with pytest.raises(ValueError, match="holds results with limit 1, and the config says 2"):
+        command.same_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+
+
+FOREIGN = ["{}", "[]", "null", "7", '{"results": {}}', '{"kvpolicy_sweep": []}', '{"kvpolicy_sweep": {}}', "{", "\xe9"]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_a_cell_with_a_file_that_no_sweep_wrote_is_not_done(text: str, tmp_path: Path) -> None:
+    of = config.read(SMALL, "x")
+    place, store = done(tmp_path, of), Store(tmp_path)
+    assert store.state(of.cells()[0]) == "done" and store.holds_results()
+    for name in ("results.json", "error.json"):
+        place.with_name(name).write_bytes(text.encode("latin-1"))
+    assert store.state(of.cells()[0]) == "missing" and not store.holds_results()
+    for name in ("results.json", "error.json"):
+        with pytest.raises(ValueError, match=rf"{name} is no file of a sweep: delete it"):
+            list(store.read(name))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{"])
+def test_notes_that_no_sweep_wrote_are_told_in_a_sentence(text: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    done(out, config.read(SMALL, "x"))
+    (out / "sweep.json").write_text(text, encoding="utf-8")
+    assert sweep(file(tmp_path), out) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said == f"kvpolicy-eval: {out}/sweep.json is no file of a sweep: delete it and run the sweep again, " + (
+        "or give another folder."
+    )
