@@ -160,3 +160,39 @@ def test_notes_that_no_sweep_wrote_are_told_in_a_sentence(text: str, tmp_path: P
     assert said == f"kvpolicy-eval: {out}/sweep.json is no file of a sweep: delete it and run the sweep again, " + (
         "or give another folder."
     )
+
+
+# what is read and refused, beside what test_sweep.py has
+
+
+@pytest.mark.parametrize("pretrained", [".", "sub/..", "./"])
+def test_a_model_in_this_folder_has_the_folders_name(pretrained: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert config.read(SMALL | {"models": [pretrained]}, "x").models == {"mine": {"pretrained": pretrained}}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("about: 5", "about is 5: give text"),
+        ("about: 2026-10-01", "about is datetime.date(2026, 10, 1): give text, in quotes"),
+        ("output: [a]", "output is ['a']: give text"),
+        ("include_path: 7", "include_path is 7: give text"),
+        ("metadata: abc", "metadata is 'abc': give keys with their values"),
+        ("metadata: [1]", "metadata is [1]: give keys with their values"),
+        ("metadata: {1: a}", "metadata is {1: 'a'}: give keys with their values"),
+        ("metadata: {since: 2026-10-01}", "metadata has a date or another value that JSON cannot hold"),
+        ("models: [{name: a, revision: 2026-10-01}]", "The model a has a date or another value"),
+        ("models: [/]", "A model of small is '/', which gives no name"),
+        ("models: ['']", "A model of small is '', which gives no name"),
+        ("samples: 'no'", "samples is 'no': give true or false"),
+        ("about: na\xefve", "small.yaml is not text in UTF-8: save it as that"),
+    ],
+)
+def test_values_of_another_kind_are_refused(words: str, said: str, tmp_path: Path, capsys: Any) -> None:
+    place = file(tmp_path)
+    place.write_bytes(place.read_bytes() + words.encode("latin-1") + b"\n")
+    assert sweep(place, tmp_path / "out", "--plan") == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("kvpolicy-eval: ") and said in line
