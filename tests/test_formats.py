@@ -75,7 +75,7 @@ def test_a_comparison_and_a_card(tmp_path: Path) -> None:
     from kvpolicy_eval.peers.command import read
 
     path = tmp_path / "peers.json"
-    path.write_text(json.dumps(newer(stamp(1)) | {"versions": {}, "kept": []}), encoding="utf-8")
+    path.write_text(json.dumps(newer(stamp(2)) | {"versions": {}, "kept": []}), encoding="utf-8")
     with pytest.raises(ValueError, match="update kvpolicy"):
         read(path)
     path.write_text(json.dumps(newer(stamp(1)) | {"case": {}}) + "\n", encoding="utf-8")

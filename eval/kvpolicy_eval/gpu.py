@@ -173,8 +173,12 @@ class Runner:
         self.records.append(record)
         self._done[_key(record["case"])] = record
         self.results.parent.mkdir(parents=True, exist_ok=True)
-        with self.results.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record | stamp(FORMAT)) + "\n")
+        with self.results.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = file.read() != b"\n"  # a call was killed while it wrote
+                file.write(b"\n" * torn)
+            file.write(json.dumps(record | stamp(FORMAT)).encode() + b"\n")
 
 
 def read_results(path: Path) -> list[Record]:

@@ -19,14 +19,26 @@ def report(records: list[Record]) -> str:
     """Every table, the newest record of a case counting."""
     newest = {str(record["case"]): record for record in records}
     every = list(newest.values())
-    suites = list(dict.fromkeys(record["case"]["suite"] for record in every))
-    parts = [part for suite in suites for part in _suite([r for r in every if r["case"]["suite"] == suite])]
+    parts = [part for group in _groups(every) for part in _suite(group)]
     return "\n\n".join([*parts, _made_with(every)]) if every else "No results yet."
+
+
+def _groups(records: list[Record]) -> list[list[Record]]:
+    """Records that were measured alike, so that they may stand in one table."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        case = record["case"]
+        names = ("suite", "shape", "prompt", "new", "device")
+        found.setdefault((*(case[name] for name in names), case.get("limit", 0)), []).append(record)
+    return list(found.values())
 
 
 def _suite(records: list[Record]) -> list[str]:
     case = records[0]["case"]
-    title = f"**{case['shape']}, {case['prompt']:,} + {case['new']:,} tokens** ({case['suite']})"
+    limit = f", {case['limit']:,} bytes of memory" if case.get("limit") else ""
+    title = (
+        f"**{case['shape']}, {case['prompt']:,} + {case['new']:,} tokens** ({case['suite']}, {case['device']}{limit})"
+    )
     return [title, _throughput(records), *_targets(records), *_added(records), *_failures(records)]
 
 
@@ -136,6 +148,4 @@ def _made_with(records: list[Record]) -> str:
     found = {name: str(version) for record in made for name, version in record["versions"].items()}
     names = ", ".join(f"{name} {version}" for name, version in found.items())
     cards = ", ".join(sorted({record["card"] for record in made}))
-    limits = sorted({record["case"]["limit"] for record in made} - {0})
-    least = f" Memory limited to {', '.join(f'{size:,} bytes' for size in limits)}." if limits else ""
-    return f"{cards}; {names}; {dates[0]} to {dates[-1]}. Random weights in bf16.{least}"
+    return f"{cards}; {names}; {dates[0]} to {dates[-1]}. Random weights in bf16."

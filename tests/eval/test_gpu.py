@@ -88,6 +88,17 @@ def test_the_largest_batch_is_found_and_not_looked_for_again(tmp_path: Path, mon
     assert started == first
 
 
+def test_what_follows_a_line_that_was_cut_off_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(Runner, "_start", fake(started, 100))
+    results = tmp_path / "gpu.jsonl"
+    results.write_text('{"case": {"cut')
+    for _ in range(2):
+        Runner(results, "cpu", quiet=True).run(Series("table3", "tiny", 32, 16, "dynamic", "eager", batches=(1, 4)))
+    assert started == [1, 4]
+    assert [record["case"]["batch"] for record in gpu.read_results(results)] == [1, 4]
+
+
 def test_targets_pass_or_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_start", fake([], 64))
     runner = Runner(tmp_path / "gpu.jsonl", "cpu", quiet=True)
@@ -98,6 +109,26 @@ def test_targets_pass_or_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "3.00x | >= 2.5x | pass" in text
     assert "| >= 5.0x | miss" in text or "| >= 5.0x | pass" in text
     assert "kvpress" not in text  # there is no environment of it here
+
+
+def test_each_setting_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may hold several sizes of memory, prompts and devices: none is a side of another."""
+    results = tmp_path / "gpu.jsonl"
+    for limit, device, room in ((0, "cpu", 100), (1000, "cpu", 20), (0, "other", 7)):
+        monkeypatch.setattr(Runner, "_start", fake([], room))
+        Runner(results, device, limit, quiet=True).run(TINY)
+    Runner(results, "cpu", quiet=True).run(Series("table3", "tiny", 99, 16, "policy", "eager", "squeeze+window@9"))
+    titles = [line for line in report(gpu.read_results(results)).splitlines() if line.startswith("**")]
+    assert titles == [
+        "**tiny, 32 + 16 tokens** (table3, cpu)",
+        "**tiny, 32 + 16 tokens** (table3, cpu, 1,000 bytes of memory)",
+        "**tiny, 32 + 16 tokens** (table3, other)",
+        "**tiny, 99 + 16 tokens** (table3, cpu)",
+    ]
+    text = report(gpu.read_results(results))
+    largest = [line.split("|")[-2].strip() for line in text.splitlines() if line.startswith("| stock")]
+    assert [int(batch) <= room for batch, room in zip(largest, (100, 20, 7), strict=True)] == [True] * 3
+    assert "target at" not in text, "ours and theirs were never measured alike"
 
 
 def test_another_card_needs_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -204,6 +206,24 @@ def test_fills_a_page_from_an_earlier_run(tmp_path: Path, capsys: pytest.Capture
     assert done.returncode == 0 and "| one | 16 of 16 |" in page.read_text(encoding="utf-8")
     done = subprocess.run([*main[:5], str(tmp_path / "none.json")], env=paths, capture_output=True, text=True)
     assert done.returncode == 2 and "holds no results" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_table_keeps_the_versions_that_it_was_measured_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a file of format 1, which had one set of versions for all of its tables."""
+    newer = {"ours": {"kvpolicy": "8"}, "theirs": {"kvpress": "9"}}
+    monkeypatch.setattr(env, "find", lambda _: "python")
+    monkeypatch.setattr(command, "Process", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(command, "run_all", lambda names, *_: {"versions": newer} | {n: RESULTS[n] for n in names})
+    place = tmp_path / "peers.json"
+    place.write_text(json.dumps(RESULTS | {"format": 1}), encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    command.add(parser)
+    for only in ("kept", "speed"):
+        command.run(parser.parse_args(["run", "--out", str(place), "--only", only]))
+    results = command.read(place)
+    texts = {name: tables.text_of(name, results) for name in tables.TABLES}
+    assert all(texts[name].endswith("Ours: kvpolicy 8. Theirs: kvpress 9.") for name in ("kept", "speed"))
+    assert all(texts[name].endswith("Ours: kvpolicy 1. Theirs: kvpress 2.") for name in ("recall", "traps"))
 
 
 def test_says_where_the_environment_is_missing(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def test_a_draft_is_no_result(tmp_path: Path) -> None:
     assert store.state(cell) == "missing"
     store.fail(cell, ValueError("too small"), 1.0)
     assert store.state(cell) == "failed"
-    store.finish(cell, {}, {"t": "{}\n"})
+    own = dict.fromkeys(("cell", "scores", "seconds", "peak_bytes", "probe", "versions"))
+    store.finish(cell, {"kvpolicy_sweep": own}, {"t": "{}\n"})
     assert store.state(cell) == "done" and not (tmp_path / cell.folder / "error.json").exists()
 
 

@@ -19,7 +19,7 @@ from kvpolicy_eval.peers.runs import RUNS, Options, Pair
 from kvpolicy_eval.peers.runs import run as run_all
 from kvpolicy_eval.peers.tables import TABLES, text_of
 
-FORMAT = 1
+FORMAT = 2
 """Version of the results; a reader refuses a newer one."""
 
 
@@ -84,7 +84,9 @@ def _measure(args: argparse.Namespace) -> None:
         Process("kvpolicy_eval.peers.theirs", python, log) as theirs,
     ):
         for name in args.only:  # what is done stays, should the next be interrupted
-            before |= run_all([name], Pair(ours, theirs), options)
+            found = run_all([name], Pair(ours, theirs), options)
+            before["versions"] = before.get("versions", {}) | {name: found.pop("versions")}
+            before |= found
             before["options"] = before.get("options", {}) | {name: describe(name, options)}
             args.out.write_text(json.dumps(before | stamp(FORMAT), indent=1) + "\n", encoding="utf-8")
 

@@ -97,6 +97,7 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {"kept": kept, "recall": recall
 
 def text_of(name: str, results: Line) -> str:
     """A table and the versions under it."""
-    ours, theirs = (", ".join(f"{k} {v}" for k, v in results["versions"][side].items()) for side in ("ours", "theirs"))
+    versions = results["versions"].get(name, results["versions"])  # format 1 had one set for all of a file
+    ours, theirs = (", ".join(f"{k} {v}" for k, v in versions[side].items()) for side in ("ours", "theirs"))
     options = results.get("options", {}).get(name, "")
     return f"{TABLES[name](results[name])}\n\n{options}Ours: {ours}. Theirs: {theirs}."

@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.formats import check_format, stamp
+from kvpolicy_eval.sweep.command import NOTES
 
 FORMAT = 1
 """Version of a sweep's files; a reader refuses a newer one."""
 
 DONE = "results.json"
 FAILED = "error.json"
+_NEEDED = {
+    DONE: ("cell", "scores", "seconds", "peak_bytes", "probe", "versions"),  # under kvpolicy_sweep
+    FAILED: ("cell", "type", "error", "seconds"),
+    NOTES: ("settings",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +87,17 @@ class Store:
         self.folder = folder
 
     def state(self, cell: Cell) -> str:
-        """Say whether a cell is `done`, `failed` or `missing`."""
+        """Say whether a cell is `done`, `failed` or `missing`; a file that no sweep wrote does not count.
+
+        Raises:
+            ValueError: Where a newer kvpolicy wrote it.
+        """
         place = self.folder / cell.folder
-        return "done" if (place / DONE).is_file() else "failed" if (place / FAILED).is_file() else "missing"
+        return "done" if _read(place / DONE) else "failed" if _read(place / FAILED) else "missing"
+
+    def holds_results(self) -> bool:
+        """Whether any cell is done."""
+        return any(_read(path) for path in self._files(DONE))
 
     def finish(self, cell: Cell, results: dict[str, Any], samples: dict[str, str]) -> None:
         """Write a cell's results; a kill at any moment leaves it either finished or missing.
@@ -109,10 +123,13 @@ class Store:
         """Every cell's file of one name, in the order of the paths.
 
         Raises:
-            ValueError: Where a file is no JSON, or a newer kvpolicy wrote it.
+            ValueError: Where no sweep wrote a file, or a newer kvpolicy did.
         """
-        for path in sorted((self.folder / "cells").glob(f"*/*/*/{name}")):
+        for path in self._files(name):
             yield load_json(path) | {"file": path.relative_to(self.folder).as_posix()}
+
+    def _files(self, name: str) -> list[Path]:
+        return sorted((self.folder / "cells").glob(f"*/*/*/{name}"))
 
 
 def told(error: BaseException) -> tuple[str, str]:
@@ -132,18 +149,29 @@ def write(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def load_json(path: Path) -> Any:
+def load_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of a sweep.
 
     Raises:
-        ValueError: Where it is none, or a newer kvpolicy wrote it.
+        ValueError: Where no sweep wrote it, or a newer kvpolicy did.
     """
+    content = _read(path)
+    if content is None:
+        raise ValueError(f"{path} is no file of a sweep: delete it and run the sweep again, or give another folder.")
+    return content
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What a sweep wrote; None where nothing is there, or something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} cannot be read as JSON: delete it and run the sweep again.") from error
-    check_format(content.get("kvpolicy_sweep", content), FORMAT, path)
-    return content
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    own = content.get("kvpolicy_sweep", content) if isinstance(content, dict) else None
+    if not isinstance(own, dict):
+        return None
+    check_format(own, FORMAT, path)
+    return content if all(name in own for name in _NEEDED.get(path.name, ())) else None
 
 
 def _readable(name: str) -> str:

@@ -100,15 +100,17 @@ def _tell(folder: Path, states: dict[Any, str], waiting: list[Any]) -> None:
 
 
 def same_settings(folder: Path, config: Any) -> None:
-    """Refuse to put cells into one table that were measured differently.
+    """Refuse to put cells into one table that were measured differently; where none is done, nothing was.
 
     Raises:
         ValueError: Where the folder's settings are others.
     """
-    from kvpolicy_eval.sweep.cells import load_json
+    from kvpolicy_eval.sweep.cells import Store, load_json
 
     notes = folder / NOTES
     before = load_json(notes)["settings"] if notes.is_file() else {}
+    if not Store(folder).holds_results():
+        return
     now = json.loads(json.dumps(config.settings()))
     for key, value in now.items():
         old = before.get(key, value)

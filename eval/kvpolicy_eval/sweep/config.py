@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -82,7 +84,7 @@ class Config:
 
     def settings(self) -> dict[str, Any]:
         """What two runs must share for their cells to stand in one table."""
-        names = ("limit", "batch_size", "seed", "num_fewshot", "metadata")
+        names = ("limit", "batch_size", "seed", "num_fewshot", "metadata", "include_path")
         return {name: getattr(self, name) for name in names} | {"models": self.models}
 
     def _policies(self) -> Iterable[tuple[str, str]]:
@@ -113,7 +115,10 @@ def load(name: str) -> Config:
             raise ValueError(f"There is no config {name}: give a YAML file, or one of {', '.join(names)}.")
         text = (shipped / f"{name.removesuffix('.yaml')}.yaml").read_text(encoding="utf-8")
     else:
-        text = path.read_text(encoding="utf-8")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not text in UTF-8: save it as that.") from error
     try:
         return read(yaml.safe_load(text), path.name.removesuffix(".yaml").removesuffix(".yml"))
     except yaml.YAMLError as error:
@@ -141,13 +146,13 @@ def read(content: Any, name: str) -> Config:
     for words in policies:
         if not _runs_once(words) and "@" not in words and not budgets:
             raise ValueError(f"{name} has no budgets for {words}: give a list, or a budget as in {words}@0.2.")
-    words = {key: content[key] for key in ("output", "include_path", "about") if content.get(key) is not None}
+    words = {key: _words(content, key) for key in ("output", "include_path", "about") if content.get(key) is not None}
     return Config(
         name=name, models=_models(content, name), policies=policies, budgets=budgets,
         tasks=tuple(str(task) for task in lists["tasks"]), batch_size=_batch(content.get("batch_size", 1)),
         limit=_whole(content, "limit", 1), num_fewshot=_whole(content, "num_fewshot", 0),
         seed=_whole(content, "seed", 0, 1234) or 0, probes=_whole(content, "probes", 0, 2) or 0,
-        metadata=dict(content.get("metadata") or {}), samples=bool(content.get("samples", True)), **words,
+        metadata=_metadata(content), samples=_yes(content, "samples"), **words,
     )  # fmt: skip
 
 
@@ -158,11 +163,51 @@ def _models(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
         _known(said, _MODEL_KEYS, f"A model of {name}")
         if said.get("pretrained") in (None, EMBEDDED):
             said = {key: value for key, value in said.items() if key != "pretrained"}
-        label = str(said.pop("name", None) or Path(str(said.get("pretrained", EMBEDDED))).name)
+        label = str(said.pop("name", None) or _last(str(said.get("pretrained", EMBEDDED))))
+        if not label:
+            raise ValueError(
+                f"A model of {name} is {said['pretrained']!r}, which gives no name: write a name beside it."
+            )
+        _storable(said, f"The model {label}")
         if label in models:
             raise ValueError(f"{name} has two models called {label}: give each a name of its own.")
         models[label] = said
     return models
+
+
+def _last(path: str) -> str:
+    """The last name of a path or of a hub's name, also of `.` and `..`."""
+    return os.path.basename(os.path.abspath(path)) if path else ""
+
+
+def _metadata(content: Mapping[str, Any]) -> dict[str, Any]:
+    value = content.get("metadata") or {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"metadata is {value!r}: give keys with their values, such as {{max_seq_lengths: [4096]}}.")
+    _storable(value, "metadata")
+    return dict(value)
+
+
+def _storable(value: Mapping[str, Any], owner: str) -> None:
+    """Refuse what the sweep's own file cannot hold."""
+    try:
+        json.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"{owner} has a date or another value that JSON cannot hold: put it in quotes.") from error
+
+
+def _words(content: Mapping[str, Any], key: str) -> str:
+    value = content[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{key} is {value!r}: give text, in quotes where YAML takes it for something else.")
+    return value
+
+
+def _yes(content: Mapping[str, Any], key: str) -> bool:
+    value = content.get(key, True)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}: give true or false.")
+    return value
 
 
 def _known(content: Mapping[str, Any], keys: set[str], owner: str) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from kvpolicy_lm_eval import startup
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.stats import Stats
 
+EMBEDDED_PATH = Path(kvpolicy.__file__).parent / "assets" / "tiny"
 simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
 
 
@@ -97,15 +99,22 @@ class Evaluator:
         self.config = config
         self._name, self._lm, self._cosines = "", None, dict[str, Any]()
         self._broken: dict[str, Exception] = {}
-        where: dict[str, Any] = {"metadata": config.metadata}
-        own: Any = [startup.tasks_path(), *([config.include_path] if config.include_path else [])]
-        manager = TaskManager(include_path=own, include_defaults=False, **where)
-        if not set(config.tasks) <= set(manager.all_tasks):
-            manager = TaskManager(include_path=own, **where)
-        self.tasks = manager
-        unknown = sorted(set(config.tasks) - set(manager.all_tasks))
+        self._managers: dict[str, TaskManager] = {}
+        unknown = sorted(set(config.tasks) - set(self.tasks(next(iter(config.models))).all_tasks))
         if unknown:
             raise ValueError(f"lm-eval knows no task {unknown[0]}: see lm_eval --tasks list, or give include_path.")
+
+    def tasks(self, name: str) -> TaskManager:
+        """The tasks as a model of this name gets them: some, such as RULER's, make their texts with its tokenizer."""
+        if name not in self._managers:
+            config = self.config
+            where: dict[str, Any] = {"metadata": _told(config.metadata, config.models[name])}
+            own: Any = [startup.tasks_path(), *([config.include_path] if config.include_path else [])]
+            manager = TaskManager(include_path=own, include_defaults=False, **where)
+            if not set(config.tasks) <= set(manager.all_tasks):
+                manager = TaskManager(include_path=own, **where)
+            self._managers[name] = manager
+        return self._managers[name]
 
     def model(self, name: str) -> Switching:
         """The model of a name, loaded where it is not the last one."""
@@ -137,8 +146,9 @@ class Evaluator:
         config, lm, start = self.config, self.model(cell.model), time.perf_counter()
         seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
         results = simple_evaluate(
-            model=lm, tasks=[cell.task], task_manager=self.tasks, num_fewshot=config.num_fewshot, limit=config.limit,
-            batch_size=config.batch_size, bootstrap_iters=0, log_samples=True, **dict.fromkeys(seeds, config.seed),
+            model=lm, tasks=[cell.task], task_manager=self.tasks(cell.model), num_fewshot=config.num_fewshot,
+            limit=config.limit, batch_size=config.batch_size, bootstrap_iters=0, log_samples=True,
+            **dict.fromkeys(seeds, config.seed),
         )  # fmt: skip
         lm.agree()
         seconds = time.perf_counter() - start
@@ -146,6 +156,7 @@ class Evaluator:
         if results is None:
             return None
         samples = results.pop("samples")
+        _leave_out_unasked(results["results"])
         words = config.models[cell.model] | {"policy": cell.policy}
         results["config"] |= {
             "model": "kvpolicy",
@@ -181,6 +192,22 @@ def versions() -> dict[str, str]:
     cuda = torch.cuda.is_available()
     found["device"] = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     return found | {"processes": os.environ.get("WORLD_SIZE", "1")}
+
+
+def _told(metadata: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """What tasks are told: the config's metadata, and the model's tokenizer where that names none."""
+    names = ("tokenizer", "pretrained")
+    if any(name in metadata for name in names):
+        return dict(metadata)
+    own = {name: model[name] for name in names if name in model}
+    return {"pretrained": str(EMBEDDED_PATH), **own, **metadata}
+
+
+def _leave_out_unasked(results: Mapping[str, dict[str, Any]]) -> None:
+    """Drop RULER's lengths that no example has, which it gives as -1: that is no score."""
+    for scores in results.values():
+        for name in [name for name, value in scores.items() if name.partition(",")[0].isdecimal() and value == -1]:
+            del scores[name]
 
 
 def _scores(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[Any]]]:
