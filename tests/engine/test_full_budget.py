@@ -63,9 +63,7 @@ def test_share_of_one_keeps_the_prompt_and_then_evicts() -> None:
     assert cache.slots[0].positions.sort().values.tolist() == [[list(range(3, 29))] * 2]
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", "h2o@100", "tova@20", "window+tokenwise:residual_length=8@100"]
-)
+@pytest.mark.parametrize("policy", ["full", "h2o@100", "tova@20", "window+tokenwise:residual_length=8@100"])
 def test_large_products_stay_finite_in_fp16(policy: str) -> None:
     """A channel of large queries and keys, as Qwen-2's biases make: stock SDPA scales before it multiplies."""
     model = copy.deepcopy(build("qwen2"))
