@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from dataclasses import dataclass
@@ -54,13 +55,17 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         ValueError: Where the model's cache is of a kind that a policy cannot evict from.
     """
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
         raise ValueError("Encoder-decoder models are not supported: use a decoder-only causal language model.")
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(
             f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
             "use a model with ordinary or grouped-query attention."
         )
+    if text.model_type == "falcon" and text.alibi:
+        raise ValueError("falcon adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
+    if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
+        raise _looks_elsewhere(text.model_type)
     if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
         raise ValueError(
             f"This jetmoe repeats its KV heads for {text.num_experts_per_tok} experts before it attends, and a policy "
@@ -96,6 +101,38 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     )  # fmt: skip
 
 
+def check_class(config: Any) -> None:
+    """Say from a config what attaching would say of the attention of its model's class, without building it.
+
+    Raises:
+        ValueError: Where the class is one of transformers' own and cannot be attached to.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    if not isinstance(model, type) or not model.__module__.startswith("transformers.") or text.model_type == "falcon":
+        return
+    kinds = _attention_kinds(model.__module__)
+    if not kinds:
+        raise _without_stack(model.__name__)
+    for kind in kinds:
+        _check_kind(text.model_type, kind)
+
+
+@functools.cache
+def _attention_kinds(module: str) -> list[type]:
+    """Classes of attention in a modelling file that know their layer, and none for pictures or sound."""
+    found = [kind for name, kind in vars(sys.modules[module]).items() if name.endswith("Attention")]
+    return [
+        kind
+        for kind in found
+        if isinstance(kind, type)
+        and "layer_idx" in inspect.signature(kind).parameters
+        and not any(word in kind.__name__ for word in ("Vision", "Audio", "Cross"))
+    ]
+
+
 def _token_bytes(shape: Shape) -> int:
     return 2 * shape.heads * shape.head_dim * shape.dtype.itemsize
 
@@ -115,6 +152,13 @@ def _size(text: Any) -> tuple[int, int]:
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
     return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _has_encoder(model_type: str) -> bool:
+    """Whether a model's decoder looks at an encoder, also where it is taken alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 
 def _fills_masks(model_type: str) -> bool:
@@ -176,23 +220,18 @@ def find_sites(model: nn.Module) -> Sites:
         depth = max((i for i, part in enumerate(path) if part.isdigit()), default=0)
         if not depth:
             continue
-        _check_interface(name, module)
+        if not is_falcon(module):
+            _check_kind(name, type(module))
         decoders.add(".".join(path[: depth - 1]))
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
     if not found or len(decoders) != 1:
-        raise ValueError(
-            f"{type(model).__name__} has no single stack of attention layers that a policy could be attached to: "
-            "pass a decoder-only causal language model of transformers."
-        )
+        raise _without_stack(type(model).__name__)
     elsewhere = any(
         getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
         for site in found
     )
     if elsewhere or len({site.layer_idx for site in found}) < len(found):
-        raise ValueError(
-            f"{type(model).__name__} has attention that looks ahead or at something else than its own tokens: "
-            "pass a decoder-only causal language model of transformers."
-        )
+        raise _looks_elsewhere(type(model).__name__)
     return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
 
 
@@ -205,61 +244,42 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
     return None
 
 
-def _check_interface(name: str, module: nn.Module) -> None:
-    if is_falcon(module):
-        if bool(getattr(module.config, "alibi", False)):
-            raise ValueError(f"{name} adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
-        return
-    if hasattr(module, "lambda_q1"):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) attends twice with one set of keys (differential attention), which a "
-            "policy cannot follow: use a model whose layers attend once."
-        )
-    if hasattr(module, "prepare_dynamic_mask"):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) masks tokens by their values, which a policy cannot follow: use another "
-            "model."
-        )
-    known = hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
-    if not known or _attends_itself(type(module)):
-        raise ValueError(
-            f"{name} ({type(module).__name__}) does not use transformers' attention interface, so its attention cannot "
-            "be replaced: use a model class that does, or a newer transformers."
-        )
+def _without_stack(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has no single stack of attention layers that a policy could be attached to: pass a decoder-only "
+        "causal language model of transformers."
+    )
 
 
-def _attends_itself(kind: type) -> bool:
-    """Whether a class has a softmax of its own, and no attention function, though others in its file may."""
+def _looks_elsewhere(name: str) -> ValueError:
+    return ValueError(
+        f"{name} has attention that looks ahead or at something else than its own tokens: pass a decoder-only causal "
+        "language model of transformers."
+    )
+
+
+def _check_kind(name: str, kind: type) -> None:
+    """Raise where the attention of a class cannot be replaced."""
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method)]
-    names = {name for code in codes if code is not None for name in code.co_names}
-    return "softmax" in names and "ALL_ATTENTION_FUNCTIONS" not in names
+    used = {name for code in codes if code is not None for name in code.co_names}
+    if "lambda_q1" in used:
+        raise ValueError(
+            f"{name} ({kind.__name__}) attends twice with one set of keys (differential attention), which a policy "
+            "cannot follow: use a model whose layers attend once."
+        )
+    if hasattr(kind, "prepare_dynamic_mask"):
+        raise ValueError(
+            f"{name} ({kind.__name__}) masks tokens by their values, which a policy cannot follow: use another model."
+        )
+    known = hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+    own = "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used  # though others in its file may have none
+    if not known or own:
+        raise ValueError(
+            f"{name} ({kind.__name__}) does not use transformers' attention interface, so its attention cannot be "
+            "replaced: use a model class that does, or a newer transformers."
+        )
 
 
 def is_falcon(module: nn.Module) -> bool:
     """Whether an attention module is Falcon's, which has a class table of its own."""
     return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
-
-
-def next_norm(site: Site) -> nn.Module | None:
-    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
-    names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
-    return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
-
-
-def attention_output(site: Site) -> nn.Module:
-    """The module whose output is added to the residual stream: the attention, or a norm behind it."""
-    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
-        if hasattr(site.block, name):
-            return site.block.get_submodule(name)
-    if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
-        return site.block.get_submodule("input_layernorm")
-    behind = getattr(site.block, "post_attention_layernorm", None)
-    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
-        return behind
-    return site.attention
-
-
-def residual_scale(site: Site) -> float:
-    """What attention's output is multiplied by before it is added to the residual stream."""
-    scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
-    return float(scale)

@@ -184,7 +184,7 @@ def plan(
         (66048, 16696576, 16004, 4129)
     """
     from kvpolicy.embedded import as_config
-    from kvpolicy.families import describe
+    from kvpolicy.families import check_class, describe
     from kvpolicy.rotary import trained_positions
     from kvpolicy.weights import weights_per_rank
 
@@ -193,6 +193,7 @@ def plan(
     check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
+    check_class(config)
     policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
     size = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)

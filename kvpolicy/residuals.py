@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvpolicy.cache import PolicyCache
-from kvpolicy.families import Site, attention_output, next_norm, residual_scale
+from kvpolicy.families import Site
 
 
 def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Callable[[], None]]:
@@ -40,3 +40,28 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
         attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
     )
     return [site.block.register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+
+
+def next_norm(site: Site) -> nn.Module | None:
+    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
+    names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
+    return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
+
+
+def attention_output(site: Site) -> nn.Module:
+    """The module whose output is added to the residual stream: the attention, or a norm behind it."""
+    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
+        if hasattr(site.block, name):
+            return site.block.get_submodule(name)
+    if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
+        return site.block.get_submodule("input_layernorm")
+    behind = getattr(site.block, "post_attention_layernorm", None)
+    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
+        return behind
+    return site.attention
+
+
+def residual_scale(site: Site) -> float:
+    """What attention's output is multiplied by before it is added to the residual stream."""
+    scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
+    return float(scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +28,26 @@ def check_sizes(**sizes: tuple[object, int]) -> None:
             raise TypeError(f"{name} is {size!r} and no whole number: give one such as {max(least, 1)}.")
         if not least <= size <= MOST:
             raise ValueError(f"{name} is {size} and out of range: give a number from {least} to 2^40.")
+
+
+def place_of(what: str, number: Any, count: int) -> int:
+    """A row's or a head's place among `count`.
+
+    Raises:
+        TypeError: Where it is no whole number.
+        ValueError: Where there are not so many.
+
+    Examples:
+        >>> place_of("row", 1, 2)
+        1
+    """
+    try:
+        place = operator.index(number)
+    except TypeError:
+        raise TypeError(f"{what} is {number!r} and no whole number: give one such as 0.") from None
+    if not 0 <= place < count:
+        raise ValueError(f"There is no {what} {place}: the cache has {count}, counted from 0.")
+    return place
 
 
 def each_row(prompt: int | Sequence[int], batch: int) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.report import cache_of
+from kvpolicy.sizes import place_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ def spans(source: Handle | PolicyCache, tokens: Sequence[str], *, row: int = 0) 
 
     Raises:
         ValueError: Where the cache is empty, has no such row, or has seen more tokens than are given.
+        TypeError: Where the row is no whole number.
 
     Examples:
         >>> import torch, kvpolicy
@@ -77,12 +79,11 @@ def shares_kept(cache: PolicyCache, row: int = 0) -> tuple[list[Tensor], int]:
 
     Raises:
         ValueError: Where the cache is empty, or has no such row.
+        TypeError: Where the row is no whole number.
     """
     import torch
 
-    rows = cache.batch_size
-    if not 0 <= row < rows:
-        raise ValueError(f"There is no row {row}: the cache has {rows} row(s), counted from 0.")
+    row = place_of("row", row, cache.batch_size)
     seen = int(cache.slots[0].length[row])
     shares: list[Tensor] = []
     for layer in cache.slots:

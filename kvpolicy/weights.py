@@ -134,12 +134,21 @@ def _check_plan(model: Any, tp: int) -> None:
     heads, kind = describe(model.config).shape.heads, model.config.model_type
     projections = ("k_proj", "qkv_proj", "query_key_value")
     if not any(name.endswith(projections) and style == "colwise" for name, style in model.tp_plan.items()):
-        raise ValueError(f"transformers has no plan that divides the KV heads of a {kind}: use the backend deepspeed.")
+        other = ": use the backend deepspeed" if _autotp_can(model.config, tp) else "; deepspeed cannot either"
+        raise ValueError(f"transformers has no plan that divides the KV heads of a {kind} over {tp} ranks{other}.")
     if heads % tp:
+        other = "the backend deepspeed, or " if _autotp_can(model.config, tp) else ""
         raise ValueError(
-            f"transformers cannot divide {heads} KV heads over {tp} ranks: use the backend deepspeed, or ranks that "
-            f"divide {heads}."
+            f"transformers cannot divide {heads} KV heads over {tp} ranks: use {other}ranks that divide {heads}."
         )
+
+
+def _autotp_can(config: Any, tp: int) -> bool:
+    try:
+        check_family(config, "deepspeed", tp)
+    except ValueError:
+        return False
+    return True
 
 
 def _style(name: str, plan: dict[str, str]) -> str:

@@ -60,6 +60,9 @@ def test_what_cannot_be_shown(tiny: tuple[Any, Any]) -> None:
         model(tokenizer("a=1", return_tensors="pt").input_ids)
     with pytest.raises(ValueError, match="no row 1"):
         spans(handle, ["<s>", "a", "=", "1"], row=1)
+    for wrong in (1.0, "0"):
+        with pytest.raises(TypeError, match=f"row is {wrong!r} and no whole number"):
+            spans(handle, ["<s>", "a", "=", "1"], row=wrong)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="seen 4 tokens of row 0, and 3 are given"):
         spans(handle, ["<s>", "a", "="])
 

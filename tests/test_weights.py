@@ -148,9 +148,14 @@ def test_weights_take_their_place_before_the_cache() -> None:
     [
         (LLAMA, {"tp": 0}, "0 ranks"),
         (LLAMA, {"backend": "nccl"}, "backend 'nccl' is not known"),
-        (LLAMA, {"tp": 4, "backend": "hf"}, "2 KV heads over 4 ranks"),
+        (LLAMA, {"tp": 4, "backend": "hf"}, "2 KV heads over 4 ranks: use the backend deepspeed, or ranks that"),
+        (LLAMA, {"tp": 8, "backend": "hf"}, "2 KV heads over 8 ranks: use ranks that divide 2"),
         (LLAMA, {"tp": 8}, "4 query heads"),
-        (OPTConfig(vocab_size=10), {"tp": 2, "backend": "hf"}, "KV heads of a opt"),
+        (
+            OPTConfig(vocab_size=10),
+            {"tp": 2, "backend": "hf"},
+            "KV heads of a opt over 2 ranks: use the backend deepspeed",
+        ),
         (Phi3Config(vocab_size=10, pad_token_id=0), {"tp": 2, "backend": "hf"}, "KV heads of a phi3"),
     ],
 )

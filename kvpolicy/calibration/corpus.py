@@ -37,7 +37,7 @@ def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int,
         texts: Each is cut by itself; the last window of a text is shorter. Windows below 16 tokens are left out, where
             there are longer ones.
         length: Tokens of a window.
-        limit: The most windows; of more, some are drawn.
+        limit: The most windows; of more, the longest are taken, and of those alike some are drawn.
         seed: Of the draw.
 
     Returns:
@@ -50,8 +50,9 @@ def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int,
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
         windows += [begin + ids[start : start + step] for start in range(0, len(ids), step)]
     windows = [window for window in windows if len(window) >= 16] or windows
-    drawn = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[:limit]
-    return [torch.tensor(windows[index]) for index in sorted(drawn.tolist())]
+    drawn: list[int] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
+    drawn.sort(key=lambda index: -len(windows[index]))
+    return [torch.tensor(windows[index]) for index in sorted(drawn[:limit])]
 
 
 def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:

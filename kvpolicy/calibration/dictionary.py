@@ -43,8 +43,8 @@ class Training:
         """Check the numbers."""
         if self.epochs < 0 or self.batch < 1 or self.patience < 1:
             raise ValueError("Give epochs of at least 0, and a batch and patience of at least 1.")
-        if not 0 < self.held_out < 1 or self.rate <= 0 or self.diverse < 0:
-            raise ValueError("Give held_out between 0 and 1, a rate above 0 and diverse of at least 0.")
+        if not 0 < self.held_out < 1 or not 0 < self.rate < math.inf or not 0 <= self.diverse < math.inf:
+            raise ValueError("Give held_out between 0 and 1, a finite rate above 0 and a finite diverse of at least 0.")
 
 
 class State(NamedTuple):

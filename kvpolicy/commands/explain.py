@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from kvpolicy.commands.models import dtype_of
 from kvpolicy.commands.plan import remarked
 from kvpolicy.commands.printing import as_json, counted, paragraph, size
 from kvpolicy.commands.strategies import Description, read
-from kvpolicy.commands.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.commands.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt, shipped
 
 
 def explain(
@@ -29,15 +30,28 @@ def explain(
     from kvpolicy.embedded import config_of
     from kvpolicy.families import describe
     from kvpolicy.planning import plan
-    from kvpolicy.policy import Policy
 
-    parsed, kind = Policy.parse(policy), dtype_of(dtype)
+    parsed, kind = _parsed(policy), dtype_of(dtype)
     config = config_of(model)
     planned = plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=kind)
     case = Case(parsed, planned, describe(config, kind), prompt, new, batch)
     facts = {"policy": str(parsed), "model": model, "dtype": dtype, "batch": batch, "prompt": prompt, "new": new}
     whole = facts | _facts(case)
     print(as_json("explain", whole) if json else _render(whole, case))
+
+
+def _parsed(policy: str) -> Any:
+    """The policy; says so where a model stands in its place."""
+    from kvpolicy.policy import Policy
+
+    try:
+        return Policy.parse(policy)
+    except ValueError:
+        if policy in shipped() or Path(policy).exists():
+            raise ValueError(
+                f"{policy} is a model and stands in the policy's place: write kvpolicy explain POLICY {policy}."
+            ) from None
+        raise
 
 
 def _facts(case: Any) -> dict[str, Any]:

@@ -34,7 +34,11 @@ def generate(
     policy: PolicyName = words.POLICY,
     compare: Annotated[
         list[str] | None,
-        typer.Option(metavar="POLICY", help="Run this policy too, such as full, and show both; may be repeated."),
+        typer.Option(
+            metavar="POLICY",
+            help="Run this policy too, such as full, and show both; may be repeated.",
+            autocompletion=words.complete_policy,
+        ),
     ] = None,
     new: Annotated[
         int | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from html import escape
 from importlib.resources import files
@@ -116,8 +117,10 @@ def _figures(seen: Inspection) -> str:
         "Which positions each layer keeps": kept(seen.cache),
     }
     if seen.measured:
-        rows = [[layer.cosine or 0.0 for layer in seen.layers]]
-        made = {"How little attention changes the hidden state": layer_similarity(rows, names=["prompt"])} | made
+        row = [math.nan] * (len(seen.layers) + len(seen.left_alone))
+        for layer in seen.layers:
+            row[layer.index] = math.nan if layer.cosine is None else layer.cosine
+        made = {"How little attention changes the hidden state": layer_similarity([row], names=["prompt"])} | made
     return "".join(
         f"<figure><figcaption>{escape(title)}</figcaption>{svg(figure, title, f'f{number}')}</figure>"
         for number, (title, figure) in enumerate(made.items())

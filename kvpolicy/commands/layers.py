@@ -32,7 +32,7 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
 
     Args:
         layers: What `layer_facts` says.
-        full: Bytes of one layer of the full cache.
+        full: Of a layer under the policy, the bytes of the full cache.
     """
     rows = [("layers", "tokens", "exact", "coded", "bytes", "of full")]
     rows += [(ranges(indices), *_cells(dict(facts), full)) for facts, indices in _folded(layers)]
@@ -44,9 +44,9 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
 
 
 def _cells(facts: dict[str, Any], full: int) -> tuple[str, ...]:
+    if "tokens" not in facts:  # its own full cache is all that it holds
+        return ("window", "", "", size(facts["total"]), "")
     share = f"{facts['total'] / full:.3f}" if full else ""
-    if "tokens" not in facts:
-        return ("window", "", "", size(facts["total"]), share)
     coded = "+".join(f"{n:,}" for n in facts["coded"]) or "0"
     return (f"{facts['tokens']:,}", f"{facts['exact']:,}", coded, size(facts["total"]), share)
 

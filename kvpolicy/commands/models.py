@@ -41,7 +41,7 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
 
 
 def dtype_of(name: str) -> Any:
-    """Find a floating dtype by its name.
+    """Find a dtype that attention is computed in by its name.
 
     Raises:
         ValueError: Where there is none.
@@ -49,7 +49,7 @@ def dtype_of(name: str) -> Any:
     import torch
 
     dtype = getattr(torch, name, None) if name.isidentifier() else None
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"The dtype {name!r} is not known: give bfloat16, float16 or float32.")
     return dtype
 

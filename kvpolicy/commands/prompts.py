@@ -45,7 +45,7 @@ def read_prompt(prompt: str | None, file: str | None, model: str) -> tuple[str, 
     elif file is not None:
         text = _text(_file(file), file)
     elif prompt is not None:
-        text = prompt
+        text = _argument(prompt)
     else:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
         if not text and model == TINY:
@@ -75,6 +75,17 @@ def _text(raw: bytes, where: str) -> str:
         return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"The text of {where} is not UTF-8 (byte {error.start:,}): convert it first.") from error
+
+
+def _argument(text: str) -> str:
+    """An argument as it is; bytes that are no UTF-8 come as surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"The text of the argument is not UTF-8 (character {error.start:,}): convert it first."
+        ) from error
+    return text
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False) -> Any:

@@ -121,14 +121,12 @@ def check_family(config: Any, backend: str, size: int) -> None:
             'backend="deepspeed", which replicates them, or another number of ranks.'
         )
     if kind == "falcon":
-        _check_falcon(config, queries, keys, size)
+        _check_falcon(queries, keys, size)
     if queries < size:
         raise ValueError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")
 
 
-def _check_falcon(config: Any, queries: int, keys: int, size: int) -> None:
-    if config.alibi:
-        raise ValueError("Falcon with ALiBi cannot be divided over ranks: use a rotary Falcon.")
+def _check_falcon(queries: int, keys: int, size: int) -> None:
     if keys < size and (size % keys or queries % size):
         raise ValueError(
             f"A Falcon with {queries} query heads and {keys} KV head(s) cannot be divided over {size} ranks: use a "

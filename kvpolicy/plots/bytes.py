@@ -47,39 +47,39 @@ def bytes_by_kind(source: Source | Mapping[str, Source], *, axes: Axes | None = 
         'bytes, GiB'
     """
     bars = _bars(named(source))
-    most = max(sum(kinds.values()) for kinds in bars.values())
+    most = max(sum(kinds.values()) for _, kinds in bars)
     size, unit = unit_of(most)
     with canvas(axes, (8.0, 1.1 + 0.32 * len(bars))) as own:
-        _draw(own, bars, size)
-        for place, kinds in enumerate(bars.values()):
+        _draw(own, [kinds for _, kinds in bars], size)
+        for place, (_, kinds) in enumerate(bars):
             total = sum(kinds.values())
             own.annotate(
                 in_words(total), (total / size, place), (3, 0), textcoords="offset points", va="center", size=8
             )
         own.set(xlabel=f"bytes, {unit}", xlim=(0, (most or 1) / size * 1.14), ylim=(len(bars) - 0.4, -0.6))
-        own.set_yticks(range(len(bars)), [_fold(name) for name in bars])
+        own.set_yticks(range(len(bars)), [_fold(name) for name, _ in bars])
         legend_above(own, axes is None, 9)
     return figure_of(own)
 
 
-def _bars(found: dict[str, Report | CachePlan]) -> dict[str, dict[str, int]]:
-    """Bytes by kind of every bar: the full cache first, once where it is the same for all."""
+def _bars(found: dict[str, Report | CachePlan]) -> list[tuple[str, dict[str, int]]]:
+    """Name and bytes by kind of every bar: the full cache first, once where it is the same for all."""
     fulls = {one.full_nbytes for one in found.values()}
-    bars = {FULL: {FULL: fulls.pop()}} if len(fulls) == 1 else dict[str, dict[str, int]]()
+    bars = [(FULL, {FULL: size}) for size in fulls if len(fulls) == 1]
     for name, one in found.items():
-        if FULL not in bars:
-            bars[f"{name}, {FULL}"] = {FULL: one.full_nbytes}
-        bars[name] = by_kind(one)
+        if len(fulls) > 1:
+            bars.append((f"{name}, {FULL}", {FULL: one.full_nbytes}))
+        bars.append((name, by_kind(one)))
     return bars
 
 
-def _draw(axes: Axes, bars: dict[str, dict[str, int]], size: int) -> None:
+def _draw(axes: Axes, bars: list[dict[str, int]], size: int) -> None:
     left = [0.0] * len(bars)
-    present = {kind for kinds in bars.values() for kind in kinds}
+    present = {kind for kinds in bars for kind in kinds}
     for kind in [*KINDS, *sorted(present - KINDS.keys())]:
         if kind not in present:
             continue
-        widths = [kinds.get(kind, 0) / size for kinds in bars.values()]
+        widths = [kinds.get(kind, 0) / size for kinds in bars]
         look: Any = {"color": KINDS.get(kind, GREY), "edgecolor": GREY, "linewidth": 0}
         axes.barh(range(len(bars)), widths, 0.7, left, label=kind, hatch="//" if kind == ALONE else None, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]

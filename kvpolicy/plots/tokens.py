@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from kvpolicy.plots._style import SEQUENTIAL, canvas, figure_of, whole_numbers
 from kvpolicy.plots.heat import field
 from kvpolicy.report import cache_of
+from kvpolicy.sizes import place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,6 +41,7 @@ def kept(
 
     Raises:
         ValueError: Where the cache has seen no prompt, or has no such row or head.
+        TypeError: Where one of these is no whole number.
 
     Examples:
         >>> import torch, kvpolicy
@@ -82,10 +83,11 @@ def held_shares(cache: PolicyCache, row: int = 0, head: int | None = None, colum
 
     Raises:
         ValueError: Where the cache has no such row or head.
+        TypeError: Where one of these is no whole number.
     """
     batch, heads = cache.slots[0].positions.shape[:2]
-    at = _check("row", row, batch)
-    chosen = slice(None) if head is None else slice(_check("head", head, heads), head + 1)
+    at = place_of("row", row, batch)
+    chosen = slice(None) if head is None else slice(place_of("head", head, heads), head + 1)
     seen = max(int(layer.length[at]) for layer in cache.slots)
     width = max(1, min(seen, columns))
     sizes = np.maximum(np.bincount(np.arange(seen) * width // max(seen, 1), minlength=width), 1)
@@ -95,9 +97,3 @@ def held_shares(cache: PolicyCache, row: int = 0, head: int | None = None, colum
         here = positions[positions >= 0]
         table[layer.layer_idx] = np.bincount(here * width // max(seen, 1), minlength=width) / sizes / len(positions)
     return table, seen
-
-
-def _check(what: str, number: int, count: int) -> int:
-    if not 0 <= operator.index(number) < count:
-        raise ValueError(f"There is no {what} {number}: the cache has {count}, counted from 0.")
-    return number

@@ -217,6 +217,14 @@ def test_fewer_windows_are_drawn_by_the_seed() -> None:
     assert picks[0] == picks[1] != picks[2]
 
 
+def test_short_windows_are_drawn_where_there_are_no_longer_ones() -> None:
+    texts = ["a" * 38, "b" * 17, "c" * 38]  # windows of 20 and 18, of 17, of 20 and 18
+    for seed in range(4):
+        sizes = [[len(window) for window in token_windows(letters(None), texts, 20, most, seed)] for most in (1, 2, 3)]
+        assert sizes[:2] == [[20], [20, 20]]
+        assert sorted(sizes[2]) == [18, 20, 20]
+
+
 def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     for name, text in (("b.txt", "two"), ("a.txt", "one"), ("c.md", "no")):
         (tmp_path / name).write_text(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,3 +126,8 @@ def test_odd_starts() -> None:
 def test_bad_numbers(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         Training(**{field: -1})
+    if field in ("held_out", "rate", "diverse"):
+        for wrong in ("nan", "inf"):
+            given: dict[str, Any] = {field: float(wrong)}
+            with pytest.raises(ValueError, match=field):
+                Training(**given)

@@ -164,6 +164,7 @@ def test_completion_has_a_script(
         ("list code", ["codecs"]),
         ("bench full h2", ["h2o"]),
         ("bench --model ti", ["tiny"]),
+        ("generate --compare h2", ["h2o"]),
         ("ex", ["explain"]),
     ],
 )

@@ -81,6 +81,7 @@ def test_a_selector_of_others_that_ranks_only_what_it_saw(monkeypatch: pytest.Mo
     ("line", "told"),
     [
         ("nonsense", "no strategy called"),
+        ("tiny snapkv", "tiny is a model and stands in the policy's place: write kvpolicy explain POLICY tiny."),
         ("kivi@0.2", "no selector says which to keep"),
         ("streaming@3", "the smallest that works is 5"),
         ("window@0.2 no/such/model", "config of no/such/model"),

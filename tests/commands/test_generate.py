@@ -206,6 +206,8 @@ def test_interrupted(
         ("a --new 2047", "2,048 positions"),
         ("a --chat", "no chat template"),
         ("a --dtype nonsense", "dtype 'nonsense'"),
+        ("a --dtype float8_e4m3fn", "dtype 'float8_e4m3fn' is not known"),
+        ("\udcff\udcfea", "text of the argument is not UTF-8 (character 0)"),
         ("a --temperature -1", "temperature"),
         ("a --new 0", "--new"),
     ],

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy.cli import main
+from kvpolicy.commands.inspection import look as look_at
+from kvpolicy.commands.inspection_page import page
 from kvpolicy.commands.inspection_text import MARKS
 from kvpolicy.shading import level
+from tests.conformance.models import build
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -159,20 +163,38 @@ def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: py
     out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
     assert str(path) in out
     text = path.read_text(encoding="utf-8")
-    page, cache = Page(text), cache_of(tiny, POLICY)
+    found, cache = Page(text), cache_of(tiny, POLICY)
     assert not re.search(r"https?:|@import|url\((?!['\"]?#)", text)
-    assert all(ref.startswith(("#", "data:")) for ref in page.refers)
-    assert {ref[1:] for ref in page.refers if ref[0] == "#"} <= set(page.ids)
-    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(page.ids)
-    assert max(page.ids.values()) == 1
-    assert page.tags["svg"] == 3 and page.tags["b"] == 0 and page.tags["script"] == 1
-    assert page.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
-    for position, token in enumerate(page.tokens):
+    assert all(ref.startswith(("#", "data:")) for ref in found.refers)
+    assert {ref[1:] for ref in found.refers if ref[0] == "#"} <= set(found.ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
+    assert max(found.ids.values()) == 1
+    assert found.tags["svg"] == 3 and found.tags["b"] == 0 and found.tags["script"] == 1
+    assert found.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
+    for position, token in enumerate(found.tokens):
         shares = [sum(position in head for head in slots.positions[0].tolist()) / 4 for slots in cache.slots]
         assert token["data-k"] == "".join(str(level(share)) for share in (sum(shares) / 8, *shares))
         assert token["class"] == f"t k{token['data-k'][0]}"
         kept = [f"layer {at}: {share * 4:.0f} of 4 heads" for at, share in enumerate(shares) if share]
         assert token["title"].splitlines()[2:] == kept
+
+
+@pytest.mark.parametrize("importance", [True, False])
+def test_the_picture_of_layers_has_all_of_a_hybrid_model(
+    importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = pytest.importorskip("kvpolicy.plots.layers")
+    given: list[Any] = []
+    draw = layers.layer_similarity
+    monkeypatch.setattr(layers, "layer_similarity", lambda rows, **words: given.extend(rows) or draw(rows, **words))
+    ids = torch.arange(3, 40)[None]
+    seen = look_at(build("gemma2"), tiny[1], ids, "squeeze+snapkv@0.5", importance=importance)
+    if importance:
+        seen = replace(seen, layers=(*seen.layers[:2], replace(seen.layers[2], cosine=None)))
+    page(seen)
+    cosines = [layer.cosine for layer in seen.layers]
+    wanted = [[None, cosines[0], None, cosines[1], None, None]] if importance else []
+    assert [[None if value != value else value for value in row] for row in given] == wanted
 
 
 def test_the_page_does_without_matplotlib(
@@ -183,9 +205,9 @@ def test_the_page_does_without_matplotlib(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "page.html"
     look(capsys, "--policy", POLICY, "--html", str(path))
-    page = Page(path.read_text(encoding="utf-8"))
-    assert page.tags["svg"] == 0 and "pip install 'kvpolicy[plots]'" in path.read_text(encoding="utf-8")
-    assert len(page.tokens) > 20
+    found = Page(path.read_text(encoding="utf-8"))
+    assert found.tags["svg"] == 0 and "pip install 'kvpolicy[plots]'" in path.read_text(encoding="utf-8")
+    assert len(found.tokens) > 20
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ def test_layers_left_alone_are_in_the_table(tmp_path: Path, capsys: pytest.Captu
 
     Gemma2Config(num_hidden_layers=4, sliding_window=64).save_pretrained(tmp_path)
     text = said(f"plan {tmp_path} snapkv@0.2", capsys)
-    assert "0, 2    window" in text and "1, 3       819" in text
+    lines = [line.split() for line in text.splitlines() if line.startswith(("0, 2", "1, 3"))]
+    assert [line[2] for line in lines] == ["window", "819"]
+    assert lines[0][-1] == "KB" and lines[1][-1] == "0.161"  # what is left alone is a share of nothing
 
 
 def test_what_is_calibrated_takes_its_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +104,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("llama-3-70b csr", "made for another model"),
         ("FOLDER full", "config of"),
         ("FOLDER/gpt2.json full --tp 2", "not with gpt2"),
+        ("FOLDER/gpt2.json full --tp 2 --backend hf", "KV heads of a gpt2 over 2 ranks; deepspeed cannot either"),
         ("FOLDER/vit.json full", "no causal language model of the kind vit"),
         ("FOLDER/odd.json full", "not a multiple"),
         ("FOLDER/bad.json full", "not a valid JSON"),

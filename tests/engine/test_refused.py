@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 import kvpolicy
-from tests.conformance.models import build
+from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import make_batch
 from tests.conformance.strangers import REFUSED
 from tests.engine.test_attach import trace
@@ -41,10 +41,34 @@ def test_it_says_why(name: str, word: str) -> None:
         kvpolicy.attach(REFUSED[name](), "window@0.5")
 
 
-def test_a_plan_refuses_likewise() -> None:
-    """Else it would count half of what JetMoE's slots would hold."""
-    with pytest.raises(ValueError, match="repeats its KV heads for 2 experts"):
-        kvpolicy.plan(REFUSED["jetmoe"]().config, "window@0.5")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_a_plan_refuses_likewise(name: str) -> None:
+    """From the config alone: what it counted would be of a cache that nobody can make."""
+    with pytest.raises(ValueError) as error:
+        kvpolicy.plan(REFUSED[name]().config, "window@0.5")
+    assert any(word in one_sentence(error.value) for word in ("use", "pass", "set"))
+
+
+def test_a_plan_refuses_what_cannot_be_built_small() -> None:
+    from transformers import GPT2Config, GPTNeoConfig, XGLMConfig
+
+    for config in (GPTNeoConfig(), XGLMConfig(), GPT2Config(add_cross_attention=True)):
+        with pytest.raises(ValueError, match=r"stack|interface|something else"):
+            kvpolicy.plan(config, "window@0.5")
+
+
+def test_a_plan_refuses_nothing_else() -> None:
+    """Nothing is known of a config whose class is none of transformers' own, until a model is attached to."""
+    from transformers import LlamaConfig
+
+    class Own(LlamaConfig):
+        model_type = "own"
+
+    for known in (FAMILIES | UNNAMED).values():
+        kvpolicy.plan(known(), "window@0.5")
+    config = Own(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=9)
+    assert kvpolicy.plan(config, "window@0.5", prompt=10).layers[0].tokens == 5
 
 
 def test_what_is_no_transformers_model() -> None:

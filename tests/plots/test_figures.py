@@ -157,6 +157,10 @@ def test_bytes_beside_each_other_have_their_own_full_caches() -> None:
     assert names == ["1, full cache", "1", "2, full cache", "2"]
     same = plots.bytes_by_kind({"a": found["1"], "b": found["1"]})
     assert [label.get_text() for label in same.axes[0].get_yticklabels()] == ["full cache", "a", "b"]
+    (axes,) = plots.bytes_by_kind({"full cache": found["1"]}).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["full cache"] * 2
+    full = next(bars for bars in axes.containers if bars.get_label() == "full cache")
+    assert [round(bar.get_width() * 1024) for bar in full] == [found["1"].full_nbytes, 0]
 
 
 def test_reports_plans_caches_and_handles_draw_alike(squeezed: Handle) -> None:
