@@ -179,6 +179,8 @@ class Handle:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""
+        if self._running is not None:  # it was broken off, and is not this forward's to finish
+            self._thread.cache = None
         if torch.compiler.is_compiling():
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
@@ -196,8 +198,9 @@ class Handle:
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
-            self._thread.cache, self._thread.plan = cache, cache.plan
+            plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
+            self._thread.cache, self._thread.plan = cache, plan
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:
