@@ -23,6 +23,7 @@ from kvpolicy.calls import (
     check_step,
     check_stock,
     is_compiled,
+    note_replaced,
     prompt_columns,
     row_lengths,
 )
@@ -184,7 +185,7 @@ class Handle:
         if torch.compiler.is_compiling():
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        given = cache = kwargs.get("past_key_values")
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -201,6 +202,7 @@ class Handle:
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan
+            note_replaced(given)
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:
