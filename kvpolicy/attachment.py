@@ -152,7 +152,7 @@ class Handle:
             given = model_kwargs.get("past_key_values")
             columns = prompt_columns(model_kwargs, generation_config)
             new = max(length + 1 - columns, 0) if columns else None
-            check_asked(generation_config)
+            check_asked(generation_config, mode)
             if isinstance(given, PolicyCache):
                 given.expect(row_lengths(model_kwargs, columns), new or 0)
             result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)

@@ -89,8 +89,13 @@ def note_replaced(cache: Any) -> None:
         setattr(cache, _REPLACED, True)
 
 
-def check_asked(generation_config: Any) -> None:
-    """Raise ValueError where `generate` was asked for a cache whose packages it would ask to install first."""
+def check_asked(generation_config: Any, mode: Any) -> None:
+    """Raise ValueError where `generate` would ask to install a cache's packages, or run drafts, before we see it."""
+    if mode == "assisted_generation":  # an early exit changes the model's config, and an error leaves it changed
+        raise ValueError(
+            "Assisted decoding cannot run under a policy, since what a rejected draft evicted is gone: leave out "
+            "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp."
+        )
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         raise ValueError(
             "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "
