@@ -259,7 +259,7 @@ class PolicyCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Hand keys and values to the layer."""
         if not self.link.active:
-            raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
+            raise ValueError("This cache's policy was detached from its model: attach one, and make a new cache.")
         self.running.check_update()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
