@@ -140,7 +140,7 @@ class PolicyCache(Cache):
         one_token, shift = new == 1 and first.is_initialized, self._shift
         fits = mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # attention refuses others
         valid = mask[:, -new:].bool() if mask is not None and fits else None
-        if self.policy.codec.traits.frame == "pre" and not one_token:
+        if self.policy.codec.traits.frame == "pre" and not (one_token or self.running.now):
             seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
             shift = rotary_shift(position_ids, valid, first.get_seq_length(), seen, new, shift)
         self.running.begin(self.slots, new)  # what was refused before has not begun

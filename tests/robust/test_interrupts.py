@@ -83,9 +83,12 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
             model(prompt(), past_key_values=cache)
         broken(model, cache, prompt(1 if when == "step" else 19), f"model.layers.1.{where}")
         assert torch.equal(model(prompt(1), past_key_values=other).logits, after)
+        start = 26 if when == "step" else 0
         for ids in (prompt(1), prompt()):
-            with refused("broken off"):
-                model(ids, past_key_values=cache)
+            places = torch.arange(start, start + ids.shape[1])[None]
+            for how in ({}, {"position_ids": places}):
+                with refused("broken off"):
+                    model(ids, past_key_values=cache, **how)
         cache.reset()
         model(prompt(), past_key_values=cache)
         assert torch.equal(model(prompt(1), past_key_values=cache).logits, after)
