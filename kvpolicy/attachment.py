@@ -23,6 +23,7 @@ from kvpolicy.calls import (
     check_step,
     check_stock,
     is_compiled,
+    note_replaced,
     prompt_columns,
     row_lengths,
 )
@@ -151,7 +152,7 @@ class Handle:
             given = model_kwargs.get("past_key_values")
             columns = prompt_columns(model_kwargs, generation_config)
             new = max(length + 1 - columns, 0) if columns else None
-            check_asked(generation_config)
+            check_asked(generation_config, mode)
             if isinstance(given, PolicyCache):
                 given.expect(row_lengths(model_kwargs, columns), new or 0)
             result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
@@ -179,10 +180,12 @@ class Handle:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make sure that a forward has a cache under the policy."""
+        if self._running is not None:  # it was broken off, and is not this forward's to finish
+            self._thread.cache = None
         if torch.compiler.is_compiling():
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        given = cache = kwargs.get("past_key_values")
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -196,8 +199,10 @@ class Handle:
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
-            self._thread.cache, self._thread.plan = cache, cache.plan
+            plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
+            self._thread.cache, self._thread.plan = cache, plan
+            note_replaced(given)
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:

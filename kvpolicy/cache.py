@@ -136,16 +136,18 @@ class PolicyCache(Cache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
-        self.running.begin(self.slots, tokens.shape[1])
-        self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
-        for layer in self.slots if self._one_token else ():
+        first, new = self.slots[0], tokens.shape[1]
+        one_token, shift = new == 1 and first.is_initialized, self._shift
+        fits = mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # attention refuses others
+        valid = mask[:, -new:].bool() if mask is not None and fits else None
+        if self.policy.codec.traits.frame == "pre" and not (one_token or self.running.now):
+            seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
+            shift = rotary_shift(position_ids, valid, first.get_seq_length(), seen, new, shift)
+        self.running.begin(self.slots, new)  # what was refused before has not begun
+        self._one_token, self._shift = one_token, shift
+        for layer in self.slots if one_token else ():
             layer.make_room()
-        valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
         self._valid = valid if self.wants_measures or self.wants_massive else None
-        if self.policy.codec.traits.frame == "pre" and not self._one_token:
-            layer, new = self.slots[0], tokens.shape[1]
-            seen = layer.length if layer.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
-            self._shift = rotary_shift(position_ids, valid, layer.get_seq_length(), seen, new, self._shift)
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
@@ -259,7 +261,7 @@ class PolicyCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Hand keys and values to the layer."""
         if not self.link.active:
-            raise ValueError("This cache's policy was detached from its model: attach it again, or use a new cache.")
+            raise ValueError("This cache's policy was detached from its model: attach one, and make a new cache.")
         self.running.check_update()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]

@@ -13,6 +13,8 @@ from kvpolicy.layer import PolicyLayer
 from kvpolicy.protocols import Forward
 
 CACHE_NAMES = ("past_key_values", "layer_past")
+_REPLACED = "_kvpolicy_replaced"
+"""On a stock cache whose place a PolicyCache took; copies have it too, which no weak dictionary would know."""
 
 
 def bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +65,7 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def check_stock(cache: Cache) -> None:
-    """Raise ValueError unless a stock cache can be replaced: it must be the ordinary one, and empty."""
+    """Raise ValueError unless a stock cache can be replaced: it must be the ordinary one, empty and new."""
     if type(cache) is not DynamicCache or cache.offloading:
         kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
         raise ValueError(
@@ -74,10 +76,26 @@ def check_stock(cache: Cache) -> None:
         raise ValueError(
             "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
         )
+    if hasattr(cache, _REPLACED):
+        raise ValueError(
+            "The DynamicCache was given to an earlier call and stays empty, since the policy made a cache of its own: "
+            "pass on that call's out.past_key_values, or make a kvpolicy.PolicyCache(model) and pass that."
+        )
 
 
-def check_asked(generation_config: Any) -> None:
-    """Raise ValueError where `generate` was asked for a cache whose packages it would ask to install first."""
+def note_replaced(cache: Any) -> None:
+    """Mark a stock cache that a call was given, if it was: it stays empty, and so do its copies."""
+    if type(cache) is DynamicCache:
+        setattr(cache, _REPLACED, True)
+
+
+def check_asked(generation_config: Any, mode: Any) -> None:
+    """Raise ValueError where `generate` would ask to install a cache's packages, or run drafts, before we see it."""
+    if mode == "assisted_generation":  # an early exit changes the model's config, and an error leaves it changed
+        raise ValueError(
+            "Assisted decoding cannot run under a policy, since what a rejected draft evicted is gone: leave out "
+            "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp."
+        )
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         raise ValueError(
             "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "

@@ -96,7 +96,7 @@ def rotary_shift(
         known: What was added to those, [B].
 
     Raises:
-        ValueError: Where it is not the same for all tokens of a row.
+        ValueError: Where it is not the same for all tokens of a row, or the positions have several parts.
     """
     if position_ids is not None and position_ids.dim() != 2:
         raise ValueError(
@@ -104,15 +104,16 @@ def rotary_shift(
             "use a codec that stores keys as attention sees them, such as tokenwise."
         )
     at = torch.arange(new, device=seen.device) + columns if position_ids is None else position_ids
+    counted = torch.arange(new, device=seen.device) if valid is None else (valid.long().cumsum(-1) - 1).clamp_min(0)
+    shifts = at - counted - seen[:, None]  # of each token, [B, P]
     first = torch.zeros_like(seen) if valid is None else valid.int().argmax(-1)
-    shift = at.expand(seen.shape[0], new).gather(1, first[:, None])[:, 0] - seen
-    if known is None:
-        return shift
-    old = seen > 0
-    there = old if valid is None else old & valid.any(-1)
-    if bool((there & (shift != known)).any()):
+    shift = shifts.gather(1, first[:, None])[:, 0]
+    if known is not None:
+        shift = torch.where(seen > 0, known, shift)
+    wrong = shifts != shift[:, None]
+    if bool((wrong if valid is None else wrong & valid).any()):
         raise ValueError(
-            "A row's positions do not continue where its last prompt ended, so that its keys cannot be unrotated: "
-            "pass position_ids that count each row's own tokens."
+            "A row's positions do not go on by one from token to token and from prompt to prompt, so that its keys "
+            "cannot be unrotated: pass position_ids that count each row's own tokens."
         )
-    return torch.where(old, known, shift)
+    return shift

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 import kvpolicy
 from kvpolicy import PolicyCache
@@ -180,20 +183,30 @@ def test_embeddings_in_place_of_tokens() -> None:
         assert torch.equal(model.generate(**given, **GREEDY), stock)
 
 
-@pytest.mark.parametrize("extra", ["assistant_model", "prompt_lookup_num_tokens"])
-def test_assisted_decoding_works_or_says_so(extra: str) -> None:
-    """A token that was evicted for a rejected draft cannot come back: one sentence, not wrong text."""
-    model = build("llama")
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("assistant_model", "argument"),
+        *itertools.product(["prompt_lookup_num_tokens", "assistant_early_exit"], ["argument", "config", "model"]),
+    ],
+)
+def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> None:
+    """A token that was evicted for a rejected draft cannot come back, and an early exit takes the model's layers."""
+    model = copy.deepcopy(build("llama"))
     ids, mask = make_batch([24], [24])
-    value: Any = build("qwen2") if extra == "assistant_model" else 3
-    stock = generate(model, ids, mask, **GREEDY, **{extra: value})
-    with kvpolicy.attach(model, "h2o@0.5"):
-        try:
-            ours = generate(model, ids, mask, **GREEDY, **{extra: value})
-        except ValueError as error:
-            assert str(error).endswith(".") and ". " not in str(error)
-        else:
-            assert ours.shape == stock.shape
+    layers, given = model.config.num_hidden_layers, dict[str, Any]()
+    if how == "assistant_model" or where == "argument":
+        given = {how: build("qwen2") if how == "assistant_model" else 2}
+    elif where == "config":
+        given = {"generation_config": GenerationConfig(**{how: 2})}
+    else:
+        setattr(model.generation_config, how, 2)
+    with kvpolicy.attach(model, "h2o@0.5") as handle:
+        with pytest.raises(ValueError, match="Assisted decoding cannot run") as error:
+            generate(model, ids, mask, **GREEDY, **given)
+        assert str(error.value).endswith(".") and ". " not in str(error.value)
+        assert handle.cache is None
+    assert model.config.num_hidden_layers == layers
 
 
 def test_cropping_says_so() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -159,6 +160,34 @@ def test_an_empty_stock_cache_is_replaced() -> None:
         assert out.past_key_values is handle.cache
         model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), max_new_tokens=3, do_sample=False)
         assert handle.cache is not None and handle.cache.slots[0].budget.tolist() == [10]
+
+
+@pytest.mark.parametrize("policy", ["full", "window@0.5"])
+def test_a_stock_cache_is_replaced_once(policy: str) -> None:
+    """It stays empty: a loop that counts on its being filled would forget all that it was told, in silence."""
+    model, (ids, _) = build("llama"), make_batch([20], [20])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        out = model(ids, past_key_values=cache)
+        for again in (cache, copy.deepcopy(cache)):
+            with pytest.raises(ValueError, match="given to an earlier call") as error:
+                model(ids[:, :1], past_key_values=again)
+            one_sentence(error.value)
+            with pytest.raises(ValueError, match="given to an earlier call"):
+                model.generate(ids, past_key_values=again, max_new_tokens=2)
+        model(ids[:, :1], past_key_values=out.past_key_values)
+        assert out.past_key_values.slots[0].length.tolist() == [21]
+    with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(ValueError, match="given to an earlier call"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_a_stock_cache_of_a_refused_call_is_as_new() -> None:
+    model, (ids, _) = build("llama"), make_batch([20], [20])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), kvpolicy.attach(model, "window@0.5") as handle:
+        with pytest.raises(ValueError, match="is a list"):
+            model(ids, attention_mask=[[1] * 20], past_key_values=cache)
+        assert model(ids, past_key_values=cache).past_key_values is handle.cache
 
 
 def test_a_ready_made_mask() -> None:

@@ -58,12 +58,12 @@ def test_between_steps(policy: str, how: str) -> None:
 
 
 def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
-    """A forward that is interrupted inside layer 1."""
+    """A forward that is interrupted before a module."""
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    hook = model.get_submodule(f"model.layers.1.{where}").register_forward_pre_hook(stop)
+    hook = model.get_submodule(where).register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
     hook.remove()
@@ -81,15 +81,36 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         after = model(prompt(1), past_key_values=copy.deepcopy(other)).logits
         if when == "step":
             model(prompt(), past_key_values=cache)
-        broken(model, cache, prompt(1 if when == "step" else 19), where)
+        broken(model, cache, prompt(1 if when == "step" else 19), f"model.layers.1.{where}")
         assert torch.equal(model(prompt(1), past_key_values=other).logits, after)
+        start = 26 if when == "step" else 0
         for ids in (prompt(1), prompt()):
-            with refused("broken off"):
-                model(ids, past_key_values=cache)
+            places = torch.arange(start, start + ids.shape[1])[None]
+            for how in ({}, {"position_ids": places}):
+                with refused("broken off"):
+                    model(ids, past_key_values=cache, **how)
         cache.reset()
         model(prompt(), past_key_values=cache)
         assert torch.equal(model(prompt(1), past_key_values=cache).logits, after)
         assert torch.equal(answer(model), want)
+
+
+@pytest.mark.parametrize("where", ["model.norm", "model.layers.1.mlp"])
+@pytest.mark.parametrize("after", ["no cache", "compiled"])
+def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: str) -> None:
+    """One of its own would: it would find the turn whole, and let it be taken in twice."""
+    model = own()
+    with kvpolicy.attach(model, "full"), torch.no_grad():
+        cache, other = PolicyCache(model), PolicyCache(model, new=4)
+        model(prompt(), past_key_values=cache)
+        model(prompt(), past_key_values=other)
+        broken(model, cache, prompt(5), where)
+        if after == "no cache":
+            model(prompt(), use_cache=False)
+        else:
+            torch.compile(model, backend="eager", fullgraph=True)(prompt(1), past_key_values=other)
+        with refused("broken off"):
+            model(prompt(5), past_key_values=cache)
 
 
 @EACH
@@ -97,7 +118,7 @@ def test_the_models_own_cache_is_broken_off(policy: str) -> None:
     model = own()
     with kvpolicy.attach(model, policy) as handle:
         want = answer(model)
-        broken(model, None, prompt(), "mlp")
+        broken(model, None, prompt(), "model.layers.1.mlp")
         with refused("broken off"), torch.no_grad():
             model(prompt(1), past_key_values=handle.cache)
         assert torch.equal(answer(model), want)

@@ -11,8 +11,10 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.registry import lookup
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
+from tests.conformance.policies import CODECS, words
 from tests.robust.hostile import EACH, exact, prompt, refused, roomy
 
 SIZES = [26, 1, 1, 6, 1]
@@ -118,3 +120,23 @@ def test_arguments_by_place(policy: str) -> None:
                 model.model(ids[:, :26], mask[:, :26], None, cache)
             outs.append(model.model(ids[:, 26:], mask, None, cache)[0])
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if lookup(name)[1]().traits.frame == "pre"])
+def test_positions_that_jump(codec: str) -> None:
+    """Keys of which one shift for the row would undo another rotation; the cache is as it was."""
+    model, (ids, _) = build("llama"), make_batch([26], [26])
+    jump = torch.arange(26)[None] + 100 * (torch.arange(26) > 12)
+    holes = torch.ones(1, 26, dtype=torch.int64).index_fill(1, torch.arange(5, 9), 0)
+    counted = (holes.cumsum(-1) - 1).clamp_min(0)
+    with kvpolicy.attach(model, words("window", codec)), torch.no_grad():
+        cache = PolicyCache(model)
+        for wrong in ({"position_ids": jump}, {"attention_mask": holes}):
+            with refused("do not go on by one"):
+                model(ids, past_key_values=cache, **wrong)
+        model(ids, past_key_values=cache, attention_mask=holes, position_ids=counted)
+        for place in (torch.arange(30, 34), torch.arange(22, 26) + torch.tensor([0, 0, 0, 1])):
+            with refused("do not go on by one"):
+                model(ids[:, :4], past_key_values=cache, position_ids=place[None])
+        model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(22, 26)[None])
+        assert cache.slots[0].length.tolist() == [26]
