@@ -19,8 +19,9 @@ pytest.importorskip("yaml")
 
 from kvpolicy_eval import cli
 from kvpolicy_eval.report import tables
-from kvpolicy_eval.report.gather import Findings, Point, differences, front, gather
+from kvpolicy_eval.report.gather import Findings, Point, front, gather
 from kvpolicy_eval.report.page import page
+from kvpolicy_eval.report.parts import differences
 from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep.cells import Cell, Store, write
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvpolicy import Plain, Policy, Uniform
 from kvpolicy.plots.results import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, Store, load_json
@@ -74,25 +73,6 @@ class Point:
         """Mean of a cost over the tasks."""
         known = [float(value) for row in self.costs.values() if (value := getattr(row, name)) is not None]
         return sum(known) / len(known) if known else None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What one part of a policy changes, all else equal.
-
-    Attributes:
-        model: Name of the model.
-        policy: With the part.
-        base: Without it.
-        part: `layer budgets`, `representatives` or `codec`.
-        score: Mean accuracy with it less that without it, resampled in pairs.
-    """
-
-    model: str
-    policy: str
-    base: str
-    part: str
-    score: Score
 
 
 @dataclass(slots=True)
@@ -186,22 +166,6 @@ def gather(folder: Path) -> Findings:
     )  # fmt: skip
 
 
-def differences(findings: Findings) -> list[Difference]:
-    """Every policy against the one that lacks one of its parts, where both were measured at the same budget."""
-    known = {(point.model, _canonical(point.method), point.budget): point for point in findings.points}
-    found: list[Difference] = []
-    for point in findings.points:
-        for part, base in _without(point.method):
-            other = known.get((point.model, base, point.budget)) or known.get((point.model, base, ""))
-            if other is None or other is point or point.mean is None or other.mean is None:
-                continue
-            mine, its = (_drawn(one, findings.averaged) for one in (point, other))
-            low, high = (float("nan"),) * 2 if mine is None or its is None else bootstrap.interval(mine - its)
-            gap = Score(point.mean.value - other.mean.value, low, high, point.mean.examples)
-            found.append(Difference(point.model, point.policy, other.policy, part, gap))
-    return found
-
-
 def front(points: Iterable[Point]) -> list[Point]:
     """The points that no other beats in bytes and accuracy both, from few bytes to many."""
     rest = [point for point in points if point.mean is not None and point.average("kv_share") is not None]
@@ -260,32 +224,13 @@ def _mean(point: Point, averaged: list[str]) -> Score | None:
     if not averaged or any(task not in point.tasks for task in averaged):
         return None
     value = sum(point.tasks[task].value for task in averaged) / len(averaged)
-    drawn = _drawn(point, averaged)
-    low, high = (float("nan"),) * 2 if drawn is None else bootstrap.interval(drawn)
+    resampled = drawn(point, averaged)
+    low, high = (float("nan"),) * 2 if resampled is None else bootstrap.interval(resampled)
     return Score(value, low, high, sum(point.tasks[task].examples for task in averaged))
 
 
-def _drawn(point: Point, averaged: list[str]) -> Any:
+def drawn(point: Point, averaged: list[str]) -> Any:
     """Resamples of the mean over tasks; None where a task has none."""
     if not averaged or any(task not in point.draws for task in averaged):
         return None
     return sum(point.draws[task] for task in averaged) / len(averaged)
-
-
-def _canonical(method: str) -> str:
-    return str(Policy.parse(method)).partition("@")[0]
-
-
-def _without(method: str) -> Iterator[tuple[str, str]]:
-    """The words of the policies that lack one part of this one."""
-    policy = Policy.parse(method)
-    changes: list[tuple[str, str, Any]] = [("layer budgets", "allocator", Uniform()), ("codec", "codec", Plain())]
-    base = getattr(policy.selector, "base", None)
-    if base is not None:
-        changes.append(("representatives", "selector", base))
-    for part, name, other in changes:
-        if getattr(policy, name) != other:
-            try:
-                yield part, str(dataclasses.replace(policy, **{name: other})).partition("@")[0]
-            except ValueError:  # such as a codec that keeps all in place of one that cannot be taken away
-                continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpolicy_eval.report import curves, maps, tables
-from kvpolicy_eval.report.gather import Findings, differences
+from kvpolicy_eval.report.gather import Findings
+from kvpolicy_eval.report.parts import differences
 from kvpolicy_eval.report.tables import Table
 from kvpolicy_eval.sweep.bootstrap import DRAWS
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpolicy_eval.report.curves import smallest
-from kvpolicy_eval.report.gather import Difference, Findings, Point, amount, front
+from kvpolicy_eval.report.gather import Findings, Point, amount, front
 from kvpolicy_eval.report.maps import cosines, layer_shares
+from kvpolicy_eval.report.parts import Difference
 
 
 class Table(NamedTuple):
