@@ -121,16 +121,21 @@ def _by_task(rows: list[_Row]) -> dict[str, list[_Row]]:
         tasks[str(row.get("task", ""))].append(row)
     chosen: dict[str, list[_Row]] = {}
     for task, of_task in tasks.items():
-        best = max(of_task, key=lambda row: (_higher(row), not math.isnan(_number(row, "low"))))
-        if _higher(best):
+        best = max(of_task, key=lambda row: (_higher(row) and _measured(row), not math.isnan(_number(row, "low"))))
+        if _higher(best) and _measured(best):
             chosen[task] = [row for row in of_task if _metric(row) == _metric(best)]
     if not chosen:
-        raise ValueError("No metric of the results is better when higher: there is no accuracy to draw.")
+        raise ValueError("No measured metric of the results is better when higher: there is no accuracy to draw.")
     return chosen
 
 
 def _higher(row: _Row) -> bool:
     return str(row.get("higher_is_better", True)) == "True"
+
+
+def _measured(row: _Row) -> bool:
+    """Whether a row is none of a length that RULER marks as not measured, with -1."""
+    return -1 not in (_number(row, "accuracy"), _number(row, "value"))
 
 
 def _metric(row: _Row) -> tuple[str, str]:

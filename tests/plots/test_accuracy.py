@@ -116,3 +116,15 @@ def test_a_name_that_is_no_policy_has_a_look_of_its_own() -> None:
     rows = [{"policy": "expected attention", "accuracy": 0.5, "share": 0.2}, *ROWS]
     found = lines(plots.accuracy_against_bytes(rows))
     assert found["expected attention"].get_color() != found["h2o@0.2"].get_color()
+
+
+def test_a_length_that_was_not_measured_is_never_chosen() -> None:
+    """RULER's mark, -1, has an interval in old tables, and the length that was measured has none."""
+    head = {"policy": "h2o@0.2", "task": "niah", "share": 0.2}
+    rows = [
+        head | {"metric": "16384", "value": -1.0, "low": -1.0, "high": -1.0},
+        head | {"metric": "4096", "value": 0.5},
+    ]
+    assert [point.accuracy for point in read_points(rows)] == [0.5]
+    with pytest.raises(ValueError, match="No measured metric"):
+        read_points(rows[:1])

@@ -187,8 +187,9 @@ def _add(point: Point, row: Row, scores: dict[str, Any]) -> None:
     low, high = (nan if end is None else end for end in (row.low, row.high))
     point.tasks[row.task] = Score(row.value if row.value is not None else nan, low, high, row.examples)
     point.costs[row.task] = row
-    values = scores[row.task].get(f"{row.metric},{row.filter}", [])
-    statistic = bootstrap.statistic_of(values, point.tasks[row.task].value)
+    value = point.tasks[row.task].value
+    values = bootstrap.measured(scores[row.task].get(f"{row.metric},{row.filter}", []), value)
+    statistic = bootstrap.statistic_of(values, value)
     if statistic:
         point.draws[row.task] = bootstrap.draws(values, row.task, statistic)
 
@@ -197,7 +198,7 @@ def _choose(rows: Iterable[Row], order: list[str]) -> tuple[dict[str, str], list
     """One metric of each task: the first that is better when higher and can be resampled, else the first."""
     metrics: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.status == "done":
+        if row.status == "done" and row.value != -1:  # RULER's mark of a length that was not measured
             metrics[row.task].append(row)
     chosen = {
         task: max(of_task, key=lambda row: (row.higher_is_better, row.low is not None))
