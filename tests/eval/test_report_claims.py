@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("yaml")
 
+from kvpolicy_eval.report import curves
 from kvpolicy_eval.report.gather import Findings, gather
 from kvpolicy_eval.sweep import tidy
 from kvpolicy_eval.sweep.cells import Cell, Store
@@ -60,3 +61,33 @@ def test_values_that_are_minus_one_stay_where_they_are_measured(tmp_path: Path) 
     cell(tmp_path, "full", "signs", score=[-1.0, 1.0, 1.0, 1.0])
     (row,) = tidy.collect(tmp_path)
     assert (row.value, row.examples, row.high) == (0.5, 4, 1.0)
+
+
+# budgets of several kinds
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Findings:
+    """A number of tokens that is more than one share and less than the other, and the full cache."""
+    for budget, share in (("0.5", 0.5), ("0.05", 0.06), ("200", 0.2), ("1MiB", 0.3)):
+        cell(tmp_path, f"h2o@{budget}", "recall", share, acc=COIN)
+    cell(tmp_path, "full", "recall", 1.0, acc=COIN)
+    return gather(tmp_path)
+
+
+def test_the_smallest_budget_is_that_of_fewest_bytes(mixed: Findings) -> None:
+    assert [point.policy for point in curves.smallest(mixed, "m")] == ["full", "h2o@0.05"]
+
+
+def test_mixed_budgets_stand_at_the_bytes_they_held(mixed: Findings, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(curves.Drawing, "svg", lambda self, _: drawn.append(self.axes[0]) or "")
+    curves.accuracy_by_budget(mixed, "m")
+    (axes,) = drawn
+    line = next(line for line in axes.lines if len(line.get_xdata()) == 4)
+    assert list(line.get_xdata()) == pytest.approx([50, 30, 20, 6], rel=0.01)
+    assert axes.get_xlabel() == "bytes held, % of the full cache"
+    mixed.points = [point for point in mixed.points if point.budget == "200"]
+    curves.accuracy_by_budget(mixed, "m")
+    assert drawn[1].get_xlabel() == "budget, tokens per layer"
+    assert list(drawn[1].lines[0].get_xdata()) == pytest.approx([200], rel=0.01)

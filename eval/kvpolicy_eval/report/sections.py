@@ -66,7 +66,8 @@ def accuracy(findings: Findings, draw: bool) -> Section:
 
 def budgets(findings: Findings, draw: bool) -> Section:
     """Accuracy against budget, by task."""
-    text = "Every task by itself, with its own metric and intervals as above."
+    text = "Every task by itself, with its own metric and intervals as above. Where kinds of budgets are mixed, points "
+    text += "stand at the bytes that they held."
     section = Section("budget", "Budgets", "Accuracy against budget, by task", text)
     for model in findings.models:
         if draw:
