@@ -12,6 +12,7 @@ pytest.importorskip("yaml")
 
 from kvpolicy_eval.report import curves
 from kvpolicy_eval.report.gather import Findings, gather
+from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep import tidy
 from kvpolicy_eval.sweep.cells import Cell, Store
 
@@ -91,3 +92,32 @@ def test_mixed_budgets_stand_at_the_bytes_they_held(mixed: Findings, monkeypatch
     curves.accuracy_by_budget(mixed, "m")
     assert drawn[1].get_xlabel() == "budget, tokens per layer"
     assert list(drawn[1].lines[0].get_xdata()) == pytest.approx([200], rel=0.01)
+
+
+# means
+
+
+def test_a_mean_is_of_scores_between_0_and_1(tmp_path: Path) -> None:
+    for policy in ("full", "h2o@0.2"):
+        cell(tmp_path, policy, "recall", acc=COIN)
+        cell(tmp_path, policy, "translate", bleu=[10.0, 60.0])
+        cell(tmp_path, policy, "corpus", chrf=([["a", "b"]], 0.9))
+    findings = gather(tmp_path)
+    assert (findings.averaged, findings.apart) == (["recall"], ["corpus", "translate"])
+    assert accuracies(findings) == {"full": 0.5, "h2o@0.2": 0.5}
+    text = sections(findings, draw=False)[0].text
+    assert text.startswith("Means over `recall`, ")
+    assert text.endswith("In no mean, since not all of their scores lie between 0 and 1: `corpus`, `translate`.")
+
+
+def test_the_only_task_may_have_any_scale(tmp_path: Path) -> None:
+    cell(tmp_path, "full", "translate", bleu=[10.0, 60.0])
+    assert accuracies(gather(tmp_path)) == {"full": 35.0}
+
+
+def test_no_mean_is_said_as_it_is(tmp_path: Path) -> None:
+    for policy in ("h2o@0.2", "squeeze+h2o@0.2"):
+        cell(tmp_path, policy, "text", higher=False, perplexity=[9.0] * 20)
+    found = {section.key: section for section in sections(gather(tmp_path), draw=False)}
+    assert found["bytes"].text.startswith("There is no mean accuracy") and "bold" not in found["bytes"].text
+    assert found["parts"].text == "No two policies that have a mean accuracy differ in one part alone."

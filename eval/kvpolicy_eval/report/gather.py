@@ -85,6 +85,7 @@ class Findings:
         points: Every policy at every budget.
         metrics: The metric shown of each task.
         averaged: Tasks whose metric is better when higher; means are over these.
+        apart: Such tasks too, but in no mean, since not all of their scores lie between 0 and 1.
         failed: Rows of cells that failed.
         commands: With which the cells were run.
         versions: Each set of versions found.
@@ -96,6 +97,7 @@ class Findings:
     points: list[Point]
     metrics: dict[str, str]
     averaged: list[str]
+    apart: list[str]
     failed: list[Row]
     commands: list[str]
     versions: list[dict[str, str]]
@@ -140,7 +142,7 @@ def gather(folder: Path) -> Findings:
     rows = collect(folder)
     notes = load_json(folder / NOTES) if (folder / NOTES).is_file() else {}
     config = notes.get("config", {})
-    metrics, averaged = _choose(rows, config.get("tasks", []))
+    metrics, higher = _choose(rows, config.get("tasks", []))
     points: dict[tuple[str, str, str], Point] = {}
     versions: list[dict[str, str]] = []
     scores: dict[str, dict[str, Any]] = {}
@@ -151,18 +153,20 @@ def gather(folder: Path) -> Findings:
         point.probes[cell["task"]] = own["probe"]
         if own["versions"] not in versions:
             versions.append(own["versions"])
-    for row in rows:
-        if row.status == "done" and f"{row.metric},{row.filter}" == metrics.get(row.task):
-            _add(_point(points, dataclasses.asdict(row)), row, scores[row.file])
+    shown = [row for row in rows if row.status == "done" and _name(row) == metrics.get(row.task)]
+    for row in shown:
+        _add(_point(points, dataclasses.asdict(row)), row, scores[row.file])
     if not points:
         raise ValueError(f"{folder} holds no finished cell: every cell of the sweep failed, see table.csv there.")
     ordered = _ordered(points.values(), config.get("policies", []))
+    averaged = _averaged(higher, shown, scores)
     for point in ordered:
         point.mean = _mean(point, averaged)
     return Findings(
         name=config.get("name", folder.name), about=config.get("about", ""), points=ordered, metrics=metrics,
-        averaged=averaged, failed=[row for row in rows if row.status == "failed"], versions=versions,
-        commands=notes.get("commands", []), settings=notes.get("settings", {}),
+        averaged=averaged, apart=[task for task in higher if task not in averaged], versions=versions,
+        failed=[row for row in rows if row.status == "failed"], commands=notes.get("commands", []),
+        settings=notes.get("settings", {}),
     )  # fmt: skip
 
 
@@ -188,10 +192,14 @@ def _add(point: Point, row: Row, scores: dict[str, Any]) -> None:
     point.tasks[row.task] = Score(row.value if row.value is not None else nan, low, high, row.examples)
     point.costs[row.task] = row
     value = point.tasks[row.task].value
-    values = bootstrap.measured(scores[row.task].get(f"{row.metric},{row.filter}", []), value)
+    values = bootstrap.measured(scores[row.task].get(_name(row), []), value)
     statistic = bootstrap.statistic_of(values, value)
     if statistic:
         point.draws[row.task] = bootstrap.draws(values, row.task, statistic)
+
+
+def _name(row: Row) -> str:
+    return f"{row.metric},{row.filter}"
 
 
 def _choose(rows: Iterable[Row], order: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -205,8 +213,21 @@ def _choose(rows: Iterable[Row], order: list[str]) -> tuple[dict[str, str], list
         for task, of_task in metrics.items()
     }
     names = sorted(chosen, key=lambda task: (order.index(task) if task in order else len(order), task))
-    averaged = [task for task in names if chosen[task].higher_is_better]
-    return {task: f"{chosen[task].metric},{chosen[task].filter}" for task in names}, averaged
+    higher = [task for task in names if chosen[task].higher_is_better]
+    return {task: _name(chosen[task]) for task in names}, higher
+
+
+def _averaged(higher: list[str], shown: list[Row], scores: dict[str, dict[str, Any]]) -> list[str]:
+    """Tasks that a mean may have: those whose scores all lie between 0 and 1, or the only one, whatever its scale."""
+    if len(higher) == 1:
+        return higher
+    outside: set[str] = set()
+    for row in shown:
+        value = float("nan") if row.value is None else row.value
+        values = bootstrap.measured(scores[row.file][row.task].get(_name(row), []), value)
+        if not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in values or [value]):
+            outside.add(row.task)
+    return [task for task in higher if task not in outside]
 
 
 def _ordered(points: Iterable[Point], policies: list[str]) -> list[Point]:
