@@ -187,7 +187,7 @@ def test_a_task_that_is_missing_leaves_no_mean(folder: Path, tmp_path: Path) -> 
     ).unlink()
     found = gather(tmp_path / "part")
     assert next(point for point in found.points if point.policy == "h2o@0.2").mean is None
-    assert "a task is missing" in str(tables.accuracy(found, "embedded").rows)
+    assert "a score is missing" in str(tables.accuracy(found, "embedded").rows)
     assert not [one for one in differences(found) if one.base == "h2o@0.2"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("yaml")
 
-from kvpolicy_eval.report import curves
-from kvpolicy_eval.report.gather import Findings, gather
+from kvpolicy_eval.report import curves, tables
+from kvpolicy_eval.report.gather import Findings, Score, front, gather
+from kvpolicy_eval.report.parts import Difference, differences
 from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep import tidy
 from kvpolicy_eval.sweep.cells import Cell, Store
@@ -121,3 +123,43 @@ def test_no_mean_is_said_as_it_is(tmp_path: Path) -> None:
     found = {section.key: section for section in sections(gather(tmp_path), draw=False)}
     assert found["bytes"].text.startswith("There is no mean accuracy") and "bold" not in found["bytes"].text
     assert found["parts"].text == "No two policies that have a mean accuracy differ in one part alone."
+
+
+# differences
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "fewest", "said"),
+    [
+        (0.1, 0.3, 10, "better"), (-0.3, -0.1, 10, "worse"), (-0.1, 0.3, 10, "no difference shown"),
+        (0.1, 0.3, 9, "too few examples"), (math.nan, math.nan, 10, "no interval"),
+    ],
+)  # fmt: skip
+def test_a_verdict_wants_examples_and_an_interval(
+    low: float, high: float, fewest: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Difference("m", "squeeze+h2o@0.2", "h2o@0.2", "layer budgets", Score(0.2, low, high, 40), fewest)
+    row = tables.changes([one]).rows[0]
+    assert row[-1] == said and "nan" not in row[-2]
+    hollow: list[bool] = []
+    monkeypatch.setattr(curves, "_dot", lambda *words: hollow.append(words[4].dashed))
+    curves.differences_plot([one])
+    assert hollow == [said not in ("better", "worse")]
+
+
+def test_the_task_with_fewest_examples_counts(tmp_path: Path) -> None:
+    for policy, right in (("h2o@0.2", 0.0), ("squeeze+h2o@0.2", 1.0)):
+        cell(tmp_path, policy, "many", acc=[right] * 20)
+        cell(tmp_path, policy, "few", acc=[right] * 9)
+    (one,) = differences(gather(tmp_path))
+    assert (one.score.low, one.fewest, one.verdict) == (1.0, 9, "too few examples")
+    assert "fewer than 10 examples, no verdict" in sections(gather(tmp_path), draw=False)[2].text
+
+
+def test_a_score_that_is_no_number_is_in_no_mean(tmp_path: Path) -> None:
+    cell(tmp_path, "h2o@0.2", "recall", acc=COIN)
+    cell(tmp_path, "squeeze+h2o@0.2", "recall", acc=([math.nan], math.nan))
+    findings = gather(tmp_path)
+    assert accuracies(findings) == {"h2o@0.2": 0.5, "squeeze+h2o@0.2": None}
+    assert not differences(findings) and [point.policy for point in front(findings.points)] == ["h2o@0.2"]
+    assert tables.accuracy(findings, "m").rows[1][1] == "a score is missing"

@@ -71,8 +71,7 @@ def differences_plot(found: list[Difference]) -> str:
     parts = list(dict.fromkeys(one.part for one in found))
     for place, one in enumerate(reversed(found)):
         color = PALETTE[parts.index(one.part)]
-        clear = one.score.low > 0 or one.score.high < 0
-        look = Look(color, "o", not clear)
+        look = Look(color, "o", one.verdict not in ("better", "worse"))
         tip = f"{one.policy} less {one.base}: {one.score}"
         _dot(drawing, axes, one.score.value, Score(place, math.nan, math.nan, 0), look, tip)
         if not math.isnan(one.score.low):
@@ -80,7 +79,7 @@ def differences_plot(found: list[Difference]) -> str:
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(found)), [one.policy for one in reversed(found)], fontsize=8)
     axes.set_ylim(-0.7, len(found) - 0.3)
-    axes.set_xlabel("change of mean accuracy, with less without; filled where the interval leaves zero out")
+    axes.set_xlabel("change of mean accuracy, with less without; filled where it is shown to be better or worse")
     for part in parts:
         axes.plot([], [], "o-", color=PALETTE[parts.index(part)], label=part)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)

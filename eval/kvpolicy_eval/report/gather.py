@@ -52,7 +52,7 @@ class Point:
         draws: Resamples of each task's score, where it has any.
         costs: The tidy table's row of each task.
         probes: What was probed on each task.
-        mean: Score of the mean over all tasks where higher is better; None where a task is missing.
+        mean: Score of the mean over all tasks where higher is better; None where one is missing or not a number.
     """
 
     model: str
@@ -225,7 +225,7 @@ def _averaged(higher: list[str], shown: list[Row], scores: dict[str, dict[str, A
     for row in shown:
         value = float("nan") if row.value is None else row.value
         values = bootstrap.measured(scores[row.file][row.task].get(_name(row), []), value)
-        if not all(isinstance(one, (int, float)) and 0 <= one <= 1 for one in values or [value]):
+        if not all(isinstance(one, (int, float)) and not (one < 0 or one > 1) for one in values or [value]):
             outside.add(row.task)
     return [task for task in higher if task not in outside]
 
@@ -243,7 +243,7 @@ def _ordered(points: Iterable[Point], policies: list[str]) -> list[Point]:
 
 
 def _mean(point: Point, averaged: list[str]) -> Score | None:
-    if not averaged or any(task not in point.tasks for task in averaged):
+    if not averaged or any(task not in point.tasks or np.isnan(point.tasks[task].value) for task in averaged):
         return None
     value = sum(point.tasks[task].value for task in averaged) / len(averaged)
     resampled = drawn(point, averaged)

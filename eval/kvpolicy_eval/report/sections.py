@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvpolicy_eval.report import curves, maps, tables
 from kvpolicy_eval.report.gather import Findings
-from kvpolicy_eval.report.parts import differences
+from kvpolicy_eval.report.parts import FEW, differences
 from kvpolicy_eval.report.tables import Table
 from kvpolicy_eval.sweep.bootstrap import DRAWS
 
@@ -79,7 +79,7 @@ def parts(findings: Findings, draw: bool) -> Section:
     text = (
         "A policy against the same one without its layer budgets, its representatives or its codec, at the same budget "
         "of tokens. Both are resampled with the same examples. Of twenty comparisons in which nothing differs, one is "
-        "expected to seem different at 95 %."
+        f"expected to seem different at 95 %. Where a task has fewer than {FEW} examples, no verdict is given."
     )
     text = text if found else "No two policies that have a mean accuracy differ in one part alone."
     section = Section("parts", "Parts", "What one part changes", text)
