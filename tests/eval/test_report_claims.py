@@ -11,20 +11,25 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("yaml")
 
+from kvpolicy_eval.markdown import table
 from kvpolicy_eval.report import curves, tables
 from kvpolicy_eval.report.gather import Findings, Score, front, gather
+from kvpolicy_eval.report.markdown import markdown
+from kvpolicy_eval.report.page import page
 from kvpolicy_eval.report.parts import Difference, differences
-from kvpolicy_eval.report.sections import sections
+from kvpolicy_eval.report.sections import positions, sections
 from kvpolicy_eval.sweep import tidy
 from kvpolicy_eval.sweep.cells import Cell, Store
 
 COIN = [0.0, 1.0] * 10
 
 
-def cell(folder: Path, policy: str, task: str, share: float = 0.5, higher: bool = True, **metrics: Any) -> None:
+def cell(
+    folder: Path, policy: str, task: str, share: float = 0.5, higher: bool = True, model: str = "m", **metrics: Any
+) -> None:
     """Write a cell: each metric has its examples, and, where lm-eval would not take their mean, what it found."""
     method, _, budget = policy.partition("@")
-    words = {"model": "m", "task": task, "method": method, "budget": budget}
+    words = {"model": model, "task": task, "method": method, "budget": budget}
     found = {name: one if isinstance(one, tuple) else (one, sum(one) / len(one)) for name, one in metrics.items()}
     cost = {"kv_bytes": int(1e6 * share), "full_kv_bytes": 10**6, "kv_share": share}
     cost |= {"tokens_per_second": 9.0, "new_tokens_per_second": 9.0}
@@ -163,3 +168,31 @@ def test_a_score_that_is_no_number_is_in_no_mean(tmp_path: Path) -> None:
     assert accuracies(findings) == {"h2o@0.2": 0.5, "squeeze+h2o@0.2": None}
     assert not differences(findings) and [point.policy for point in front(findings.points)] == ["h2o@0.2"]
     assert tables.accuracy(findings, "m").rows[1][1] == "a score is missing"
+
+
+# names and groups
+
+
+def test_a_groups_probes_are_drawn(tmp_path: Path) -> None:
+    """A cell of a group has the group's name, and its scores those of its tasks."""
+    for policy in ("h2o@0.2", "tova@0.2"):
+        cell(tmp_path, policy, "recall", acc=COIN)
+    findings = gather(tmp_path)
+    for point in findings.points:
+        point.probes = {name: {"kept": [[100, 0]] * 2, "layers": [0, 1]} for name in ("group", "other")}
+    section = positions(findings, draw=True)
+    assert len(section.figures) == 1 and section.figures[0].startswith("<h3>m, group</h3><svg")
+    assert list(section.folded) == ["m, other"]
+
+
+def test_names_and_errors_break_nothing(tmp_path: Path) -> None:
+    model = r"<b>$\a$ & $\frac$"
+    cell(tmp_path, "h2o@0.2", "recall", model=model, acc=COIN)
+    failed = Cell(model=model, task="recall", method="tova")
+    Store(tmp_path).fail(failed, ValueError("a|b"), 1.0)
+    findings = gather(tmp_path)
+    findings.points[0].probes = {"recall": {"kept": [[100, 0]] * 2, "layers": [0, 1]}}
+    text = page(findings)
+    assert "<b>" not in text and "&lt;b&gt;$\\a$ &amp; $\\frac$" in text
+    assert r"ValueError: a\|b |" in markdown(findings)
+    assert table(["a"], [["x|y\nz"]]).splitlines()[2:] == [r"| x\|y z |"]

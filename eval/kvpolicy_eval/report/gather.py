@@ -124,6 +124,12 @@ class Findings:
         """Names of tasks."""
         return list(self.metrics)
 
+    @property
+    def probed(self) -> list[str]:
+        """What cells were of and was probed: tasks, then groups of tasks."""
+        found = list(dict.fromkeys(task for point in self.points for task, probe in point.probes.items() if probe))
+        return [task for task in self.tasks if task in found] + [task for task in found if task not in self.tasks]
+
 
 def amount(budget: str) -> tuple[int, float]:
     """The kind of a budget, 0 for shares, 1 for tokens, 2 for bytes, and its size."""

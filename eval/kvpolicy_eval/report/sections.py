@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 
 from kvpolicy_eval.report import curves, maps, tables
 from kvpolicy_eval.report.gather import Findings
@@ -112,12 +113,11 @@ def positions(findings: Findings, draw: bool) -> Section:
     section = Section("positions", "Positions", "Where tokens were kept", text)
     for model in findings.models:
         section.tables[model] = tables.positions(findings, model)
-        for number, task in enumerate(findings.tasks if draw else ()):
-            name = f"{model}, {task}"
-            figure = maps.kept(findings, model, task)
-            if figure and number == 0:
-                section.figures.append(f"<h3>{name}</h3>{figure}")
-            elif figure:
+        figures = {f"{model}, {task}": maps.kept(findings, model, task) for task in findings.probed if draw}
+        for number, (name, figure) in enumerate((name, figure) for name, figure in figures.items() if figure):
+            if number == 0:
+                section.figures.append(f"<h3>{escape(name)}</h3>{figure}")
+            else:
                 section.folded[name] = figure
     return section
 
