@@ -33,7 +33,7 @@ def cell(
     found = {name: one if isinstance(one, tuple) else (one, sum(one) / len(one)) for name, one in metrics.items()}
     cost = {"kv_bytes": int(1e6 * share), "full_kv_bytes": 10**6, "kv_share": share}
     cost |= {"tokens_per_second": 9.0, "new_tokens_per_second": 9.0}
-    own = {"cell": words, "seconds": 1.0, "peak_bytes": None, "probe": {}, "versions": {}}
+    own: dict[str, Any] = {"cell": words, "seconds": 1.0, "peak_bytes": None, "probe": {}, "versions": {}}
     own["scores"] = {task: {f"{name},none": values for name, (values, _) in found.items()}}
     results = {
         "results": {task: {f"{name},none": value for name, (_, value) in found.items()}},
@@ -55,7 +55,8 @@ def test_a_length_that_was_not_measured_is_never_chosen(tmp_path: Path) -> None:
     """RULER writes -1 for an example of another length, and its mean leaves those out."""
     mixed = [-1.0, 1.0] * 10 + [-1.0, 0.0] * 10
     for policy in ("full", "h2o@0.2"):
-        cell(tmp_path, policy, "niah", **{"16384": [-1.0] * 40, "4096": (mixed, 0.5)})
+        lengths: dict[str, Any] = {"16384": [-1.0] * 40, "4096": (mixed, 0.5)}
+        cell(tmp_path, policy, "niah", **lengths)
     assert {row.metric for row in tidy.collect(tmp_path)} == {"4096"}
     findings = gather(tmp_path)
     assert findings.metrics == {"niah": "4096,none"}
@@ -196,3 +197,10 @@ def test_names_and_errors_break_nothing(tmp_path: Path) -> None:
     assert "<b>" not in text and "&lt;b&gt;$\\a$ &amp; $\\frac$" in text
     assert r"ValueError: a\|b |" in markdown(findings)
     assert table(["a"], [["x|y\nz"]]).splitlines()[2:] == [r"| x\|y z |"]
+
+
+def test_equals_are_in_bold_together(tmp_path: Path) -> None:
+    for policy in ("h2o@0.2", "tova@0.2", "snapkv@0.2"):
+        cell(tmp_path, policy, "recall", 0.2, acc=COIN if policy != "snapkv@0.2" else [0.0] * 20)
+    bold = [row[0] for row in tables.accuracy(gather(tmp_path), "m").rows if row[1].startswith("**")]
+    assert bold == ["`h2o`", "`tova`"]

@@ -154,7 +154,7 @@ def _means(findings: Findings) -> str:
     return (
         f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over examples, task "
         "by task. A score of exactly 0 or 1 has no width, which does not make it certain. Pareto front: no other "
-        "policy answers more with fewer bytes; those on it are in bold."
+        "policy answers as well with fewer bytes, or better with as few; those on it are in bold."
     )
 
 
