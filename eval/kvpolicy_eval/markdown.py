@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table.
+    """A Markdown table; a bar or a line break in a cell does not end it.
 
     >>> print(table(["a", "b"], [[1, 2]]))
     | a | b |
@@ -16,8 +16,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     | 1 | 2 |
     """
     lines = [head, ["---"] * len(head), *rows]
-    text = "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    text = "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
     return text.replace("| --- ", "|---").replace("|--- |", "|---|").replace("--- |", "---|")
+
+
+def _cell(cell: object) -> str:
+    return " ".join(str(cell).splitlines()).replace("|", r"\|")
 
 
 def fill(page: Path, name: str, text: str) -> None:

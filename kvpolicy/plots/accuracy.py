@@ -18,7 +18,8 @@ def accuracy_against_bytes(results: Results, *, model: str | None = None, axes: 
 
     A point is a policy, its colour the method; one whose layers have budgets of their own is hollow. Over several
     tasks it is their mean, and widths of intervals add as squares, since tasks share no examples. A policy that lacks
-    a task of the others is left out. No other policy answers more with fewer bytes than those on the front.
+    a task of the others is left out. No other policy answers as well as one on the front with fewer
+    bytes, or better with as few.
 
     Args:
         results: Rows with `policy`, `accuracy`, `share` of the full cache's bytes, and if known `low` and `high`, the

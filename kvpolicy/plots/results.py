@@ -9,6 +9,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 Results = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -39,7 +40,7 @@ class Point(NamedTuple):
 
 
 def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], float]) -> list[T]:
-    """Find what nothing else beats in cost and worth both, from the cheapest on.
+    """Find what nothing else beats in cost and worth both, from the cheapest on; of equals, all.
 
     Args:
         items: Among which.
@@ -53,10 +54,10 @@ def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], 
         >>> pareto([(0.1, 0.5), (0.2, 0.4), (0.4, 0.9)], cost=lambda one: one[0], worth=lambda one: one[1])
         [(0.1, 0.5), (0.4, 0.9)]
     """
-    best, chosen = float("-inf"), list[T]()
+    chosen = list[T]()
     for item in sorted(items, key=lambda item: (cost(item), -worth(item))):
-        if worth(item) > best:
-            best = worth(item)
+        last = chosen[-1] if chosen else item
+        if item is last or worth(item) > worth(last) or (cost(item), worth(item)) == (cost(last), worth(last)):
             chosen.append(item)
     return chosen
 
@@ -69,7 +70,8 @@ def read_points(results: Results, model: str | None = None) -> list[Point]:
         model: Whose rows, where there are several models.
 
     Returns:
-        The policies, in the table's order. One that lacks a task of the others is left out.
+        The policies, in the table's order. One that lacks a task of the others is left out; of several rows of one
+        policy and task it is their mean.
 
     Raises:
         ValueError: Where columns or results are missing, or nobody said which model.
@@ -80,13 +82,17 @@ def read_points(results: Results, model: str | None = None) -> list[Point]:
     rows = [row for row in rows if row.get("status", "done") == "done"]
     if not rows:
         raise ValueError("The results have no row: give rows with policy, accuracy and share, or a sweep's table.csv.")
-    found: dict[tuple[str, str], dict[str, _Row]] = {}
-    tasks = list[str]()
-    for task, of_task in _by_task(_of_model(rows, model)).items():
-        tasks.append(task)
+    found = defaultdict[tuple[str, str], dict[str, list[_Row]]](dict)
+    tasks = _by_task(_of_model(rows, model))
+    for task, of_task in tasks.items():
         for row in of_task:
-            found.setdefault(_policy(row), {})[task] = row
-    return [_point(*key, [row[task] for task in tasks]) for key, row in found.items() if len(row) == len(tasks)]
+            found[_policy(row)].setdefault(task, []).append(row)
+    points = [_point(*key, list(of.values())) for key, of in found.items() if len(of) == len(tasks)]
+    if not points:
+        raise ValueError(
+            f"The results have no policy with all of the tasks {', '.join(tasks)}: give rows for each task."
+        )
+    return points
 
 
 def _read(results: Results) -> list[_Row]:
@@ -96,8 +102,8 @@ def _read(results: Results) -> list[_Row]:
     path = path / "table.csv" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"There is no file {path}: give a table in CSV or JSON lines, such as a sweep's table.csv.")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8-sig")  # Excel writes a mark first
         if path.suffix == ".csv":
             return list(csv.DictReader(text.splitlines()))
         return [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -121,16 +127,21 @@ def _by_task(rows: list[_Row]) -> dict[str, list[_Row]]:
         tasks[str(row.get("task", ""))].append(row)
     chosen: dict[str, list[_Row]] = {}
     for task, of_task in tasks.items():
-        best = max(of_task, key=lambda row: (_higher(row), not math.isnan(_number(row, "low"))))
-        if _higher(best):
+        best = max(of_task, key=lambda row: (_higher(row) and _measured(row), not math.isnan(_number(row, "low"))))
+        if _higher(best) and _measured(best):
             chosen[task] = [row for row in of_task if _metric(row) == _metric(best)]
     if not chosen:
-        raise ValueError("No metric of the results is better when higher: there is no accuracy to draw.")
+        raise ValueError("No measured metric of the results is better when higher: there is no accuracy to draw.")
     return chosen
 
 
 def _higher(row: _Row) -> bool:
     return str(row.get("higher_is_better", True)) == "True"
+
+
+def _measured(row: _Row) -> bool:
+    """Whether a row is none of a length that RULER marks as not measured, with -1."""
+    return -1 not in (_number(row, "accuracy"), _number(row, "value"))
 
 
 def _metric(row: _Row) -> tuple[str, str]:
@@ -147,16 +158,17 @@ def _policy(row: _Row) -> tuple[str, str]:
     return method, f"{method}@{budget}" if budget else method
 
 
-def _point(method: str, policy: str, rows: list[_Row]) -> Point:
-    """The mean of a policy's tasks; their examples are independent, so that widths add as squares."""
-    values = [_needed(row, "accuracy", "value") for row in rows]
-    share = sum(_needed(row, "share", "kv_share") for row in rows) / len(rows)
-    mean = sum(values) / len(rows)
-    ends = [
-        math.hypot(*(_number(row, end) - value for row, value in zip(rows, values, strict=True))) / len(rows)
-        for end in ("low", "high")
-    ]
-    return Point(method, policy, share, mean, mean - ends[0], mean + ends[1])
+def _point(method: str, policy: str, tasks: list[list[_Row]]) -> Point:
+    """The mean of a policy's tasks; their examples are independent, so that widths add as squares.
+
+    Rows of one task may share examples: their widths do not shrink.
+    """
+    values = [fmean(_needed(row, "accuracy", "value") for row in rows) for rows in tasks]
+    share = fmean(fmean(_needed(row, "share", "kv_share") for row in rows) for rows in tasks)
+    mean = fmean(values)
+    lows, highs = ([fmean(_number(row, end) for row in rows) for rows in tasks] for end in ("low", "high"))
+    low, high = (math.dist(values, ends) / len(tasks) for ends in (lows, highs))
+    return Point(method, policy, share, mean, mean - low, mean + high)
 
 
 def _needed(row: _Row, *names: str) -> float:

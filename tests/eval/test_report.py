@@ -19,8 +19,9 @@ pytest.importorskip("yaml")
 
 from kvpolicy_eval import cli
 from kvpolicy_eval.report import tables
-from kvpolicy_eval.report.gather import Findings, Point, differences, front, gather
+from kvpolicy_eval.report.gather import Findings, Point, front, gather
 from kvpolicy_eval.report.page import page
+from kvpolicy_eval.report.parts import differences
 from kvpolicy_eval.report.sections import sections
 from kvpolicy_eval.sweep.cells import Cell, Store, write
 
@@ -186,7 +187,7 @@ def test_a_task_that_is_missing_leaves_no_mean(folder: Path, tmp_path: Path) -> 
     ).unlink()
     found = gather(tmp_path / "part")
     assert next(point for point in found.points if point.policy == "h2o@0.2").mean is None
-    assert "a task is missing" in str(tables.accuracy(found, "embedded").rows)
+    assert "a score is missing" in str(tables.accuracy(found, "embedded").rows)
     assert not [one for one in differences(found) if one.base == "h2o@0.2"]
 
 

@@ -179,6 +179,13 @@ def test_a_draft_is_no_result(tmp_path: Path) -> None:
     assert store.state(cell) == "done" and not (tmp_path / cell.folder / "error.json").exists()
 
 
+def test_what_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        write(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_cells_have_folders_of_their_own() -> None:
     methods = ["kvcrush/h2o", "kvcrush:h2o", "csr:s=4", "csr:s=8", "window" * 40, "window" * 41, "../x"]
     folders = {Cell(model="m", task="t", method=method).folder for method in methods}

@@ -116,3 +116,43 @@ def test_a_name_that_is_no_policy_has_a_look_of_its_own() -> None:
     rows = [{"policy": "expected attention", "accuracy": 0.5, "share": 0.2}, *ROWS]
     found = lines(plots.accuracy_against_bytes(rows))
     assert found["expected attention"].get_color() != found["h2o@0.2"].get_color()
+
+
+def test_a_length_that_was_not_measured_is_never_chosen() -> None:
+    """RULER's mark, -1, has an interval in old tables, and the length that was measured has none."""
+    head = {"policy": "h2o@0.2", "task": "niah", "share": 0.2}
+    rows = [
+        head | {"metric": "16384", "value": -1.0, "low": -1.0, "high": -1.0},
+        head | {"metric": "4096", "value": 0.5},
+    ]
+    assert [point.accuracy for point in read_points(rows)] == [0.5]
+    with pytest.raises(ValueError, match="No measured metric"):
+        read_points(rows[:1])
+
+
+def test_equals_are_on_the_front_together() -> None:
+    pairs = [("a", 0.2, 0.5), ("b", 0.2, 0.5), ("c", 0.3, 0.5), ("d", 0.1, 0.5), ("e", 0.1, 0.5)]
+    assert [one[0] for one in pareto(pairs, lambda one: one[1], lambda one: one[2])] == ["d", "e"]
+
+
+def test_rows_of_one_policy_and_task_count_as_their_mean() -> None:
+    head = {"policy": "h2o@0.2", "share": 0.2}
+    rows = [head | {"accuracy": a, "low": a - 0.1, "high": a + 0.1, "share": a} for a in (0.2, 0.6)]
+    (point,) = read_points(rows)
+    assert point[2:] == pytest.approx((0.4, 0.4, 0.3, 0.5))
+
+
+def test_policies_without_a_common_task_are_said() -> None:
+    rows = [row | {"task": row["policy"]} for row in ROWS[:2]]
+    with pytest.raises(ValueError, match=r"no policy with all of the tasks full, h2o@0\.2: give rows"):
+        plots.accuracy_against_bytes(rows)
+
+
+def test_files_of_other_encodings(tmp_path: Path) -> None:
+    """Excel puts a mark before UTF-8; what is no UTF-8 is said."""
+    text = "policy,accuracy,share\nä,0.5,0.2\n"
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8-sig")
+    assert [point.policy for point in read_points(tmp_path / "a.csv")] == ["ä"]
+    (tmp_path / "b.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"b\.csv is no table in CSV"):
+        read_points(tmp_path / "b.csv")

@@ -7,7 +7,8 @@ from typing import Any
 
 from kvpolicy.plots._style import GREY, PALETTE
 from kvpolicy.plots.points import FRONT, STAR, Look, dot, front_line, legend_below, looks, percent_axis
-from kvpolicy_eval.report.gather import Difference, Findings, Point, Score, amount, front
+from kvpolicy_eval.report.gather import Findings, Point, Score, amount, front
+from kvpolicy_eval.report.parts import Difference
 from kvpolicy_eval.report.style import INK, Drawing
 
 
@@ -40,18 +41,19 @@ def accuracy_by_budget(findings: Findings, model: str) -> str:
     shown: list[str] = []
     for axes, task in zip(drawing.axes, tasks, strict=False):
         points = [point for point in findings.points if point.model == model and task in point.tasks]
-        lines = [method for method in styles if any(point.method == method and point.budget for point in points)]
+        label, places = _placed(points, task)
+        lines = [method for method in styles if any(point.method == method for _, point in places)]
         for number, method in enumerate(lines):
             nudge = 1 + 0.012 * (number - len(lines) / 2)  # so that bars of equal budgets stand side by side
-            some = [point for point in points if point.method == method and point.budget]
+            some = [place for place in places if place[1].method == method]
             _line(drawing, axes, some, task, styles[method], nudge)
         for point in points:
             if point.method not in styles:
                 axes.axhline(point.tasks[task].value, color=INK, linewidth=1, linestyle=":")
         shown += lines
-        percent_axis(axes, [100 * amount(p.budget)[1] for p in points if p.budget and amount(p.budget)[0] == 0])
+        percent_axis(axes, [x for x, _ in places if "%" in label])
         metric = findings.metrics[task].removesuffix(",none")
-        axes.set(title=task, xlabel=_budget_axis(points), ylabel=metric)
+        axes.set(title=task, xlabel=label, ylabel=metric)
         if all(0 <= point.tasks[task].value <= 1 for point in points):
             axes.set_ylim(-0.04, 1.05)
     for axes in drawing.axes[len(tasks) :]:
@@ -69,8 +71,7 @@ def differences_plot(found: list[Difference]) -> str:
     parts = list(dict.fromkeys(one.part for one in found))
     for place, one in enumerate(reversed(found)):
         color = PALETTE[parts.index(one.part)]
-        clear = one.score.low > 0 or one.score.high < 0
-        look = Look(color, "o", not clear)
+        look = Look(color, "o", one.verdict not in ("better", "worse"))
         tip = f"{one.policy} less {one.base}: {one.score}"
         _dot(drawing, axes, one.score.value, Score(place, math.nan, math.nan, 0), look, tip)
         if not math.isnan(one.score.low):
@@ -78,7 +79,7 @@ def differences_plot(found: list[Difference]) -> str:
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(found)), [one.policy for one in reversed(found)], fontsize=8)
     axes.set_ylim(-0.7, len(found) - 0.3)
-    axes.set_xlabel("change of mean accuracy, with less without; filled where the interval leaves zero out")
+    axes.set_xlabel("change of mean accuracy, with less without; filled where it is shown to be better or worse")
     for part in parts:
         axes.plot([], [], "o-", color=PALETTE[parts.index(part)], label=part)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
@@ -113,23 +114,27 @@ def costs(findings: Findings, model: str) -> str:
 
 
 def smallest(findings: Findings, model: str) -> list[Point]:
-    """Each method's point at its smallest budget."""
-    last: dict[str, Point] = {}
+    """Each method's point that holds the smallest share of bytes, since budgets may be of several kinds."""
+    least: dict[str, Point] = {}
     for point in findings.points:
         if point.model == model and point.costs:
-            last[point.method] = point  # points go from the largest budget to the smallest
-    return list(last.values())
+            least[point.method] = min(point, least.get(point.method, point), key=_held)
+    return list(least.values())
 
 
 def _dot(drawing: Drawing, axes: Any, x: float, score: Score, look: Look | None, tip: str) -> None:
     drawing.tip(dot(axes, x, score.value, score.low, score.high, look, INK), tip)
 
 
-def _line(drawing: Drawing, axes: Any, points: list[Point], task: str, look: Look, nudge: float) -> None:
-    shares = all(amount(point.budget)[0] == 0 for point in points)
-    at = [(100 if shares else 1) * amount(point.budget)[1] * nudge for point in points]
-    axes.plot(at, [p.tasks[task].value for p in points], **look.drawn | {"marker": ""}, linewidth=1.4)
-    for x, point in zip(at, points, strict=True):
+def _held(point: Point) -> float:
+    share = point.average("kv_share")
+    return math.inf if share is None else share
+
+
+def _line(drawing: Drawing, axes: Any, places: list[tuple[float, Point]], task: str, look: Look, nudge: float) -> None:
+    at = [x * nudge for x, _ in places]
+    axes.plot(at, [p.tasks[task].value for _, p in places], **look.drawn | {"marker": ""}, linewidth=1.4)
+    for x, (_, point) in zip(at, places, strict=True):
         _dot(drawing, axes, x, point.tasks[task], look, f"{point.policy}, {task}: {point.tasks[task]}")
 
 
@@ -139,7 +144,17 @@ def _mean_of(findings: Findings) -> str:
     return first if count == 1 else f"mean accuracy over {count} tasks"
 
 
-def _budget_axis(points: list[Point]) -> str:
-    kinds = {amount(point.budget)[0] for point in points if point.budget}
-    names = {0: "budget, % of the prompt's tokens", 1: "budget, tokens per layer", 2: "budget, bytes"}
-    return names[min(kinds, default=0)]
+def _placed(points: list[Point], task: str) -> tuple[str, list[tuple[float, Point]]]:
+    """The name of a panel's axis, and where each point with a budget stands on it, the largest first.
+
+    Kinds of budgets have no unit in common: where they are mixed, points stand at the bytes that they held.
+    """
+    points = [point for point in points if point.budget]
+    kinds = {amount(point.budget)[0] for point in points}
+    if len(kinds) > 1:
+        shares = [(point.costs[task].kv_share, point) for point in points]
+        held = [(100 * share, point) for share, point in shares if share is not None]
+        return "bytes held, % of the full cache", sorted(held, key=lambda place: -place[0])
+    kind = min(kinds, default=0)
+    names = ("budget, % of the prompt's tokens", "budget, tokens per layer", "budget, bytes")
+    return names[kind], [((100, 1, 1)[kind] * amount(point.budget)[1], point) for point in points]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvpolicy import Plain, Policy, Uniform
 from kvpolicy.plots.results import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, Store, load_json
@@ -53,7 +52,7 @@ class Point:
         draws: Resamples of each task's score, where it has any.
         costs: The tidy table's row of each task.
         probes: What was probed on each task.
-        mean: Score of the mean over all tasks where higher is better; None where a task is missing.
+        mean: Score of the mean over all tasks where higher is better; None where one is missing or not a number.
     """
 
     model: str
@@ -76,25 +75,6 @@ class Point:
         return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What one part of a policy changes, all else equal.
-
-    Attributes:
-        model: Name of the model.
-        policy: With the part.
-        base: Without it.
-        part: `layer budgets`, `representatives` or `codec`.
-        score: Mean accuracy with it less that without it, resampled in pairs.
-    """
-
-    model: str
-    policy: str
-    base: str
-    part: str
-    score: Score
-
-
 @dataclass(slots=True)
 class Findings:
     """All that a report is made of.
@@ -105,6 +85,7 @@ class Findings:
         points: Every policy at every budget.
         metrics: The metric shown of each task.
         averaged: Tasks whose metric is better when higher; means are over these.
+        apart: Such tasks too, but in no mean, since not all of their scores lie between 0 and 1.
         failed: Rows of cells that failed.
         commands: With which the cells were run.
         versions: Each set of versions found.
@@ -116,6 +97,7 @@ class Findings:
     points: list[Point]
     metrics: dict[str, str]
     averaged: list[str]
+    apart: list[str]
     failed: list[Row]
     commands: list[str]
     versions: list[dict[str, str]]
@@ -142,6 +124,12 @@ class Findings:
         """Names of tasks."""
         return list(self.metrics)
 
+    @property
+    def probed(self) -> list[str]:
+        """What cells were of and was probed: tasks, then groups of tasks."""
+        found = list(dict.fromkeys(task for point in self.points for task, probe in point.probes.items() if probe))
+        return [task for task in self.tasks if task in found] + [task for task in found if task not in self.tasks]
+
 
 def amount(budget: str) -> tuple[int, float]:
     """The kind of a budget, 0 for shares, 1 for tokens, 2 for bytes, and its size."""
@@ -160,7 +148,7 @@ def gather(folder: Path) -> Findings:
     rows = collect(folder)
     notes = load_json(folder / NOTES) if (folder / NOTES).is_file() else {}
     config = notes.get("config", {})
-    metrics, averaged = _choose(rows, config.get("tasks", []))
+    metrics, higher = _choose(rows, config.get("tasks", []))
     points: dict[tuple[str, str, str], Point] = {}
     versions: list[dict[str, str]] = []
     scores: dict[str, dict[str, Any]] = {}
@@ -171,35 +159,21 @@ def gather(folder: Path) -> Findings:
         point.probes[cell["task"]] = own["probe"]
         if own["versions"] not in versions:
             versions.append(own["versions"])
-    for row in rows:
-        if row.status == "done" and f"{row.metric},{row.filter}" == metrics.get(row.task):
-            _add(_point(points, dataclasses.asdict(row)), row, scores[row.file])
+    shown = [row for row in rows if row.status == "done" and _name(row) == metrics.get(row.task)]
+    for row in shown:
+        _add(_point(points, dataclasses.asdict(row)), row, scores[row.file])
     if not points:
         raise ValueError(f"{folder} holds no finished cell: every cell of the sweep failed, see table.csv there.")
     ordered = _ordered(points.values(), config.get("policies", []))
+    averaged = _averaged(higher, shown, scores)
     for point in ordered:
         point.mean = _mean(point, averaged)
     return Findings(
         name=config.get("name", folder.name), about=config.get("about", ""), points=ordered, metrics=metrics,
-        averaged=averaged, failed=[row for row in rows if row.status == "failed"], versions=versions,
-        commands=notes.get("commands", []), settings=notes.get("settings", {}),
+        averaged=averaged, apart=[task for task in higher if task not in averaged], versions=versions,
+        failed=[row for row in rows if row.status == "failed"], commands=notes.get("commands", []),
+        settings=notes.get("settings", {}),
     )  # fmt: skip
-
-
-def differences(findings: Findings) -> list[Difference]:
-    """Every policy against the one that lacks one of its parts, where both were measured at the same budget."""
-    known = {(point.model, _canonical(point.method), point.budget): point for point in findings.points}
-    found: list[Difference] = []
-    for point in findings.points:
-        for part, base in _without(point.method):
-            other = known.get((point.model, base, point.budget)) or known.get((point.model, base, ""))
-            if other is None or other is point or point.mean is None or other.mean is None:
-                continue
-            mine, its = (_drawn(one, findings.averaged) for one in (point, other))
-            low, high = (float("nan"),) * 2 if mine is None or its is None else bootstrap.interval(mine - its)
-            gap = Score(point.mean.value - other.mean.value, low, high, point.mean.examples)
-            found.append(Difference(point.model, point.policy, other.policy, part, gap))
-    return found
 
 
 def front(points: Iterable[Point]) -> list[Point]:
@@ -223,25 +197,43 @@ def _add(point: Point, row: Row, scores: dict[str, Any]) -> None:
     low, high = (nan if end is None else end for end in (row.low, row.high))
     point.tasks[row.task] = Score(row.value if row.value is not None else nan, low, high, row.examples)
     point.costs[row.task] = row
-    values = scores[row.task].get(f"{row.metric},{row.filter}", [])
-    statistic = bootstrap.statistic_of(values, point.tasks[row.task].value)
+    value = point.tasks[row.task].value
+    values = bootstrap.measured(scores[row.task].get(_name(row), []), value)
+    statistic = bootstrap.statistic_of(values, value)
     if statistic:
         point.draws[row.task] = bootstrap.draws(values, row.task, statistic)
+
+
+def _name(row: Row) -> str:
+    return f"{row.metric},{row.filter}"
 
 
 def _choose(rows: Iterable[Row], order: list[str]) -> tuple[dict[str, str], list[str]]:
     """One metric of each task: the first that is better when higher and can be resampled, else the first."""
     metrics: defaultdict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        if row.status == "done":
+        if row.status == "done" and row.value != -1:  # RULER's mark of a length that was not measured
             metrics[row.task].append(row)
     chosen = {
         task: max(of_task, key=lambda row: (row.higher_is_better, row.low is not None))
         for task, of_task in metrics.items()
     }
     names = sorted(chosen, key=lambda task: (order.index(task) if task in order else len(order), task))
-    averaged = [task for task in names if chosen[task].higher_is_better]
-    return {task: f"{chosen[task].metric},{chosen[task].filter}" for task in names}, averaged
+    higher = [task for task in names if chosen[task].higher_is_better]
+    return {task: _name(chosen[task]) for task in names}, higher
+
+
+def _averaged(higher: list[str], shown: list[Row], scores: dict[str, dict[str, Any]]) -> list[str]:
+    """Tasks that a mean may have: those whose scores all lie between 0 and 1, or the only one, whatever its scale."""
+    if len(higher) == 1:
+        return higher
+    outside: set[str] = set()
+    for row in shown:
+        value = float("nan") if row.value is None else row.value
+        values = bootstrap.measured(scores[row.file][row.task].get(_name(row), []), value)
+        if not all(isinstance(one, (int, float)) and not (one < 0 or one > 1) for one in values or [value]):
+            outside.add(row.task)
+    return [task for task in higher if task not in outside]
 
 
 def _ordered(points: Iterable[Point], policies: list[str]) -> list[Point]:
@@ -257,35 +249,16 @@ def _ordered(points: Iterable[Point], policies: list[str]) -> list[Point]:
 
 
 def _mean(point: Point, averaged: list[str]) -> Score | None:
-    if not averaged or any(task not in point.tasks for task in averaged):
+    if not averaged or any(task not in point.tasks or np.isnan(point.tasks[task].value) for task in averaged):
         return None
     value = sum(point.tasks[task].value for task in averaged) / len(averaged)
-    drawn = _drawn(point, averaged)
-    low, high = (float("nan"),) * 2 if drawn is None else bootstrap.interval(drawn)
+    resampled = drawn(point, averaged)
+    low, high = (float("nan"),) * 2 if resampled is None else bootstrap.interval(resampled)
     return Score(value, low, high, sum(point.tasks[task].examples for task in averaged))
 
 
-def _drawn(point: Point, averaged: list[str]) -> Any:
+def drawn(point: Point, averaged: list[str]) -> Any:
     """Resamples of the mean over tasks; None where a task has none."""
     if not averaged or any(task not in point.draws for task in averaged):
         return None
     return sum(point.draws[task] for task in averaged) / len(averaged)
-
-
-def _canonical(method: str) -> str:
-    return str(Policy.parse(method)).partition("@")[0]
-
-
-def _without(method: str) -> Iterator[tuple[str, str]]:
-    """The words of the policies that lack one part of this one."""
-    policy = Policy.parse(method)
-    changes: list[tuple[str, str, Any]] = [("layer budgets", "allocator", Uniform()), ("codec", "codec", Plain())]
-    base = getattr(policy.selector, "base", None)
-    if base is not None:
-        changes.append(("representatives", "selector", base))
-    for part, name, other in changes:
-        if getattr(policy, name) != other:
-            try:
-                yield part, str(dataclasses.replace(policy, **{name: other})).partition("@")[0]
-            except ValueError:  # such as a codec that keeps all in place of one that cannot be taken away
-                continue

@@ -43,7 +43,7 @@ def kept(findings: Findings, model: str, task: str) -> str:
         return ""
     columns = min(3, len(points))
     rows, layers = math.ceil(len(points) / columns), len(points[0].probes[task]["kept"])
-    name = f"kept-{findings.models.index(model)}-{findings.tasks.index(task) if task in findings.tasks else 99}"
+    name = f"kept-{findings.models.index(model)}-{findings.probed.index(task)}"
     drawing = Drawing(name, rows, columns, (3.2, 0.75 + min(0.09 * layers, 2.5)))
     image: Any = None
     for number, (axes, point) in enumerate(zip(drawing.axes, points, strict=False)):

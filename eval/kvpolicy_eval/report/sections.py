@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from html import escape
 
 from kvpolicy_eval.report import curves, maps, tables
-from kvpolicy_eval.report.gather import Findings, differences
+from kvpolicy_eval.report.gather import Findings
+from kvpolicy_eval.report.parts import FEW, differences
 from kvpolicy_eval.report.tables import Table
 from kvpolicy_eval.sweep.bootstrap import DRAWS
 
@@ -50,12 +52,7 @@ def sections(findings: Findings, draw: bool = True) -> list[Section]:
 
 def accuracy(findings: Findings, draw: bool) -> Section:
     """Accuracy against bytes."""
-    section = Section(
-        "bytes", "Bytes", "Accuracy against bytes",
-        f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over examples, task "
-        "by task. A score of exactly 0 or 1 has no width, which does not make it certain. Pareto front: no other "
-        "policy answers more with fewer bytes; those on it are in bold.",
-    )  # fmt: skip
+    section = Section("bytes", "Bytes", "Accuracy against bytes", _means(findings) + _apart(findings))
     if draw and findings.averaged:
         section.figures.append(curves.accuracy_by_bytes(findings))
     for model in findings.models if findings.averaged else ():
@@ -65,7 +62,10 @@ def accuracy(findings: Findings, draw: bool) -> Section:
 
 def budgets(findings: Findings, draw: bool) -> Section:
     """Accuracy against budget, by task."""
-    text = "Every task by itself, with its own metric and intervals as above."
+    text = (
+        "Every task by itself, with its own metric, and 95 % intervals where it can be resampled. Where kinds of "
+        "budgets are mixed, points stand at the bytes that they held."
+    )
     section = Section("budget", "Budgets", "Accuracy against budget, by task", text)
     for model in findings.models:
         if draw:
@@ -80,11 +80,10 @@ def parts(findings: Findings, draw: bool) -> Section:
     text = (
         "A policy against the same one without its layer budgets, its representatives or its codec, at the same budget "
         "of tokens. Both are resampled with the same examples. Of twenty comparisons in which nothing differs, one is "
-        "expected to seem different at 95 %."
+        f"expected to seem different at 95 %. Where a task has fewer than {FEW} examples, no verdict is given."
     )
-    section = Section(
-        "parts", "Parts", "What one part changes", text if found else "No two policies differ in one part alone."
-    )
+    text = text if found else "No two policies that have a mean accuracy differ in one part alone."
+    section = Section("parts", "Parts", "What one part changes", text)
     if found:
         section.figures += [curves.differences_plot(found)] if draw else []
         several = len(findings.models) > 1
@@ -114,12 +113,11 @@ def positions(findings: Findings, draw: bool) -> Section:
     section = Section("positions", "Positions", "Where tokens were kept", text)
     for model in findings.models:
         section.tables[model] = tables.positions(findings, model)
-        for number, task in enumerate(findings.tasks if draw else ()):
-            name = f"{model}, {task}"
-            figure = maps.kept(findings, model, task)
-            if figure and number == 0:
-                section.figures.append(f"<h3>{name}</h3>{figure}")
-            elif figure:
+        figures = {f"{model}, {task}": maps.kept(findings, model, task) for task in findings.probed if draw}
+        for number, (name, figure) in enumerate((name, figure) for name, figure in figures.items() if figure):
+            if number == 0:
+                section.figures.append(f"<h3>{escape(name)}</h3>{figure}")
+            else:
                 section.folded[name] = figure
     return section
 
@@ -150,5 +148,22 @@ def run(findings: Findings) -> Section:
     )  # fmt: skip
 
 
+def _means(findings: Findings) -> str:
+    if not findings.averaged:
+        return "There is no mean accuracy: no task has a metric that is better when higher and lies between 0 and 1."
+    return (
+        f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over examples, task "
+        "by task. A score of exactly 0 or 1 has no width, which does not make it certain. Pareto front: no other "
+        "policy answers as well with fewer bytes, or better with as few; those on it are in bold."
+    )
+
+
+def _apart(findings: Findings) -> str:
+    """What is in no mean, and why."""
+    if not findings.apart:
+        return ""
+    return f" In no mean, since not all of their scores lie between 0 and 1: {_named(findings.apart)}."
+
+
 def _named(tasks: list[str]) -> str:
-    return ", ".join(f"`{task}`" for task in tasks) if tasks else "no task"
+    return ", ".join(f"`{task}`" for task in tasks)

@@ -19,6 +19,7 @@ RC: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
+    "text.parse_math": False,  # a name may have two dollars
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,

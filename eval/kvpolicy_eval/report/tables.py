@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import NamedTuple
 
 from kvpolicy_eval.report.curves import smallest
-from kvpolicy_eval.report.gather import Difference, Findings, Point, amount, front
+from kvpolicy_eval.report.gather import Findings, Point, amount, front
 from kvpolicy_eval.report.maps import cosines, layer_shares
+from kvpolicy_eval.report.parts import Difference
 
 
 class Table(NamedTuple):
@@ -47,7 +49,7 @@ def by_task(findings: Findings, model: str) -> Table:
 
 def changes(found: list[Difference]) -> Table:
     """What one part changes."""
-    rows = [[one.part, f"`{one.policy}`", f"`{one.base}`", _signed(one), _verdict(one)] for one in found]
+    rows = [[one.part, f"`{one.policy}`", f"`{one.base}`", _signed(one), one.verdict] for one in found]
     return Table(["part", "with it", "without it", "change of mean accuracy", "at 95 %"], rows)
 
 
@@ -119,14 +121,11 @@ def name_of(budget: str) -> str:
 
 def _cell(point: Point | None, best: set[str]) -> str:
     if point is None or point.mean is None:
-        return "" if point is None else "a task is missing"
+        return "" if point is None else "a score is missing"
     return f"**{point.mean}**" if point.policy in best else str(point.mean)
 
 
 def _signed(one: Difference) -> str:
     score = one.score
-    return f"{score.value:+.3f} [{score.low:+.3f}, {score.high:+.3f}]"
-
-
-def _verdict(one: Difference) -> str:
-    return "better" if one.score.low > 0 else "worse" if one.score.high < 0 else "no difference shown"
+    ends = "" if isnan(score.low) else f" [{score.low:+.3f}, {score.high:+.3f}]"
+    return f"{score.value:+.3f}{ends}"

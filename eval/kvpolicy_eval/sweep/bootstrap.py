@@ -42,6 +42,24 @@ def statistic_of(values: Sequence[Any], found: float) -> str:
     return ""
 
 
+def measured(values: Sequence[Any], found: float) -> Sequence[Any]:
+    """Leave out the examples that RULER marks with -1, which are not of a column's length.
+
+    Args:
+        values: One number, or one pair, for each example.
+        found: What lm-eval made of them.
+
+    Returns:
+        The others, where their mean is what lm-eval found; else all.
+
+    Examples:
+        >>> measured([-1.0, 0.5, 1.0, -1.0], 0.75)
+        [0.5, 1.0]
+    """
+    rest = [value for value in values if value != -1]
+    return rest if statistic_of(rest, found) == "mean" else values
+
+
 def draws(values: Sequence[Any], task: str, statistic: str = "mean", count: int = DRAWS) -> Any:
     """The statistic of `count` resamples, [count].
 

@@ -95,7 +95,9 @@ def rows_of(results: dict[str, Any]) -> list[Row]:
             metric, _, how = name.partition(",")
             if not how or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            values = scores.get(name, [])
+            values = bootstrap.measured(scores.get(name, []), float(value))
+            if values and all(value == -1 for value in values):
+                continue  # RULER's mark: no example is of this length
             row = Row(**cell | {"task": task}, metric=metric, filter=how, value=float(value), **cost)
             row.examples, row.seconds, row.peak_bytes = len(values), own["seconds"], own["peak_bytes"]
             row.higher_is_better = bool((results.get("higher_is_better", {}).get(task) or {}).get(metric, True))
