@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -21,7 +20,7 @@ from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.remarks import remarks
 from kvpolicy.report import Report, make_report
-from kvpolicy.rows import massive_tokens, rotary_shift
+from kvpolicy.rows import massive_tokens, mean_cosine, rotary_shift
 from kvpolicy.running import Running
 from kvpolicy.sizes import at_least, expected, longest
 
@@ -74,6 +73,7 @@ class PolicyCache(Cache):
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
         self._one_token, self.running = False, Running()
+        self._first: Tensor | None = None  # rows without a token before the running forward, [B], where there are some
         self._shift: Tensor | None = None  # what the rotary embedding adds to the waiting prompt's positions, [B]
 
     __repr__, _repr_html_ = notebook.cache_words, notebook.cache_html  # pyright: ignore[reportAssignmentType]
@@ -140,11 +140,15 @@ class PolicyCache(Cache):
         self._one_token = tokens.shape[1] == 1 and self.slots[0].is_initialized
         for layer in self.slots if self._one_token else ():
             layer.make_room()
-        valid = None if mask is None or mask.dim() != 2 else mask[:, -tokens.shape[1] :].bool()
+        self._first = None
+        if self._one_token:
+            return
+        layer, new = self.slots[0], tokens.shape[1]
+        seen = layer.length if layer.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
+        self._first = seen == 0 if bool((seen == 0).any()) else None
+        valid = None if mask is None or mask.dim() != 2 else mask[:, -new:].bool()
         self._valid = valid if self.wants_measures or self.wants_massive else None
-        if self.policy.codec.traits.frame == "pre" and not self._one_token:
-            layer, new = self.slots[0], tokens.shape[1]
-            seen = layer.length if layer.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
+        if self.policy.codec.traits.frame == "pre":
             self._shift = rotary_shift(position_ids, valid, layer.get_seq_length(), seen, new, self._shift)
 
     @on_host
@@ -156,18 +160,15 @@ class PolicyCache(Cache):
             residual: Before, [B, P, D].
             update: What attention adds, [B, P, D].
         """
-        before = residual.detach().float()
-        cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
-        if self._valid is None:
-            self._measures.setdefault(layer_idx, cosine.mean(-1))
-        else:
-            weight = self._valid.to(cosine)
-            self._measures.setdefault(layer_idx, (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1))
+        new, held = mean_cosine(residual, update, self._valid), self._measures.get(layer_idx)
+        if held is not None and self._first is not None:  # a row is measured where its first tokens are
+            new = torch.where(self._first.to(new.device), new, held)
+        self._measures[layer_idx] = new
 
     @property
     def wants_massive(self) -> bool:
         """Whether the largest hidden numbers of a prompt are still to be found."""
-        return self.policy.codec.traits.pins == "massive" and not all(layer.pinned for layer in self.slots)
+        return self.policy.codec.traits.pins == "massive" and self._first is not None
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
@@ -182,11 +183,11 @@ class PolicyCache(Cache):
     @property
     def wants_measures(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.allocator.measure != "" and self.plan is None
+        return self.policy.allocator.measure != "" and self._first is not None
 
     def _on_prompt(self, layer: PolicyLayer) -> None:
         """Compress a layer at once where budgets are known, and hold its prompt until they are."""
-        if self.policy.allocator.measure and self.plan is None:
+        if self.wants_measures:
             assert layer.prompt is not None
             layer.prompt = layer.prompt.owned()
             self._waiting.append(layer)
