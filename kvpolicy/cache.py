@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
@@ -21,7 +20,7 @@ from kvpolicy.plans import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.remarks import remarks
 from kvpolicy.report import Report, make_report
-from kvpolicy.rows import massive_tokens, rotary_shift
+from kvpolicy.rows import massive_tokens, mean_cosine, rotary_shift
 from kvpolicy.running import Running
 from kvpolicy.sizes import MOST, at_least, expected, longest
 
@@ -74,6 +73,7 @@ class PolicyCache(Cache):
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
         self._one_token, self.running = False, Running()
+        self._first: Tensor | None = None  # rows without a token before the running forward, [B], where there are some
         self._shift: Tensor | None = None  # what the rotary embedding adds to the waiting prompt's positions, [B]
 
     __repr__, _repr_html_ = notebook.cache_words, notebook.cache_html  # pyright: ignore[reportAssignmentType]
@@ -136,17 +136,18 @@ class PolicyCache(Cache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
-        first, new = self.slots[0], tokens.shape[1]
-        one_token, shift = new == 1 and first.is_initialized, self._shift
+        slots, new = self.slots[0], tokens.shape[1]
+        one_token, shift = new == 1 and slots.is_initialized, self._shift
         fits = mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # attention refuses others
         valid = mask[:, -new:].bool() if mask is not None and fits else None
+        seen = slots.length if slots.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
         if self.policy.codec.traits.frame == "pre" and not (one_token or self.running.now):
-            seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
-            shift = rotary_shift(position_ids, valid, first.get_seq_length(), seen, new, shift)
+            shift = rotary_shift(position_ids, valid, slots.get_seq_length(), seen, new, shift)
         self.running.begin(self.slots, new)  # what was refused before has not begun
         self._one_token, self._shift = one_token, shift
         for layer in self.slots if one_token else ():
             layer.make_room()
+        self._first = None if one_token or not bool((seen == 0).any()) else seen == 0
         self._valid = valid if self.wants_measures or self.wants_massive else None
 
     @on_host
@@ -158,18 +159,15 @@ class PolicyCache(Cache):
             residual: Before, [B, P, D].
             update: What attention adds, [B, P, D].
         """
-        before = residual.detach().float()
-        cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
-        if self._valid is None:
-            self._measures.setdefault(layer_idx, cosine.mean(-1))
-        else:
-            weight = self._valid.to(cosine)
-            self._measures.setdefault(layer_idx, (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1))
+        new, held = mean_cosine(residual, update, self._valid), self._measures.get(layer_idx)
+        if held is not None and self._first is not None:  # a row is measured where its first tokens are
+            new = torch.where(self._first.to(new.device), new, held)
+        self._measures[layer_idx] = new
 
     @property
     def wants_massive(self) -> bool:
         """Whether the largest hidden numbers of a prompt are still to be found."""
-        return self.policy.codec.traits.pins == "massive" and not all(layer.pinned for layer in self.slots)
+        return self.policy.codec.traits.pins == "massive" and self._first is not None
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
@@ -184,11 +182,11 @@ class PolicyCache(Cache):
     @property
     def wants_measures(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.allocator.measure != "" and self.plan is None
+        return self.policy.allocator.measure != "" and self._first is not None
 
     def _on_prompt(self, layer: PolicyLayer) -> None:
         """Compress a layer at once where budgets are known, and hold its prompt until they are."""
-        if self.policy.allocator.measure and self.plan is None:
+        if self.wants_measures:
             assert layer.prompt is not None
             layer.prompt = layer.prompt.owned()
             self._waiting.append(layer)

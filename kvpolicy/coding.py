@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from kvpolicy.layer import PolicyLayer
 
 
-def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def settle_loose(
+    layer: PolicyLayer, loose: Loose, idle: Tensor | None = None, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Give every chosen token a slot: those that leave first are coded, the others stay exact.
 
     Args:
         layer: Whose slots.
         loose: The tokens.
         idle: Rows that got no token, [B] bool, of which nothing is coded: alone they would not have been called.
+        first: Rows that got their first tokens, [B] bool, of which some may be frozen.
 
     Returns:
         The exact keys and values, [B, H, E, D].
@@ -33,7 +36,7 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
         some = loose.take(_by_position(loose)[..., : layer.layout.exact])
         return _put_first(layer, some, ~some.chosen, layer.layout.exact)
     loose = _drop_unchosen(loose)
-    if _freeze(layer, loose):
+    if _freeze(layer, loose, first):
         loose = loose._replace(chosen=loose.chosen & ~is_pinned(layer, loose.positions))
     count = loose.chosen.sum(-1)  # [B, H]
     order = leaving_order(layer, loose)
@@ -46,12 +49,19 @@ def settle_loose(layer: PolicyLayer, loose: Loose, idle: Tensor | None = None) -
     return _place_exact(layer, loose, order, moved)
 
 
-def _put_first(layer: PolicyLayer, some: Loose, gone: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Put tokens, which are copies, into the first slots; return their keys and values [B, H, size, D]; 0 if `gone`."""
+def _put_first(
+    layer: PolicyLayer, some: Loose, gone: Tensor, size: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Put tokens, which are copies, into the first slots of all `rows` [B, 1, 1], all by default.
+
+    Returns:
+        Their keys and values, [B, H, size, D]; 0 if `gone`.
+    """
     width = some.positions.shape[-1]
-    layer.positions[..., :width] = some.positions.masked_fill(gone, -1)
-    for slot, item in zip(tensors(layer.state), tensors(some.state), strict=True):
-        slot[..., :width] = item.masked_fill(gone, 0)
+    slots, items = (layer.positions, *tensors(layer.state)), (some.positions, *tensors(some.state))
+    for slot, item, empty in zip(slots, items, (-1, *[0] * (len(items) - 1)), strict=True):
+        new = item.masked_fill(gone, empty)
+        slot[..., :width] = new if rows is None else torch.where(rows, new, slot[..., :width])
     keys, values = (t.masked_fill_(gone[..., None], 0) for t in (some.keys, some.values))
     beside = (0, 0, 0, size - width)
     return (keys, values) if width == size else (F.pad(keys, beside), F.pad(values, beside))
@@ -68,18 +78,23 @@ def _drop_unchosen(loose: Loose) -> Loose:
     return loose.take(_by_position(loose)[..., :most])
 
 
-def _freeze(layer: PolicyLayer, loose: Loose) -> bool:
-    """Put the newest tokens into the first exact slots, once, where the codec takes them for atoms."""
+def _freeze(layer: PolicyLayer, loose: Loose, first: Tensor | None) -> bool:
+    """Put each row's newest tokens into the first exact slots, once, where the codec takes them for atoms."""
     traits = layer.policy.codec.traits
-    if traits.pins != "newest" or not traits.pinned or layer.pinned:
+    if traits.pins != "newest" or not traits.pinned or first is None or not bool(first.any()):
         return False
-    assert layer.rows is not None
+    assert layer.rows is not None and layer.keys is not None and layer.values is not None
+    own, old = first[:, None, None], (layer.keys, layer.values)
     width = min(traits.pinned, loose.positions.shape[-1])
     newest = torch.where(loose.chosen, loose.positions, -1).argsort(dim=-1, descending=True, stable=True)[..., :width]
     taken = loose.take(newest)
     gone = ~taken.chosen | (layer.rows.full == FAR)[..., None]  # alone such a row would have no codes, so no atoms
-    layer.rows.pins[..., :width] = taken.positions.masked_fill(gone, -1)
-    layer.keys, layer.values = _put_first(layer, taken, gone, traits.pinned)  # atoms must be there before codes are
+    pins = layer.rows.pins[..., :width]
+    pins.copy_(torch.where(own, taken.positions.masked_fill(gone, -1), pins))
+    new = _put_first(layer, taken, gone, traits.pinned, own)  # atoms must be there before codes are
+    if layer.frozen:
+        new = (torch.where(own[..., None], n, o[:, :, : layer.frozen]) for n, o in zip(new, old, strict=True))
+    layer.keys, layer.values = new
     layer.freeze(traits.pinned)
     return True
 

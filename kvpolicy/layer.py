@@ -49,7 +49,6 @@ class PolicyLayer(CacheLayerMixin):
         rows: What the codec's stages need to know of each row, None where nothing is coded.
         rope: The rotary embedding, where keys are coded without it.
         frozen: The first exact slots, which are the codec's atoms.
-        pinned: Whether it is settled which tokens stay exact.
         ranks: Who holds the layer's other heads.
     """
 
@@ -82,7 +81,7 @@ class PolicyLayer(CacheLayerMixin):
         super().__init__()
         self.policy, self.layer_idx, self._on_prompt, self.rope = policy, layer_idx, on_prompt, rope
         self._meet, self.ranks = meet, ALONE
-        self.frozen, self.pinned = 0, False
+        self.frozen = 0
         self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
         self.waits: bool | None = None  # for attention, in the running forward; None where none runs
@@ -133,7 +132,7 @@ class PolicyLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.is_initialized, self.prompt, self.layout, self.tokens = False, None, Layout(0), 0
-        self.frozen, self.pinned, self.massive = 0, False, None
+        self.frozen, self.massive = 0, None
         for name in ("keys", "values", "positions", "state", "codes", "books", "rows", "length", "budget", "columns"):
             vars(self).pop(name, None)
         self.keys = self.values = None
@@ -217,10 +216,11 @@ class PolicyLayer(CacheLayerMixin):
         lay_out(self, self.policy.codec.layout(self.tokens))
         self.set_budget(keep + room if prompt.idle is None else torch.where(prompt.idle, self.budget, keep + room))
         self.short = is_short(self)
-        if self.rows is not None and not self.pinned:
-            pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive)
-        self.keys, self.values = settle_loose(self, loose, prompt.idle)
-        self.pinned, self.massive = True, None
+        first = (seen == 0) & (self.length > 0)
+        if self.rows is not None and bool(first.any()):
+            pin(self.rows, self.policy.codec.traits, prompt.positions(seen), self.massive, first)
+        self.keys, self.values = settle_loose(self, loose, prompt.idle, first)
+        self.massive = None
         fix_addresses(self)
         self._code_full()
 

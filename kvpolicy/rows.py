@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.protocols import Codec, Traits
@@ -53,7 +54,7 @@ def with_budget(rows: Rows, codec: Codec, tokens: list[int], frozen: int) -> Row
     return rows._replace(full=rows.full.new_tensor(full), room=rows.room.new_tensor(room))
 
 
-def pin(rows: Rows, traits: Traits, positions: Tensor, massive: Tensor | None) -> None:
+def pin(rows: Rows, traits: Traits, positions: Tensor, massive: Tensor | None, first: Tensor) -> None:
     """Settle, in place, which tokens of the first prompt are never coded, but for the newest, which heads choose.
 
     Args:
@@ -61,6 +62,7 @@ def pin(rows: Rows, traits: Traits, positions: Tensor, massive: Tensor | None) -
         traits: The codec's.
         positions: Of the prompt's tokens, [B, P] int32, -1 for padding.
         massive: Which of them hold the largest hidden numbers, [B, P] bool, where the codec asks for these.
+        first: Rows that had no token before, [B] bool; the others keep what they have.
     """
     if traits.pins in ("none", "newest"):
         return
@@ -70,7 +72,8 @@ def pin(rows: Rows, traits: Traits, positions: Tensor, massive: Tensor | None) -
     else:
         positions = positions.masked_fill(positions >= traits.pinned, -1)
     pins = positions.sort(dim=-1, descending=True).values[:, : traits.pinned]
-    rows.pins[:, 0, : pins.shape[1]] = pins
+    held = rows.pins[:, 0, : pins.shape[1]]
+    held.copy_(torch.where(first[:, None], pins, held))
 
 
 def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
@@ -80,6 +83,14 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
         size = size.masked_fill(~valid[..., None], -1)
     best = size.flatten(1).topk(min(count, size[0].numel())).indices
     return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device).scatter_(1, best // size.shape[2], True)
+
+
+def mean_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> Tensor:
+    """Cosine of hidden states [B, P, D] and the same with an update, mean over each row's tokens, [B]; 0 for none."""
+    before = before.detach().float()
+    cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
+    weight = torch.ones_like(cosine) if valid is None else valid.to(cosine)
+    return (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1)
 
 
 def rotary_shift(

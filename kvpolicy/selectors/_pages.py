@@ -42,11 +42,19 @@ def paginate(positions: Tensor, page: int, worth: Tensor, distance: Tensor) -> P
 
 
 def best_pages(pages: Pages, room: Tensor) -> Tensor:
-    """The pages of highest value, while their tokens fit into `room` [B]; [B, H, M] bool."""
+    """The page of the newest token, then those of highest value, while they fit into `room` [B]; [B, H, M] bool."""
     value = pages.value.masked_fill(pages.size == 0, -torch.inf)
     order = value.argsort(dim=-1, descending=True, stable=True)
+    number = torch.arange(value.shape[-1], device=value.device)
+    newest = torch.where(pages.size > 0, number, -1).amax(-1, keepdim=True)
+    order = order.gather(-1, (order != newest).int().argsort(dim=-1, stable=True))
     fits = pages.size.gather(-1, order).cumsum(-1) <= room[:, None, None]
     return torch.zeros_like(fits).scatter_(-1, order, fits) & (pages.size > 0)
+
+
+def least_room(tokens: int, page: int) -> int:
+    """Tokens of the pages that `tokens` need at least: the newest token's, and those of the others in a row."""
+    return (1 - (1 - tokens) // page) * page if page else tokens
 
 
 def mark_tokens(pages: Pages, chosen: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from kvpolicy.selectors._crush import (
     signatures,
     top_mask,
 )
-from kvpolicy.selectors._pages import best_pages, mark_tokens, paginate
+from kvpolicy.selectors._pages import best_pages, least_room, mark_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
 
 KEEP, FREE, DROP = 1, 0, -1
@@ -120,8 +120,8 @@ class KVCrush:
 
     @property
     def floor(self) -> int:
-        """Enough that the base's share is its own floor."""
-        return (self.base.floor - 1) * MILLION // (MILLION - self._parts) + 1
+        """Enough that the base's share is its own floor, by pages in whole ones."""
+        return (least_room(self.base.floor, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""

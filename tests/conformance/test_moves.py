@@ -95,6 +95,20 @@ def random_conversation(seed: int) -> None:
     bench.check()
 
 
+@pytest.mark.parametrize("frame", ["post", "pre"])
+@pytest.mark.parametrize("pins", [*PINS])
+@pytest.mark.parametrize("caps", ["one", "two"])
+def test_rows_that_begin_later(caps: str, pins: str, frame: str) -> None:
+    """A chunk that is all padding for a row settles none of its pins; rows that began keep theirs."""
+    sizes, start = [10, 10, 10, *[1] * 8, 6, *[1] * 6], [0, 3, 14, 26]
+    bench = bench_of(fake(caps, "4", "age", pins, "3", "flush", frame), "h2o", "evict", [22, 22, 18, 22], 0)
+    valid = torch.arange(sum(sizes)) >= torch.tensor(start)[:, None]
+    for number, columns in enumerate(torch.arange(sum(sizes)).split(sizes)):
+        own = valid[:, columns]
+        bench.forward(*draw(len(columns), number, batch=len(start)), None if bool(own.all()) else own)
+    assert bench.check().turns == 4 * len(sizes) - 1 - 2
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_some(seed: int) -> None:
     random_conversation(seed)

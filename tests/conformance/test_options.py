@@ -50,6 +50,24 @@ def test_kvcrush_in_full(options: tuple[str, ...], seed: int) -> None:
     converse(crush_words(*options, split, quantile, str(seed)), seed=seed, group=1 + seed)
 
 
+@pytest.mark.parametrize("page", [3, 16, 64])
+@pytest.mark.parametrize("base", BASES)
+def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
+    """It holds the page of the newest token and what the base always keeps first; the slow reference agrees."""
+    policy = f"kvcrush:page={page}/{base}"
+    floor = Policy.parse(policy + "@1.0").selector.floor
+    with pytest.raises(ValueError, match=f"the smallest that works is {floor}"):
+        Policy.parse(f"{policy}@{floor - 1}")
+    for budget in (floor, floor + page // 2):
+        bench = Bench(f"{policy}@{budget}", [budget])
+        bench.forward(*draw(200, budget))
+        for head in bench.turns[0].kept[0]:
+            assert set(range(200 // page * page, 200)) <= set(head)
+            assert not base.startswith("streaming") or set(range(4)) <= set(head)
+        bench.forward(*draw(1, 0))
+        bench.check()
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_no_split_is_the_base(base: str) -> None:
     small = {"streaming": "streaming:sinks=2"}.get(base, base)

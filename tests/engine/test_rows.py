@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
@@ -53,3 +54,30 @@ def test_budgets(budget: str) -> None:
 def test_width_of_the_padding_does_not_matter(selector: str) -> None:
     """A short row beside a far longer one: padding is no sink, in no window, no mean and no threshold."""
     check(words("squeeze", selector), "llama", [26, 6])
+
+
+CHUNKS = [12, 12, 12, 1, 1, 1, 6, 1, 1]
+
+
+@pytest.mark.parametrize("allocator", ["uniform", "squeeze"])
+@pytest.mark.parametrize("codec", ["plain", "kvquant", "rotate", "csr"])
+def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
+    """What is settled once of a row, its pins and its measure, waits until the row has a token."""
+    model, policy = build("llama"), words(allocator, "h2o", codec)
+    ids, mask = make_batch([36, 20, 5], [36, *CHUNKS[3:]])
+    with kvpolicy.attach(model, policy):
+        together = PolicyCache(model, prompt=[36, 20, 5], new=11)
+        logits = talk(model, ids, mask, CHUNKS, together)
+        for row, length in enumerate([36, 20, 5]):
+            skip = 36 - length
+            turns = [12 - skip % 12, *CHUNKS[skip // 12 + 1 :]]
+            alone = PolicyCache(model, prompt=length, new=11)
+            own = talk(model, ids[row : row + 1, skip:], mask[row : row + 1, skip:], turns, alone)
+            assert (own[0] - logits[row, skip:]).abs().max() < (5e-5 if codec == "plain" else 0.01)
+            for mine, ours in zip(alone.slots, together.slots, strict=True):
+                assert kept_positions(mine)[0] == kept_positions(ours)[row]
+                assert int(mine.budget) == int(ours.budget[row])
+                if mine.rows is not None and ours.rows is not None:
+                    assert torch.equal(mine.rows.pins[0], ours.rows.pins[row])
+            if allocator == "squeeze":
+                assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)

@@ -158,8 +158,11 @@ class ReferenceLayer:
     def _precise(self, head: Head) -> int:
         """How many tokens of a head stay precise: what a ranking of its tokens by worth is asked for."""
         assert self.mover is not None
-        tokens, floor = self._most(), selectors.smallest_budget(self.base)
-        while self._base_budget(floor) < selectors.smallest_budget(self.base):
+        least = selectors.smallest_budget(self.base)
+        if self.selector["name"] == "kvcrush":
+            least = kvcrush.smallest_share(self.selector, least)
+        tokens, floor = self._most(), least
+        while self._base_budget(floor) < least:
             floor += 1
         return min(max(self.mover.precise(head, tokens), floor), tokens)
 

@@ -30,6 +30,12 @@ def representatives(config: Config, budget: int) -> int:
     return floor_share(config["split"], budget)
 
 
+def smallest_share(config: Config, base: int) -> int:
+    """The fewest tokens of the base, which alone needs `base`: a page of the newest token, and some of the rest."""
+    page = config["page"]
+    return page + math.ceil((base - 1) / page) * page if page else base
+
+
 def bits(scores: list[float], quantile: Number) -> list[int]:
     """One query head's bits: 1 for its highest tokens, ties to the earlier one."""
     ones = math.floor(len(scores) * (1 - exact(quantile)))
@@ -133,7 +139,7 @@ def _keep_pages(
     value = {p: sum(priorities[j] for j in members) for p, members in pages.items()}  # inf + anything = inf
     strong: list[int] = []
     used = 0
-    for p in sorted(pages, key=lambda p: (-value[p], p)):
+    for p in sorted(pages, key=lambda p: (p != max(pages), -value[p], p)):
         if used + len(pages[p]) > budget - r:
             break
         strong.append(p)
