@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import PolicyCache
+from kvpolicy import Policy, PolicyCache
+from kvpolicy.attention import Kernel
+from kvpolicy.layer import PolicyLayer
+from tests.conformance.bench import draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
+from tests.conformance.replay import kept_positions
 from tests.robust.hostile import EACH, converse
 
 NAN, INF = float("nan"), float("inf")
@@ -101,3 +105,31 @@ def test_a_model_of_nothing_but_nan(policy: str) -> None:
     with kvpolicy.attach(model, policy), spoiled(model, slice(None), NAN):
         logits = talk(model, *make_batch([26, 17]), TURNS, PolicyCache(model, new=14))
     assert logits[:, 25].isnan().all()
+
+
+@pytest.mark.parametrize("cap", [None, 20000.0])
+@pytest.mark.parametrize(
+    "policy", ["h2o@20", "tova@20", "h2o+tokenwise:bits=8:group_size=2:residual_length=2:block_size=2@20"]
+)
+def test_products_beyond_fp16(policy: str, cap: float | None) -> None:
+    """Queries and keys whose products fp16 cannot hold unscaled answer as in fp32, and the same tokens stay."""
+    kernel, outs = Kernel(64**-0.5, cap), list[list[Tensor]]()
+    layers = [PolicyLayer(Policy.parse(policy), 0, _settle) for _ in range(2)]
+    for layer, dtype in zip(layers, (torch.float16, torch.float32), strict=True):
+        outs.append([])
+        keys = torch.linspace(400, 300, 48).split([40, 1, 1, 5, 1])
+        for number, part in enumerate(keys):
+            q, k, v = draw(len(part), number, dim=64, sharp=0.1)
+            q[..., :2], k[..., :2] = 120, part[:, None]
+            valid = torch.arange(len(part))[None] >= 3 if number == 0 else None
+            q, k, v = (t.half().to(dtype) for t in (q, k, v))
+            outs[-1].append(layer.forward(q, k, v, valid, kernel).float())
+            if len(part) == 1:
+                layer.tick()
+    assert all(torch.allclose(mine, its, atol=0.01) for mine, its in zip(*outs, strict=True))
+    assert kept_positions(layers[0]) == kept_positions(layers[1])
+
+
+def _settle(layer: PolicyLayer) -> None:
+    keep = torch.tensor([20])
+    layer.settle(keep, torch.zeros_like(keep), keep)
