@@ -73,7 +73,7 @@ def attention_forward(
     if s_aux is not None and len(s_aux) != query.shape[1]:
         raise ValueError(
             f"{type(module).__name__} has {len(s_aux)} attention sinks for {query.shape[1]} query heads on this rank, "
-            "since they were not divided with the heads: load the model on one rank, or with backend='hf'."
+            "since they were not divided with the heads: load the model on one rank."
         )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise ValueError(

@@ -219,3 +219,12 @@ def test_a_mask_of_the_wrong_width() -> None:
         with pytest.raises(ValueError, match="columns") as error:
             model(ids[:, :2], attention_mask=torch.ones(1, 5, dtype=torch.int64), past_key_values=cache)
         one_sentence(error.value)
+
+
+def test_attention_sinks_that_ranks_did_not_divide() -> None:
+    model = copy.deepcopy(build("gpt_oss"))
+    attention = model.model.layers[1].self_attn
+    attention.sinks = torch.nn.Parameter(attention.sinks.detach().repeat(2))
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="8 attention sinks for 4") as error:
+        model(torch.ones(1, 9, dtype=torch.int64))
+    one_sentence(error.value)
