@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.products import products
+
 if TYPE_CHECKING:
     from kvpolicy.reading import Coded
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
-
-SMALLER = 2.0**-4
-"""What fp16 queries are multiplied by before products and divided by after: no digit is lost, but to tiny numbers."""
 
 
 class Past(NamedTuple):
@@ -60,13 +59,6 @@ class Kernel(NamedTuple):
             return share
         sinks = self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
         return share * torch.sigmoid(score.logsumexp(-1, keepdim=True) - sinks)
-
-
-def products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of queries [..., M, D] with keys [..., N, D], fp32 [..., M, N]; in fp16 many a raw one would be inf."""
-    if queries.dtype != torch.float16:
-        return (queries @ keys.transpose(-1, -2)).float()
-    return (queries * SMALLER @ keys.transpose(-1, -2)).float().div_(SMALLER)
 
 
 def attend(

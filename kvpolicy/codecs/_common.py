@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import products
+from kvpolicy.products import products
 from kvpolicy.protocols import At, Layout, Store, Traits, Turn
 
 CHUNK, CHUNKS = 1024, 16

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import products
 from kvpolicy.codecs._atoms import Side
 from kvpolicy.codecs._common import CHUNK, check_least, ordinary_layout, score_by_chunks
 from kvpolicy.codecs._dictionaries import dictionary, size, width
@@ -16,6 +15,7 @@ from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
 from kvpolicy.fields import check_fields
+from kvpolicy.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
 
 

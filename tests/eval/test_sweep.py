@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():
@@ -25,30 +24,23 @@ with warnings.catch_warnings():
     from kvpolicy_eval.sweep import evaluate
 
 from kvpolicy_eval import cli
-from kvpolicy_eval.sweep import command, config, run
+from kvpolicy_eval.sweep import config, run
 from kvpolicy_eval.sweep.cells import Cell, Store, load_json, write
+from tests.eval import sweeping
+from tests.eval.sweeping import quietly, sweep
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"policies": ["full", "snapkv"], "budgets": [0.2], "tasks": ["kvpolicy_fewshot"], "limit": 2, "probes": 1}
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch):
-    """Libraries warn a lot, and what hides bars and notes elsewhere must not outlive a test."""
-    monkeypatch.setattr(command, "quiet", lambda: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _quiet():
+    with quietly():
         yield
 
 
 def file(folder: Path, **changes: Any) -> Path:
-    place = folder / "small.yaml"
-    place.write_text(yaml.safe_dump(SMALL | changes), encoding="utf-8")
-    return place
-
-
-def sweep(place: Path, out: Path, *words: str) -> int:
-    return cli.main(["sweep", str(place), "--out", str(out), *words])
+    return sweeping.file(folder, **SMALL | changes)
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +48,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished sweep of two policies, and one cell that fails."""
     folder = tmp_path_factory.mktemp("sweep")
     out = folder / "out"
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(command, "quiet", lambda: None)
+    with quietly():
         code = sweep(file(folder, policies=["full", "snapkv", "streaming@0.001"]), out)
     assert code == 1, "a cell failed"
     return out

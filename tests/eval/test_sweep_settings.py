@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("transformers")
 with warnings.catch_warnings():
@@ -16,11 +15,10 @@ with warnings.catch_warnings():
     pytest.importorskip("lm_eval.models.huggingface")
     from kvpolicy_eval.sweep import evaluate
 
-from kvpolicy_eval import cli
 from kvpolicy_eval.sweep import command, config
 from kvpolicy_eval.sweep.cells import Store
+from tests.eval.sweeping import SMALL, file, quietly, sweep
 
-SMALL = {"policies": ["full"], "tasks": ["kvpolicy_fewshot"], "limit": 1, "probes": 0}
 MADE = """
 import datasets
 from transformers import AutoTokenizer
@@ -46,21 +44,9 @@ def mean(values):
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "quiet", lambda: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _quiet():
+    with quietly():
         yield
-
-
-def file(folder: Path, **changes: Any) -> Path:
-    place = folder / "small.yaml"
-    place.write_text(yaml.safe_dump(SMALL | changes), encoding="utf-8")
-    return place
-
-
-def sweep(place: Path, out: Path, *words: str) -> int:
-    return cli.main(["sweep", str(place), "--out", str(out), *words])
 
 
 def done(folder: Path, of: config.Config) -> Path:

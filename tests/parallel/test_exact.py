@@ -14,7 +14,7 @@ POOLED = [
     "tova", "tova:decode=grow", "squeeze+tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3",
     *(f"kvcrush:{options}/snapkv:window=6:kernel=3" for options in (
         "anchor=random", "anchor=mean", "anchor=alternate", "anchor=ones:quantile=0.8", "buckets=distance",
-        "pick=best:seed=3", "pick=random:split=0.5", "page=4:split=0.5",
+        "pick=best:seed=3", "pick=random:split=0.5", "page=3:split=0.5",
     )),
     "kvcrush/tova", "kvcrush/h2o", "kvcrush:page=3/window", "kvcrush/streaming:sinks=2",
     "h2o", "probe:recent=0.2:random=0.2", "tova+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
