@@ -42,7 +42,6 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
     kv_slots: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -52,8 +51,6 @@ def attention_forward(
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
-    if s_aux is not None:
-        kwargs["s_aux"] = s_aux
     if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         mask, run = attention_mask, _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
@@ -70,9 +67,10 @@ def attention_forward(
             "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
             "pass text alone, without token_type_ids, and the 2-D mask of padding."
         )
-    if s_aux is not None and len(s_aux) != query.shape[1]:
+    sinks: Tensor | None = kwargs.get("s_aux")
+    if sinks is not None and len(sinks) != query.shape[1]:
         raise ValueError(
-            f"{type(module).__name__} has {len(s_aux)} attention sinks for {query.shape[1]} query heads on this rank, "
+            f"{type(module).__name__} has {len(sinks)} attention sinks for {query.shape[1]} query heads on this rank, "
             "since they were not divided with the heads: load the model on one rank."
         )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
@@ -90,7 +88,7 @@ def attention_forward(
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)
-    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     if kv_slots is None:
         out, _ = attend(query, key, value, kernel, None, attention_mask, False)
     else:

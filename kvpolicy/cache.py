@@ -138,7 +138,7 @@ class PolicyCache(Cache):
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
         slots, new = self.slots[0], tokens.shape[1]
         one_token, shift = new == 1 and slots.is_initialized, self._shift
-        fits = mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # attention refuses others
+        fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = slots.length if slots.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
         if self.policy.codec.traits.frame == "pre" and not (one_token or self.running.now):
