@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, Selector
-from kvpolicy.rotary import Rope
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class Distortion(NamedTuple):
@@ -55,7 +56,7 @@ def distortion(
         Error, bits and tokens.
 
     Raises:
-        ValueError: Where the codec leaves all of so few tokens exact.
+        KVPolicyError: Where the codec leaves all of so few tokens exact.
 
     Examples:
         >>> from kvpolicy import KIVI
@@ -72,7 +73,7 @@ def distortion(
     coded = past.live.clone()
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
-        raise ValueError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
+        raise KVPolicyError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
     held, slots = layer.held(), sum(layer.layout.coded)
     bits = 8 * (held["codes"] + held["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
     at = layer.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvpolicy import grammar, notebook
 from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.budget import Budget, check_budget
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.fields import check_instance
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
 from kvpolicy.registry import Kind
+from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.spec import grammar
+from kvpolicy.spec.budget import Budget, check_budget
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.fields import check_instance
 
 DEFAULT_SHARE = 0.2
 """The budget of a policy that names a selector and no budget."""
@@ -38,8 +40,8 @@ class Policy:
             token and takes the selector's ranking for its precision; else 0.2.
 
     Raises:
-        TypeError: Where a part is in the wrong place.
-        ValueError: Where the budget is out of range, too small for the selector, or needs a selector.
+        KVPolicyTypeError: Where a part is in the wrong place.
+        KVPolicyError: Where the budget is out of range, too small for the selector, or needs a selector.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -71,7 +73,7 @@ class Policy:
             text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a.
 
         Raises:
-            ValueError: Where the text is not a policy; it says which word, what exists and what is near.
+            KVPolicyError: Where the text is not a policy; it says which word, what exists and what is near.
 
         Examples:
             >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
@@ -85,15 +87,15 @@ class Policy:
         try:
             return cls(**parts, budget=_UNSET if budget is None else budget)
         except TypeError as error:  # of a text, nothing but ValueError: here a plug-in does not implement its kind
-            raise ValueError(f"The policy {text!r} cannot be built: {error}") from error
+            raise KVPolicyError(f"The policy {text!r} cannot be built: {error}") from error
 
     @classmethod
     def of(cls, policy: Policy | str) -> Policy:
         """A policy as it is, or read from its words.
 
         Raises:
-            TypeError: Where it is neither.
-            ValueError: Where the words are not a policy.
+            KVPolicyTypeError: Where it is neither.
+            KVPolicyError: Where the words are not a policy.
 
         Examples:
             >>> Policy.of("h2o") == Policy.of(Policy.parse("h2o"))
@@ -105,7 +107,7 @@ class Policy:
             return cls.parse(policy)
         fits = _fitting(policy)
         advice = f"write Policy({fits[0]}=...)" if fits else 'give words such as "snapkv@0.2", or a kvpolicy.Policy'
-        raise TypeError(f"The policy is {policy!r}, which is none: {advice}.")
+        raise KVPolicyTypeError(f"The policy is {policy!r}, which is none: {advice}.")
 
     def __eq__(self, other: object) -> bool:
         """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is everything."""
@@ -150,17 +152,17 @@ class Policy:
     def _check_budget(self) -> None:
         budget = self.budget
         if self._keeps_all and self._ranks:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The codec {self.codec} stores the tokens of highest rank precisely, and no selector ranks them: "
                 "name one, such as h2o."
             )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
-            raise ValueError(
+            raise KVPolicyError(
                 f"The budget {budget} may leave tokens out, and no selector says which to keep: "
                 "name one, such as snapkv, or leave the budget out."
             )
         if isinstance(budget, int) and budget < self.selector.floor:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The budget of {budget} tokens is too small for {self.selector}: "
                 f"the smallest that works is {self.selector.floor}."
             )
@@ -177,7 +179,7 @@ def _check_part(kind: Kind, part: object) -> None:
         advice = f"words are read by Policy.parse({part!r})"
     else:
         advice = lacking(part, kind)
-    raise TypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
+    raise KVPolicyTypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
 
 
 def _fitting(part: object) -> list[Kind]:

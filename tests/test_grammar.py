@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpolicy import grammar, registry
+from kvpolicy import registry
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
@@ -19,6 +19,7 @@ from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.spec import grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

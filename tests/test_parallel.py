@@ -2,7 +2,7 @@
 
 import torch
 
-from kvpolicy.parallel import ALONE, Ranks, sharing_of
+from kvpolicy.parallel.runtime import ALONE, Ranks, sharing_of
 
 
 def _ranks(rank: int, queries: tuple[int, ...], heads: tuple[int, ...], replicas: int = 1) -> Ranks:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from kvpolicy import TokenWise
 from kvpolicy.protocols import At, Layout, Store, Traits, Turn
-from kvpolicy.testing import check
+from kvpolicy.testing.conformance import check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

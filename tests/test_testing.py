@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy
-from kvpolicy.budget import waterfill
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.registry import lookup, names
-from kvpolicy.testing import check
+from kvpolicy.spec.budget import waterfill
+from kvpolicy.testing.conformance import check
 from tests.conformance.policies import words
 
 SOME = ("squeeze", "kvcrush", "kivi", "mikv")

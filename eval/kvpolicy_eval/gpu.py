@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.budget import bytes_of
-from kvpolicy.formats import check_format, stamp
+from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.formats import check_format, stamp
 from kvpolicy_eval.gpu_case import MARK, SHAPES
 from kvpolicy_eval.gpu_table import report
 from kvpolicy_eval.markdown import fill

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy.dividing import FAMILIES, Heads, check_family
+from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import Checkpoint, of_tensors
 from kvpolicy_deepspeed.launch import World, meet, world
@@ -35,9 +35,9 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
         A `transformers.PreTrainedModel` in evaluation mode whose logits, on every rank, are the whole model's.
 
     Raises:
-        ValueError: Where the model cannot be divided so, or the policy does not fit it.
+        KVPolicyError: Where the model cannot be divided so, or the policy does not fit it.
         ImportError: Where DeepSpeed is asked for and not installed.
-        RuntimeError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: Where there is no launcher; it gives the command to use.
     """
     place = world()
     checks.check_backend(backend, path_or_model)
@@ -115,7 +115,7 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
-    from kvpolicy.families import find_sites, sample_weights
+    from kvpolicy.hf.model_spec import find_sites, sample_weights
     from kvpolicy_deepspeed.autotp import divide
     from kvpolicy_deepspeed.filling import fill
 
@@ -142,7 +142,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor | None:
     """A few numbers of the whole first attention matrix, as `kvpolicy.families.sample_weights` takes them."""
-    from kvpolicy.families import Site, find_sites, sample_weights
+    from kvpolicy.hf.model_spec import Site, find_sites, sample_weights
 
     site = find_sites(model).layers[0]
     first = next(parameter for parameter in site.attention.parameters() if parameter.dim() == 2)
@@ -155,7 +155,7 @@ def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor |
 
 
 def _share(model: Any, replicas: int, weights: Tensor | None) -> Any:
-    from kvpolicy.parallel import share
+    from kvpolicy.parallel.runtime import share
 
     share(model, dist.group.WORLD, replicas=replicas, weights=weights)
     return model

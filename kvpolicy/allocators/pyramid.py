@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.budget import waterfill
-from kvpolicy.fields import check_fields
+from kvpolicy.spec.budget import waterfill
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +38,7 @@ class Pyramid:
         """Check `beta`."""
         check_fields(self)
         if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
+            raise KVPolicyError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
 
     @property
     def measure(self) -> Literal["", "cosine"]:

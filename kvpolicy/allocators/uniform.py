@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvpolicy.budget import waterfill
+from kvpolicy.spec.budget import waterfill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvpolicy.backend import PREFIX
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.configs import configs_of
-from kvpolicy.families import describe, find_sites
-from kvpolicy.rotary import Rope
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.config_swap import configs_of
+from kvpolicy.hf.model_spec import describe, find_sites
+from kvpolicy.spec.errors import KVPolicyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,8 @@ def collect(
         progress: Whether to show a bar.
 
     Raises:
-        TypeError: Where the windows are no token ids.
-        ValueError: Where the model is not supported, has a policy, or makes numbers that are not finite.
+        KVPolicyTypeError: Where the windows are no token ids.
+        KVPolicyError: Where the model is not supported, has a policy, or makes numbers that are not finite.
 
     Examples:
         >>> import kvpolicy
@@ -74,10 +75,10 @@ def collect(
         torch.Size([4, 20, 32])
     """
     if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
-        raise ValueError("A policy is attached to this model: detach it before calibrating.")
+        raise KVPolicyError("A policy is attached to this model: detach it before calibrating.")
     windows = as_windows(windows)
     if not windows:
-        raise ValueError("There are no tokens to calibrate on: give a longer text.")
+        raise KVPolicyError("There are no tokens to calibrate on: give a longer text.")
     reader = _Reader(model, frames, fisher)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +111,7 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     for part, vectors in joined.items():
         for layer, x in vectors.items():
             if not x.isfinite().all():
-                raise ValueError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
+                raise KVPolicyError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
     return joined
 
 
@@ -157,7 +158,7 @@ class _Reader:
         with torch.enable_grad():
             loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
             if not loss.requires_grad:
-                raise ValueError(
+                raise KVPolicyError(
                     "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpolicy.products import products
+from kvpolicy.kernels.products import products
 from kvpolicy.protocols import At, Layout, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
 
 CHUNK, CHUNKS = 1024, 16
 """Attention on codes decodes at least so many slots at a time, and does so at most so many times: few enough for a
@@ -31,10 +32,10 @@ def ordinary_layout(traits: Traits, tokens: int) -> Layout:
 
 
 def check_least(codec: object, **fields: tuple[int, int]) -> None:
-    """Raise ValueError where a field of a codec is below its least; each field has its least and an example."""
+    """Raise KVPolicyError where a field of a codec is below its least; each field has its least and an example."""
     for field, (least, example) in fields.items():
         if getattr(codec, field) < least:
-            raise ValueError(
+            raise KVPolicyError(
                 f"{type(codec).__name__}'s {field} is {getattr(codec, field)}: give at least {least}, "
                 f"such as {example}."
             )

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class BFPCodes(NamedTuple):
@@ -51,7 +52,7 @@ class BFP:
         block_size: How many tokens are coded at a time.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> BFP(mantissa=4).layout(1000)
@@ -78,7 +79,7 @@ class BFP:
         """Check the parameters."""
         check_fields(self)
         if self.mantissa not in (3, 4, 5, 6, 8):
-            raise ValueError(f"BFP's mantissa is {self.mantissa!r}: give 3, 4, 5, 6 or 8.")
+            raise KVPolicyError(f"BFP's mantissa is {self.mantissa!r}: give 3, 4, 5, 6 or 8.")
         check_least(self, block_channels=(1, 32), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -100,9 +101,9 @@ class BFP:
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where a channel's number does not fit its place in the order."""
+        """Raise KVPolicyError where a channel's number does not fit its place in the order."""
         if model.head_dim > 2**15:
-            raise ValueError(
+            raise KVPolicyError(
                 f"BFP numbers channels up to {2**15}, and the head dimension is {model.head_dim}: use another codec."
             )
 

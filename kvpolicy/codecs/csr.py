@@ -14,9 +14,10 @@ from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
-from kvpolicy.fields import check_fields
-from kvpolicy.products import products
+from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class CSRBook(NamedTuple):
@@ -116,15 +117,17 @@ class CSR:
         for field, allowed in {**choices, "coef": ("fp16", "fp8"), "index": ("int16", "packed")}.items():
             if getattr(self, field) not in allowed:
                 *most, last = map(str, allowed)
-                raise ValueError(f"CSR's {field} is {getattr(self, field)!r}: give {', '.join(most)} or {last}.")
+                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)!r}: give {', '.join(most)} or {last}.")
         for field in ("online", "guard", "top", "distance", "residual_length"):
             if getattr(self, field) < 0:
-                raise ValueError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
+                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
         check_least(self, block_size=(1, 32))
         if self.s < 1 or self.s % self.sn:
-            raise ValueError(f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}.")
+            raise KVPolicyError(
+                f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}."
+            )
         if self.top and self.frame == "post":
-            raise ValueError(f"CSR's top is {self.top}, and with frame=post all scores are exact: leave it out.")
+            raise KVPolicyError(f"CSR's top is {self.top}, and with frame=post all scores are exact: leave it out.")
 
     @property
     def traits(self) -> Traits:
@@ -152,9 +155,9 @@ class CSR:
         return CSRBook(*found)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the dictionaries are missing, of another model or too large."""
+        """Raise KVPolicyError where the dictionaries are missing, of another model or too large."""
         if model.head_dim % self.sn:
-            raise ValueError(
+            raise KVPolicyError(
                 f"CSR cuts a value into {self.sn} chunks, and the head dimension {model.head_dim} is no multiple of "
                 f"{self.sn}: use sn=1."
             )
@@ -163,7 +166,7 @@ class CSR:
             for layer_idx in model.indices:
                 its = width(self.dictionary, name, layer_idx)
                 if its != model.head_dim // chunks:
-                    raise ValueError(
+                    raise KVPolicyError(
                         f"The dictionary {name} of {self.dictionary!r} has vectors of {its} numbers, and the model's "
                         f"have {model.head_dim // chunks}: make one for it with kvpolicy calibrate csr."
                     )
@@ -243,7 +246,7 @@ class CSR:
         count = self._count(size(self.dictionary, name), parts)
         most = 2**15 - 1 if self.index == "int16" else 2**16
         if count > most:
-            raise ValueError(
+            raise KVPolicyError(
                 f"CSR numbers at most {most} atoms with index={self.index}, and {name} has {count} with {self.guard} "
                 f"of the guard and {self.online} online tokens: lower guard or online."
             )

@@ -14,8 +14,9 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
 from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class GEARCodes(NamedTuple):
@@ -103,16 +104,16 @@ class GEAR:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
+            raise KVPolicyError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
         if not 2 <= self.group_size <= 2**15:
-            raise ValueError(f"GEAR's group_size is {self.group_size}: give 2 to 32768, such as 64.")
+            raise KVPolicyError(f"GEAR's group_size is {self.group_size}: give 2 to 32768, such as 64.")
         if not 0 <= self.rank <= self.group_size:
-            raise ValueError(f"GEAR's rank is {self.rank}: give 0 to the group_size, which is {self.group_size}.")
+            raise KVPolicyError(f"GEAR's rank is {self.rank}: give 0 to the group_size, which is {self.group_size}.")
         if not 0 <= self.sparse < 1:
-            raise ValueError(f"GEAR's sparse is {self.sparse}: give a share from 0 to below 1, such as 0.02.")
+            raise KVPolicyError(f"GEAR's sparse is {self.sparse}: give a share from 0 to below 1, such as 0.02.")
         check_least(self, residual_length=(0, 64))
         if self.backbone not in ("kivi", "kcvt"):
-            raise ValueError(f"GEAR's backbone is {self.backbone!r}: give 'kivi' or 'kcvt'.")
+            raise KVPolicyError(f"GEAR's backbone is {self.backbone!r}: give 'kivi' or 'kcvt'.")
 
     @property
     def traits(self) -> Traits:
@@ -133,9 +134,9 @@ class GEAR:
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the low rank is not low."""
+        """Raise KVPolicyError where the low rank is not low."""
         if self.rank > model.head_dim:
-            raise ValueError(
+            raise KVPolicyError(
                 f"GEAR's rank is {self.rank}, and the model's heads have {model.head_dim} numbers: give a rank "
                 f"of at most {model.head_dim}."
             )

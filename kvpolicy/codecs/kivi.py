@@ -11,8 +11,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class KIVICodes(NamedTuple):
@@ -68,7 +69,7 @@ class KIVI:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"KIVI's bits is {self.bits!r}: give 2, 4 or 8.")
+            raise KVPolicyError(f"KIVI's bits is {self.bits!r}: give 2, 4 or 8.")
         check_least(self, group_size=(1, 32), residual_length=(0, 128))
 
     @property
@@ -90,10 +91,10 @@ class KIVI:
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes."""
+        """Raise KVPolicyError where vectors do not fill whole bytes."""
         per_byte = 8 // self.bits
         if model.head_dim % per_byte:
-            raise ValueError(
+            raise KVPolicyError(
                 f"KIVI packs {per_byte} codes of {self.bits} bits into a byte, and the head dimension {model.head_dim} "
                 f"is no multiple of {per_byte}: use bits=8."
             )

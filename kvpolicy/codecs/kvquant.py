@@ -12,8 +12,9 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -106,12 +107,12 @@ class KVQuant:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         if not 0 <= self.outliers < 1:
-            raise ValueError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
+            raise KVPolicyError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
         check_least(self, sinks=(0, 5), residual_length=(0, 32), block_size=(1, 32))
         if not self.calibration:
-            raise ValueError("KVQuant's calibration is empty: give a folder, or 'tiny' for the embedded model.")
+            raise KVPolicyError("KVQuant's calibration is empty: give a folder, or 'tiny' for the embedded model.")
 
     @property
     def traits(self) -> Traits:
@@ -145,12 +146,12 @@ class KVQuant:
         return KVQuantBook(*(t.to(device) for t in book))
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the calibration is missing, lacks a layer or is of another model."""
+        """Raise KVPolicyError where the calibration is missing, lacks a layer or is of another model."""
         _files.check_model(_files.load(self.calibration, "kvquant"), self.calibration, model)
         for layer_idx in model.indices:
             shape = self.open(layer_idx, "cpu").key_offset.shape
             if shape[1] not in (1, model.heads) or shape[3] != model.head_dim:
-                raise ValueError(
+                raise KVPolicyError(
                     f"The calibration {self.calibration!r} has {shape[1]} heads of {shape[3]} numbers, and the model "
                     f"{model.heads} of {model.head_dim}: run kvpolicy calibrate kvquant on this model."
                 )
@@ -219,7 +220,7 @@ class KVQuant:
         """A layer's calibrated tensor, fp32."""
         tensor = _files.load(self.calibration, "kvquant").tensors.get(f"{name}.{layer_idx}")
         if tensor is None:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The calibration {self.calibration!r} has no {name} of layer {layer_idx}: run kvpolicy calibrate "
                 f"kvquant on this model, for {self.bits} bits."
             )

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class MiKVCodes(NamedTuple):
@@ -150,11 +151,11 @@ class MiKV:
         """Check the parameters."""
         check_fields(self)
         if not 0 <= self.high <= 1:
-            raise ValueError(f"MiKV's high is {self.high}: give a share from 0 to 1, such as 0.2.")
+            raise KVPolicyError(f"MiKV's high is {self.high}: give a share from 0 to 1, such as 0.2.")
         if self.high_bits not in (8, 16):
-            raise ValueError(f"MiKV's high_bits is {self.high_bits!r}: give 8 or 16.")
+            raise KVPolicyError(f"MiKV's high_bits is {self.high_bits!r}: give 8 or 16.")
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"MiKV's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"MiKV's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property

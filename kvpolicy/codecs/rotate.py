@@ -12,8 +12,9 @@ from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordina
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class RotateCodes(NamedTuple):
@@ -78,9 +79,9 @@ class RotateKV:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"RotateKV's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"RotateKV's bits is {self.bits!r}: give 2, 3 or 4.")
         if self.sinks >= 2**15:
-            raise ValueError(f"RotateKV's sinks is {self.sinks}: give at most 32767, such as 20.")
+            raise KVPolicyError(f"RotateKV's sinks is {self.sinks}: give at most 32767, such as 20.")
         check_least(self, group_size=(1, 128), sinks=(0, 20), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -102,7 +103,7 @@ class RotateKV:
     def check(self, model: ModelInfo) -> None:
         """Every head dimension that fits an order in int16 can be coded."""
         if model.head_dim >= 2**15:
-            raise ValueError(
+            raise KVPolicyError(
                 f"RotateKV orders channels in int16, and the head dimension is {model.head_dim}: use KIVI."
             )
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from kvpolicy.codecs._common import check_least
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +26,7 @@ class Staircase:
         residual_length: How many of the newest tokens always stay exact.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> Staircase().layout(1000)
@@ -76,9 +77,9 @@ class Staircase:
         return Layout(exact, tuple(count * self.group_size for count in (*groups, left)))
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes in every stage."""
+        """Raise KVPolicyError where vectors do not fill whole bytes in every stage."""
         if model.head_dim % 4:
-            raise ValueError(
+            raise KVPolicyError(
                 f"Staircase packs 4 codes of 2 bits into a byte, and the head dimension {model.head_dim} is no "
                 f"multiple of 4: use kivi with bits=8."
             )

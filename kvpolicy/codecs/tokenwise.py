@@ -11,8 +11,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 _E4M3 = 448.0
 """The largest number of 8 bits of which 4 are an exponent and 3 a mantissa."""
@@ -61,7 +62,7 @@ class TokenWise:
         normalize: Whether key channels are brought to one range.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> TokenWise(bits=4).layout(1000)
@@ -87,7 +88,7 @@ class TokenWise:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4, 8, "fp8"):
-            raise ValueError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
+            raise KVPolicyError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
         check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property

@@ -17,8 +17,9 @@ from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 _CHANNELS = 128  # of a value group, at most
 
@@ -78,7 +79,7 @@ class TurboQuant:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, seed=(0, 0), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -96,10 +97,10 @@ class TurboQuant:
         return ordinary_layout(self.traits, tokens)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes."""
+        """Raise KVPolicyError where vectors do not fill whole bytes."""
         codes = 8 // math.gcd(8, self.bits)
         if model.head_dim % codes:
-            raise ValueError(
+            raise KVPolicyError(
                 f"TurboQuant fills bytes with {codes} codes of {self.bits} bits, and the head dimension "
                 f"{model.head_dim} is no multiple of {codes}: use {'MiKV' if self.bits == 4 else 'bits=4'}."
             )

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class ZipCacheCodes(NamedTuple):
@@ -137,11 +138,11 @@ class ZipCache:
         """Check the parameters."""
         check_fields(self)
         if not 0 <= self.high <= 1:
-            raise ValueError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
+            raise KVPolicyError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
         if self.high_bits not in (4, 8):
-            raise ValueError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
+            raise KVPolicyError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, recode_every=(1, 100))
 
     @property

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.parallel import ALONE, Ranks
+from kvpolicy.parallel.runtime import ALONE, Ranks
 
 State = Any
 """A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple where a selector remembers nothing."""

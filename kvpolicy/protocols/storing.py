@@ -210,5 +210,5 @@ class Codec(Protocol):
         ...
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where a model's vectors cannot be coded."""
+        """Raise KVPolicyError where a model's vectors cannot be coded."""
         ...

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.parallel import ALONE, Ranks
+from kvpolicy.parallel.runtime import ALONE, Ranks
 from kvpolicy.protocols import View
 
 Anchor = Literal["random", "mean", "alternate", "zeros", "ones"]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class H2O:
         decode: `evict` goes on accumulating and evicting while generating; `grow` gives generated tokens room.
 
     Raises:
-        ValueError: If `recent` is outside [0, 1].
+        KVPolicyError: If `recent` is outside [0, 1].
 
     Examples:
         >>> from kvpolicy import Policy
@@ -46,7 +47,7 @@ class H2O:
         check_fields(self)
         check_decode(self.decode)
         if not 0 <= self.recent <= 1:
-            raise ValueError(f"recent={self.recent} is no share: use a number from 0 to 1.")
+            raise KVPolicyError(f"recent={self.recent} is no share: use a number from 0 to 1.")
 
     @property
     def needs(self) -> Needs:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.fields import check_fields
 
 
 class Salience(NamedTuple):
@@ -35,7 +36,7 @@ class ProbeSalience:
         decode: Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`).
 
     Raises:
-        ValueError: If a share is outside [0, 1], or both are zero.
+        KVPolicyError: If a share is outside [0, 1], or both are zero.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -60,7 +61,7 @@ class ProbeSalience:
         check_fields(self)
         check_decode(self.decode)
         if not (0 <= self.recent <= 1 and 0 <= self.random <= 1 and self.recent + self.random > 0):
-            raise ValueError(
+            raise KVPolicyError(
                 f"recent={self.recent} and random={self.random} are no shares of which one is above zero: use 0.05."
             )
 

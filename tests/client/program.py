@@ -29,11 +29,11 @@ from kvpolicy import (
     Uniform,
     Weights,
 )
-from kvpolicy.adapters import KVPressScorer
 from kvpolicy.distortion import Distortion, distortion
-from kvpolicy.plans import LayerPlan
+from kvpolicy.hf.adapters import KVPressScorer
+from kvpolicy.planning.result import LayerPlan
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Needs, Seen, Selector, State, View
-from kvpolicy.report import LayerReport, Report
+from kvpolicy.reporting.report import LayerReport, Report
 
 
 class Ages(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy import stage_rules
 from kvpolicy.protocols import Stage, Store
-from kvpolicy.stage_rules import ROWS, Trial, changed
-from kvpolicy.stage_rules import copy as copy
+from kvpolicy.testing import stage_checks as stage_rules
+from kvpolicy.testing.stage_checks import ROWS, Trial, changed
+from kvpolicy.testing.stage_checks import copy as copy
 
 B, H, G = ROWS, 3, 2
 

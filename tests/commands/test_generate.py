@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 from transformers import T5Config
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.commands import writing
-from kvpolicy.commands.beside import parts_at
-from kvpolicy.commands.prompts import read_prompt, remarks, sample
-from kvpolicy.commands.writing import Written
+from kvpolicy.cli import writing
+from kvpolicy.cli.app import main
+from kvpolicy.cli.beside import parts_at
+from kvpolicy.cli.prompts import read_prompt, remarks, sample
+from kvpolicy.cli.writing import Written
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]

@@ -18,11 +18,11 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.commands.inspection import look as look_at
-from kvpolicy.commands.inspection_page import page
-from kvpolicy.commands.inspection_text import MARKS
-from kvpolicy.shading import level
+from kvpolicy.cli.app import main
+from kvpolicy.cli.inspection import look as look_at
+from kvpolicy.cli.inspection_page import page
+from kvpolicy.cli.inspection_text import MARKS
+from kvpolicy.reporting.text_rendering import level
 from tests.conformance.models import build
 
 Run = Callable[..., str]
@@ -183,7 +183,7 @@ def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: py
 def test_the_picture_of_layers_has_all_of_a_hybrid_model(
     importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = pytest.importorskip("kvpolicy.plots.layers")
+    layers = pytest.importorskip("kvpolicy.reporting.plots.layers")
     given: list[Any] = []
     draw = layers.layer_similarity
     monkeypatch.setattr(layers, "layer_similarity", lambda rows, **words: given.extend(rows) or draw(rows, **words))
@@ -200,7 +200,7 @@ def test_the_picture_of_layers_has_all_of_a_hybrid_model(
 def test_the_page_does_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("kvpolicy.plots")]:
+    for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "page.html"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.rows import massive_tokens
+from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.row_limits import massive_tokens
+from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.replay import Turn, Twin, Verdict, coded_positions, kept_positions, replay
 
 DIM = 8

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.attention import Kernel
-from kvpolicy.cache import PolicyCache
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.attention import Kernel
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
 from tests.conformance.calibration import book
 from tests.reference import codecs, coding, selectors

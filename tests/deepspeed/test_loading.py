@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kvpolicy_deepspeed
-from kvpolicy.dividing import check_family
+from kvpolicy.parallel.sharding import check_family
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import INDEX, Checkpoint
 from kvpolicy_deepspeed.checks import check_dtype
@@ -42,8 +42,8 @@ def _without(folder: str, key: str, to: Path) -> str:
 
 
 def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
-    from kvpolicy.families import find_sites, sample_weights
-    from kvpolicy.parallel import sharing_of
+    from kvpolicy.hf.model_spec import find_sites, sample_weights
+    from kvpolicy.parallel.runtime import sharing_of
 
     load, found = kvpolicy_deepspeed.load, dict[str, Any]()
     for name in ("four experts", "tied"):

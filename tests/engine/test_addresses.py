@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, words

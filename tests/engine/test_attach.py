@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 
@@ -99,7 +99,7 @@ def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -
 def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     before = trace(model)
-    monkeypatch.setattr("kvpolicy.attachment.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
+    monkeypatch.setattr("kvpolicy.hf.attach.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
     with pytest.raises(Boom):
         kvpolicy.attach(model, POLICY)
     assert trace(model) == before

@@ -10,8 +10,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.budget import bytes_of
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.spec.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, every, with_profile, words

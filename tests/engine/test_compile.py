@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.coding import flush
-from kvpolicy.state import tensors
+from kvpolicy.engine.demotion import flush
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, every, words

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, RANKED, SELECTORS, words

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
 

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpolicy.families import find_sites
-from kvpolicy.rotary import _ROTATES, Rope, SlotTurn
+from kvpolicy.engine.rotary import _ROTATES, Rope, SlotTurn
+from kvpolicy.hf.model_spec import find_sites
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
 LENGTH = 17

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, words
@@ -21,7 +21,7 @@ from tests.conformance.replay import kept_positions
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
-    from kvpolicy import decode
+    from kvpolicy.engine import decode
 
     seen: list[Tensor] = []
     real = decode.attend_slots

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.profiling import profile
+from kvpolicy.calibration.layer_profile import profile
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words

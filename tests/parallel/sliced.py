@@ -19,8 +19,8 @@ import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.parallel import share
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.parallel.runtime import share
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
 
 PROMPT, STEPS, NEXT = 26, 9, 11

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.parallel import share
+from kvpolicy.parallel.runtime import share
 from tests.conformance.replay import kept_positions
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of

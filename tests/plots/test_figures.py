@@ -11,8 +11,9 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import kvpolicy
-from kvpolicy import Handle, plots
-from kvpolicy.embedded import config_of
+from kvpolicy import Handle
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.reporting import plots
 from tests.plots.conftest import LENGTHS, llama, run
 
 

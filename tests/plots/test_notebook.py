@@ -11,8 +11,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy import Handle, Policy, SlidingWindow
-from kvpolicy.embedded import config_of
-from kvpolicy.notebook import in_words
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.reporting.rich_repr import in_words
 
 
 class Tables(HTMLParser):

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvpolicy
-from kvpolicy import plots
-from kvpolicy.plots.text import WIDE, pieces
-from kvpolicy.shading import LIGHT, level
+from kvpolicy.reporting import plots
+from kvpolicy.reporting.plots.text import WIDE, pieces
+from kvpolicy.reporting.text_rendering import LIGHT, level
 
 TEXT = "tiger=4821 and $x$ é 中 more of it\nlion=1234\n?lion="
 

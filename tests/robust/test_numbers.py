@@ -12,8 +12,8 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.attention import Kernel
+from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.bench import draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk

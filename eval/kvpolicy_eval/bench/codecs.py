@@ -18,10 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy import Policy
 from kvpolicy.distortion import coded_layer
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.codec_view import Coded
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import Codec
-from kvpolicy.reading import Coded
-from kvpolicy.rotary import Rope
 from kvpolicy_eval.bench.common import compare
 from kvpolicy_eval.codecs import CODECS, with_ranking
 from kvpolicy_eval.markdown import fill, table

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
-from kvpolicy.attention import Kernel
+from kvpolicy.engine.attention import Kernel
 from kvpolicy_eval.bench.common import Row, compare, llama, tokens
 from kvpolicy_eval.bench.floor import Work, decode_work
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy_eval.bench.common import llama, tokens
 from kvpolicy_eval.markdown import fill, table
 

@@ -40,7 +40,7 @@ def _printed(code: str) -> float:
 
 def _help() -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "kvpolicy.cli", "--help"], capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "kvpolicy.cli.app", "--help"], capture_output=True, check=True)
     return time.perf_counter() - start
 
 
@@ -48,7 +48,7 @@ def attach_and_plan(policy: str, rounds: int = 9) -> Quantity:
     """Time `attach` and `plan` together, for a model of 80 layers without storage."""
     from transformers import AutoModelForCausalLM
 
-    from kvpolicy.embedded import config_of
+    from kvpolicy.hf.embedded import config_of
 
     config = config_of(LARGE)
     with torch.device("meta"):

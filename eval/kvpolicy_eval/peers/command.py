@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.formats import check_format, stamp
+from kvpolicy.spec.formats import check_format, stamp
 from kvpolicy_eval.markdown import fill
 from kvpolicy_eval.peers import env
 from kvpolicy_eval.peers.process import Process

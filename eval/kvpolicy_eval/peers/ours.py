@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.adapters import KVPressScorer
+from kvpolicy.hf.adapters import KVPressScorer
 from kvpolicy_eval.peers.side import Answer, Side, serve, storage_bytes
 
 

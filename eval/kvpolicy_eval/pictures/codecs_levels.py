@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.turboquant import normal_levels
-from kvpolicy.reading import store_of
+from kvpolicy.engine.codec_view import store_of
 from kvpolicy_eval.pictures.common import BLUE, GREEN, GREY, INK, ORANGE, VERMILION
 from kvpolicy_eval.pictures.panels import canvas, heat
 from kvpolicy_eval.pictures.tensors import HEAD, after, lost, originals, read

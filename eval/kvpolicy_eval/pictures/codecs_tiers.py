@@ -80,7 +80,7 @@ def staircase() -> Figure:
 
 def mikv_scores() -> tuple[Tensor, Tensor]:
     """Attention that h2o has summed for each token, and where the token is."""
-    from kvpolicy.state import tensors
+    from kvpolicy.engine.state import tensors
     from kvpolicy_eval.pictures.tensors import by_position
 
     layer = after(MIKV)

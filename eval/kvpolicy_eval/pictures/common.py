@@ -20,7 +20,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from kvpolicy.plots import _style
+from kvpolicy.reporting.plots import _style
 
 MODULES = ("allocators", "selectors", "codecs", "plots")
 """Modules of pictures; one that is not there has none."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy.families import find_sites
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.reading import store_of
-from kvpolicy.rotary import Rope
+from kvpolicy.engine.codec_view import store_of
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.model_spec import find_sites
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448

@@ -127,7 +127,7 @@ def note(folder: Path, config: Any) -> None:
     """Write the config, and the command among those of earlier runs."""
     import dataclasses
 
-    from kvpolicy.formats import stamp
+    from kvpolicy.spec.formats import stamp
     from kvpolicy_eval.sweep.cells import FORMAT, load_json, write
 
     place = folder / NOTES

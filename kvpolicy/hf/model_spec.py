@@ -1,0 +1,288 @@
+"""What a model is: which layers can be evicted, where their attention is, and what cannot be supported."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpolicy.planning.memory import Shape
+from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec.errors import KVPolicyError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A model's cache as its config tells it.
+
+    Attributes:
+        shape: Of one layer's keys, on one rank.
+        heads: KV heads of a layer, on all ranks.
+        evictable: Layers that a policy can keep small.
+        left_alone: Layers that bound their cache themselves, with their window.
+        alone_shapes: Of the keys of each of these.
+    """
+
+    shape: Shape
+    heads: int
+    evictable: list[int]
+    left_alone: dict[int, int]
+    alone_shapes: dict[int, Shape]
+
+    def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
+        """What a codec may know of the model."""
+        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable))
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return _token_bytes(self.shape)
+
+    def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
+        """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
+        tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
+        return {index: count * _token_bytes(self.alone_shapes[index]) for index, count in tokens.items()}
+
+
+def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
+    """Read a config.
+
+    Raises:
+        KVPolicyError: Where the model's cache is of a kind that a policy cannot evict from.
+    """
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
+        raise KVPolicyError("Encoder-decoder models are not supported: use a decoder-only causal language model.")
+    if getattr(text, "kv_lora_rank", None):
+        raise KVPolicyError(
+            f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
+            "use a model with ordinary or grouped-query attention."
+        )
+    if text.model_type == "falcon" and text.alibi:
+        raise KVPolicyError("falcon adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
+    if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
+        raise _looks_elsewhere(text.model_type)
+    if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
+        raise KVPolicyError(
+            f"This jetmoe repeats its KV heads for {text.num_experts_per_tok} experts before it attends, and a policy "
+            "would store every copy: use a model with ordinary or grouped-query attention."
+        )
+    if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
+        raise KVPolicyError(
+            f"{text.model_type} looks ahead and keeps no cache: use a decoder-only causal language model."
+        )
+    if text.num_hidden_layers < 1:
+        raise KVPolicyError(
+            f"This {text.model_type} has {text.num_hidden_layers} layers and nothing to cache: check its config."
+        )
+    evictable, alone = _sort_layers(text)
+    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted)
+    sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
+    kept = {sizes[index] for index in evictable}
+    values: int | None = getattr(text, "v_head_dim", None)
+    if values is not None and any(dim != values for _, dim in kept):
+        raise KVPolicyError(
+            f"The heads of this {text.model_type} have values of {values} numbers and keys of another size, which a "
+            "policy's slots cannot hold: use a model whose keys and values are alike."
+        )
+    if len(kept) > 1:
+        raise KVPolicyError(
+            f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
+            "policy cannot share a budget among: use a model whose full layers are alike."
+        )
+    shapes = {index: Shape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    return ModelShape(
+        shape=shapes[evictable[0]], heads=sizes[evictable[0]][0], evictable=evictable, left_alone=alone,
+        alone_shapes={index: shapes[index] for index in alone},
+    )  # fmt: skip
+
+
+def check_class(config: Any) -> None:
+    """Say from a config what attaching would say of the attention of its model's class, without building it.
+
+    Raises:
+        KVPolicyError: Where the class is one of transformers' own and cannot be attached to.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    text = config.get_text_config(decoder=True)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+    if not isinstance(model, type) or not model.__module__.startswith("transformers.") or text.model_type == "falcon":
+        return
+    kinds = _attention_kinds(model.__module__)
+    if not kinds:
+        raise _without_stack(model.__name__)
+    for kind in kinds:
+        _check_kind(text.model_type, kind)
+
+
+@functools.cache
+def _attention_kinds(module: str) -> list[type]:
+    """Classes of attention in a modelling file that know their layer, and none for pictures or sound."""
+    found = [kind for name, kind in vars(sys.modules[module]).items() if name.endswith("Attention")]
+    return [
+        kind
+        for kind in found
+        if isinstance(kind, type)
+        and "layer_idx" in inspect.signature(kind).parameters
+        and not any(word in kind.__name__ for word in ("Vision", "Audio", "Cross"))
+    ]
+
+
+def _token_bytes(shape: Shape) -> int:
+    return 2 * shape.heads * shape.head_dim * shape.dtype.itemsize
+
+
+def _layer_configs(text: Any) -> list[Any]:
+    """Each layer's own config, where layers differ; else the common one again and again."""
+    if getattr(text, "is_heterogeneous", False):
+        return list(text.per_layer_config)
+    return [text] * text.num_hidden_layers
+
+
+def _size(text: Any) -> tuple[int, int]:
+    """KV heads and head dimension."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if text.model_type == "falcon":
+        heads = text.num_kv_heads
+        if not text.new_decoder_architecture:
+            heads = 1 if text.multi_query else text.num_attention_heads
+    return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _has_encoder(model_type: str) -> bool:
+    """Whether a model's decoder looks at an encoder, also where it is taken alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+
+def _fills_masks(model_type: str) -> bool:
+    """Whether a model is known for predicting masked tokens; some causal ones have `is_decoder=False` too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
+    evictable: list[int] = []
+    alone: dict[int, int] = {}
+    stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
+    for index, layer in enumerate(stock):
+        if type(layer) is DynamicLayer:
+            evictable.append(index)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            alone[index] = int(layer.sliding_window)
+        else:
+            raise KVPolicyError(
+                f"Layer {index} of {text.model_type} caches {type(layer).__name__}, which a policy cannot evict from: "
+                "use a model whose layers are full or sliding-window attention."
+            )
+    if not evictable:
+        raise KVPolicyError(
+            f"Every layer of this {text.model_type} (0 to {len(stock) - 1}) is a sliding window, which bounds its own "
+            "cache: there is nothing to evict; set config.sliding_window = None where the model allows it."
+        )
+    return evictable, alone
+
+
+class Site(NamedTuple):
+    """Where one layer's attention happens."""
+
+    layer_idx: int
+    block: nn.Module
+    attention: nn.Module
+
+
+class Sites(NamedTuple):
+    """The module whose forward takes the cache, and the layers below it."""
+
+    decoder: nn.Module
+    layers: list[Site]
+
+
+def find_sites(model: nn.Module) -> Sites:
+    """Find a model's decoder, layers and attention modules.
+
+    Raises:
+        KVPolicyError: Where none is found, or one does not use transformers' attention interface.
+    """
+    found: list[Site] = []
+    decoders: set[str] = set()
+    for name, module in model.named_modules():
+        if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
+            continue
+        path = name.split(".")
+        depth = max((i for i, part in enumerate(path) if part.isdigit()), default=0)
+        if not depth:
+            continue
+        if not is_falcon(module):
+            _check_kind(name, type(module))
+        decoders.add(".".join(path[: depth - 1]))
+        found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
+    if not found or len(decoders) != 1:
+        raise _without_stack(type(model).__name__)
+    elsewhere = any(
+        getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
+        for site in found
+    )
+    if elsewhere or len({site.layer_idx for site in found}) < len(found):
+        raise _looks_elsewhere(type(model).__name__)
+    return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
+
+
+def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
+    """A few numbers of an attention's first matrix, by which a model is known again; None where it is quantized."""
+    for parameter in site.attention.parameters():
+        if parameter.dim() == 2 and parameter.is_floating_point() and parameter.device.type != "meta":
+            flat = parameter.detach().flatten()
+            return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()].float().cpu()
+    return None
+
+
+def _without_stack(name: str) -> KVPolicyError:
+    return KVPolicyError(
+        f"{name} has no single stack of attention layers that a policy could be attached to: pass a decoder-only "
+        "causal language model of transformers."
+    )
+
+
+def _looks_elsewhere(name: str) -> KVPolicyError:
+    return KVPolicyError(
+        f"{name} has attention that looks ahead or at something else than its own tokens: pass a decoder-only causal "
+        "language model of transformers."
+    )
+
+
+def _check_kind(name: str, kind: type) -> None:
+    """Raise where the attention of a class cannot be replaced."""
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method)]
+    used = {name for code in codes if code is not None for name in code.co_names}
+    if "lambda_q1" in used:
+        raise KVPolicyError(
+            f"{name} ({kind.__name__}) attends twice with one set of keys (differential attention), which a policy "
+            "cannot follow: use a model whose layers attend once."
+        )
+    if hasattr(kind, "prepare_dynamic_mask"):
+        raise KVPolicyError(
+            f"{name} ({kind.__name__}) masks tokens by their values, which a policy cannot follow: use another model."
+        )
+    known = hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+    own = "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used  # though others in its file may have none
+    if not known or own:
+        raise KVPolicyError(
+            f"{name} ({kind.__name__}) does not use transformers' attention interface, so its attention cannot be "
+            "replaced: use a model class that does, or a newer transformers."
+        )
+
+
+def is_falcon(module: nn.Module) -> bool:
+    """Whether an attention module is Falcon's, which has a class table of its own."""
+    return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")

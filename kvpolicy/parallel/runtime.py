@@ -1,0 +1,215 @@
+"""Tensor parallelism: the ranks that a model's heads are divided over, and what a policy must ask all of them.
+
+A rank holds its own KV heads and knows nothing of the others'. Only what looks at all heads at once goes through here;
+on one rank every method gives back what it was given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kvpolicy.spec.errors import KVPolicyError
+
+Group = Any
+"""A `torch.distributed.ProcessGroup`, which is not importable in builds of PyTorch without it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The ranks that hold one model's heads, as one of them knows them; alone by default.
+
+    What is summed is gathered and then added in the order of the ranks, so that all have the same bits. Every method
+    that asks the others must be called by all ranks, equally often and with equal shapes, whatever their data.
+
+    Attributes:
+        rank: Which of them this is.
+        size: How many there are.
+        group: Name of their process group; nothing where there is one.
+        replicas: How many ranks hold each KV head.
+        twins: Name of the group of ranks that hold the same KV heads; nothing where there is one.
+        queries: Query heads on each rank; nothing where there is one.
+        heads: KV heads on each rank, likewise. A rank that has none is given a phantom one by the engine, so that it
+            does as the others do; no sum counts it.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: str = ""
+    replicas: int = 1
+    twins: str = ""
+    queries: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    @property
+    def phantom(self) -> bool:
+        """Whether this rank has no head but the phantom one."""
+        return bool(self.heads) and not self.heads[self.rank]
+
+    @property
+    def held(self) -> slice:
+        """Which of the model's KV heads are held here."""
+        if not self.heads:
+            return slice(None)
+        if self.phantom:
+            return slice(0, 1)
+        first = sum(self.heads[: self.rank]) // self.replicas
+        return slice(first, first + self.heads[self.rank])
+
+    def most_heads(self, own: int) -> int:
+        """KV heads of the fullest rank, where this one has `own`; a budget of bytes is the same on all."""
+        return max(self.heads, default=own)
+
+    def query_heads(self, own: int) -> int:
+        """Query heads of the whole model, of which `own` are here."""
+        return sum(self.queries) or own
+
+    def mine(self, line: Tensor) -> Tensor:
+        """This rank's part of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
+        if not self.queries:
+            return line
+        first = 0 if self.phantom else sum(self.queries[: self.rank])
+        return line[first : first + max(self.queries[self.rank], 1)]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, of any shape and of whole numbers or fp64."""
+        if self.size == 1:
+            return x
+        return gather(torch.zeros_like(x) if self.phantom else x, self.size, self.group).sum(0, dtype=x.dtype)
+
+    def head_mean(self, x: Tensor) -> Tensor:
+        """Mean over all query heads of the model, [B, Hq, N] -> [B, N], in the dtype of `x`; summed in fp64."""
+        total = self.total(x.sum(1, dtype=torch.float64))
+        return (total / self.query_heads(x.shape[1])).to(x.dtype)
+
+    def group_mean(self, x: Tensor) -> Tensor:
+        """Mean over the query heads of each KV head, [B, H, G, N] -> [B, H, N], in the dtype of `x`; summed in fp64."""
+        total = x.sum(2, dtype=torch.float64)
+        if self.twins:
+            total = gather(total, self.replicas, self.twins).sum(0)
+        return (total / (x.shape[2] * self.replicas)).to(x.dtype)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest of each number over the ranks that hold the same KV heads."""
+        return gather(x, self.replicas, self.twins).amax(0) if self.twins else x
+
+    def agree(self, x: Tensor) -> bool:
+        """Whether `x` is the same on all ranks, to the bit."""
+        return self.size == 1 or bool((gather(x, self.size, self.group) == x).all())
+
+
+ALONE = Ranks()
+"""One rank that holds all heads."""
+
+
+def gather(x: Tensor, size: int, group: str) -> Tensor:
+    """Every rank's `x`, [size, ...], in their order; stays inside a compiled graph."""
+    ops = torch.ops._c10d_functional  # what torch.compile turns torch.distributed's own calls into
+    got = ops.all_gather_into_tensor(x.detach().contiguous()[None], size, group)
+    return ops.wait_tensor(got)
+
+
+class Sharing(NamedTuple):
+    """How a model is divided, before its heads are counted.
+
+    Attributes:
+        group: The ranks.
+        replicas: How many of them hold each KV head.
+        twins: Name of the group that holds the same KV heads as this rank; nothing where it alone does.
+        weights: 64 numbers of the whole model, by which calibrations know it; None where they are not known.
+    """
+
+    group: Group
+    replicas: int = 1
+    twins: str = ""
+    weights: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return dist.get_world_size(self.group)
+
+    def meet(self, queries: int, heads: int, device: torch.device) -> Ranks:
+        """Ask every rank for its heads: all ranks must call this.
+
+        Args:
+            queries: Query heads on this rank.
+            heads: KV heads on this rank.
+            device: Where the group communicates.
+        """
+        size, name = self.size, self.group.group_name
+        found = gather(torch.tensor([queries, heads], device=device), size, name).tolist()
+        return Ranks(
+            rank=dist.get_rank(self.group),
+            size=size,
+            group=name,
+            replicas=self.replicas,
+            twins=self.twins,
+            queries=tuple(pair[0] for pair in found),
+            heads=tuple(pair[1] for pair in found),
+        )
+
+
+_shared: weakref.WeakKeyDictionary[nn.Module, Sharing] = weakref.WeakKeyDictionary()
+
+
+def share(model: nn.Module, group: Group = None, *, replicas: int = 1, weights: Tensor | None = None) -> None:
+    """Tell `kvpolicy.attach` that a model is one rank's part of a larger one; a loader's last act, on every rank.
+
+    What DeepSpeed or transformers divided is recognised without it. It is needed where KV heads are replicated, or
+    where a calibrated codec must know the whole model again.
+
+    Args:
+        model: The part of this rank.
+        group: The `torch.distributed` group of the ranks; all by default.
+        replicas: How many ranks hold each KV head; they stand next to each other.
+        weights: `kvpolicy.families.sample_weights` of the whole model, [64].
+
+    Raises:
+        KVPolicyError: Where the ranks are no multiple of `replicas`.
+    """
+    group = dist.group.WORLD if group is None else group
+    size = dist.get_world_size(group)
+    if replicas < 1 or size % replicas:
+        raise KVPolicyError(f"{size} ranks cannot hold each KV head {replicas} times: give a divisor of {size}.")
+    _shared[model] = Sharing(group, replicas, _twins(group, size, replicas), weights)
+
+
+def _twins(group: Group, size: int, replicas: int) -> str:
+    if replicas == 1:
+        return ""
+    found = ""
+    everyone = dist.get_process_group_ranks(group)
+    for first in range(0, size, replicas):  # every rank must take part in making every group
+        some = everyone[first : first + replicas]
+        made: Any = dist.new_group(some)
+        if dist.get_rank() in some:
+            found = made.group_name
+    return found
+
+
+def sharing_of(model: nn.Module) -> Sharing | None:
+    """How a model is divided over ranks; None where it is whole."""
+    if model in _shared:
+        sharing = _shared[model]
+    else:
+        group = _group_of(model)
+        sharing = None if group is None else Sharing(group)
+    return None if sharing is None or sharing.size == 1 else sharing
+
+
+def _group_of(model: nn.Module) -> Group:
+    """The group that DeepSpeed's or transformers' tensor parallelism divided a model over."""
+    for module in model.modules():
+        group = vars(module).get("mp_group")  # DeepSpeed's layers
+        if group is not None:
+            return group
+    mesh: Any = getattr(model, "_device_mesh", None)  # transformers'
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
+        return None
+    return mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()

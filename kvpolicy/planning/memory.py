@@ -1,0 +1,65 @@
+"""Bytes: what one layer holds, or will hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.row_limits import alloc_rows
+from kvpolicy.engine.state import tensors
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Layout
+
+
+class Shape(NamedTuple):
+    """What one layer's keys look like: KV heads, head dimension, dtype."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def bytes_by_kind(
+    exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any, counters: tuple[Tensor, ...]
+) -> dict[str, int]:
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters."""
+    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
+    for stage in codes:
+        for name, tensor in zip(stage._fields, stage, strict=True):
+            kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
+    kinds |= {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
+    return kinds | {"counters": sum(t.nbytes for t in counters)}
+
+
+@lru_cache(maxsize=4096)
+def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dict[str, int]:
+    """Bytes by kind that one layer holds: what the cache allocates, asked of tensors without storage."""
+    slots, heads, dim = layout.slots, shape.heads, shape.head_dim
+    exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
+    stages = zip(policy.codec.stages, layout.coded, strict=False)
+    codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
+    rows = alloc_rows(policy.codec, batch, heads, dim, "meta")
+    positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
+    state = policy.selector.alloc(batch, shape.heads, slots, "meta")
+    counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
+    return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())))
+
+
+def resident_bytes(books: Iterable[Any]) -> int:
+    """Bytes of calibrated tensors, those that layers share counted once."""
+    return sum({t.data_ptr(): t.nbytes for book in books for t in tensors(book)}.values())
+
+
+def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
+    """Bytes of the calibrated tensors of some layers and heads; they belong to the model and count in no budget."""
+    return _resident(policy, layers, heads.start, heads.stop)
+
+
+@lru_cache(maxsize=64)
+def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: int | None) -> int:
+    held = slice(first, last)  # no key of a cache itself, before Python 3.12
+    return resident_bytes([stage.open(index, "cpu", held) for stage in policy.codec.stages for index in layers])
