@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.policy import Policy
@@ -95,12 +95,12 @@ def coded_layer(
 
     With `rope`, keys are taken as attention sees them, and a codec whose frame is `pre` undoes the embedding.
     """
-    ranked = codec.traits.order == "worth"
+    ranked = codec.traits.demote_by == "priority"
     policy = Policy(codec=codec, selector=selector or (SlidingWindow() if ranked else KeepAll()), budget=1.0)
-    layer = PolicyLayer(policy, layer_idx, lambda _: None, rope if codec.traits.frame == "pre" else None)
+    layer = PolicyLayer(policy, layer_idx, lambda _: None, rope if codec.traits.key_space == "unrotated" else None)
     batch, _, count, dim = keys.shape
     with torch.no_grad():
-        layer.forward(keys if queries is None else queries, keys, values, None, Kernel(dim**-0.5))
+        layer.forward(keys if queries is None else queries, keys, values, None, ScoreTransform(dim**-0.5))
         whole = torch.full((batch,), count, device=keys.device)
         layer.massive = torch.zeros(batch, count, dtype=torch.bool, device=keys.device)
         layer.settle(whole, torch.zeros_like(whole), whole.cpu())

@@ -143,7 +143,7 @@ class Policy:
 
     @property
     def _ranks(self) -> bool:
-        return self.codec.traits.order == "worth"
+        return self.codec.traits.demote_by == "priority"
 
     @property
     def _keeps_all(self) -> bool:
@@ -161,10 +161,10 @@ class Policy:
                 f"The budget {budget} may leave tokens out, and no selector says which to keep: "
                 "name one, such as snapkv, or leave the budget out."
             )
-        if isinstance(budget, int) and budget < self.selector.floor:
+        if isinstance(budget, int) and budget < self.selector.min_tokens:
             raise KVPolicyError(
                 f"The budget of {budget} tokens is too small for {self.selector}: "
-                f"the smallest that works is {self.selector.floor}."
+                f"the smallest that works is {self.selector.min_tokens}."
             )
 
 

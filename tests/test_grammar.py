@@ -94,8 +94,10 @@ def test_path_holds_what_a_path_may_hold() -> None:
 def test_the_least_budget_of_a_split(split: str, base: str) -> None:
     """It leaves the base its own, and one token less does not."""
     selector: Any = Policy.parse(f"kvcrush:split={split}/{base}@0.5").selector
-    of_base = [floor - floor * round(float(split) * 10**6) // 10**6 for floor in (selector.floor, selector.floor - 1)]
-    assert of_base[0] == selector.base.floor > of_base[1]
+    of_base = [
+        floor - floor * round(float(split) * 10**6) // 10**6 for floor in (selector.min_tokens, selector.min_tokens - 1)
+    ]
+    assert of_base[0] == selector.base.min_tokens > of_base[1]
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ class Layers:
     how: str = "right"
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         return cast("Any", "entropy") if self.how == "measure" else ""
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         wish = torch.ones(len(total), layers, dtype=torch.float64)
         if self.how == "total":
             total -= 1
@@ -71,7 +71,7 @@ class Tokens:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         return 0 if self.how == "zero" else 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:

@@ -52,7 +52,7 @@ class Pages:
         codec = kvpolicy.Policy.parse(policy).codec
         lost: list[tuple[float, float]] = []
         for index, (post, pre, values) in enumerate(self.frames):
-            keys = pre if codec.traits.frame == "pre" else post
+            keys = pre if codec.traits.key_space == "unrotated" else post
             try:
                 lost.append(distortion(codec, keys, values, queries=post, layer_idx=index)[:2])
             except ValueError:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.protocols import Store
+from kvpolicy.protocols import StageStore
 
 GROUPS, CHANNELS = 512, 128
 BITS = (2, 4)
@@ -29,15 +29,15 @@ def draw(tokens: int, generator: torch.Generator) -> Tensor:
     return offset + torch.randn(1, 1, tokens, CHANNELS, generator=generator)
 
 
-def encode(codec: KIVI, keys: Tensor) -> Store:
+def encode(codec: KIVI, keys: Tensor) -> StageStore:
     """Code keys in order, group by group."""
-    store = Store(codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu"))
+    store = StageStore(codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu"))
     slots = torch.arange(keys.shape[2])[None, None]
     codec.write(store, keys, keys, slots, slots >= 0, slots < 0)
     return store
 
 
-def decode(codec: KIVI, store: Store) -> Tensor:
+def decode(codec: KIVI, store: StageStore) -> Tensor:
     """Every key, [1, 1, tokens, CHANNELS]."""
     return codec.keys(store, slice(0, store.codes.keys.shape[2]))
 

@@ -41,11 +41,11 @@ class Pyramid:
             raise KVPolicyError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         """Nothing is measured."""
         return ""
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         even = total.double()[:, None] / layers
         least = even / self.beta

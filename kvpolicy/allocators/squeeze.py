@@ -56,11 +56,11 @@ class SqueezeAttention:
             raise KVPolicyError(f"SqueezeAttention's groups is {self.groups}: give at least 2.")
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         """The cosine, unless a profile has it."""
         return "" if self.profile else "cosine"
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`.
 
         Raises:
@@ -70,8 +70,8 @@ class SqueezeAttention:
             recorded = torch.tensor(load_profile(self.profile, layers), dtype=torch.float32)
             idle = self._idle(recorded).expand(len(total), -1)
         else:
-            assert measures is not None, "squeeze needs the cosine of every layer"
-            idle = torch.stack([self._idle(row) for row in measures.float().cpu()])
+            assert metrics is not None, "squeeze needs the cosine of every layer"
+            idle = torch.stack([self._idle(row) for row in metrics.float().cpu()])
         idle = idle.to(total.device)
         even = total.double()[:, None] / layers
         kept = torch.where(idle.any(-1, keepdim=True), self.share * even, even)

@@ -73,15 +73,15 @@ def _of_new_tokens(case: Case) -> str:
 
 def of_allocator(case: Case) -> list[str]:
     """Tokens per layer; of an allocator that measures the prompt, an example."""
-    measures = bool(case.policy.allocator.measure)
+    metrics = bool(case.policy.allocator.layer_metric)
     count = len(case.planned.layers)
     cosines = torch.linspace(*EXAMPLE, count).expand(case.batch, -1)
     length = torch.tensor([case.prompt] * case.batch)
     other = sum(case.planned.left_alone.values())
     ends = length + case.new
-    found = divide(case.policy, cosines if measures else None, length, ends, [case.model.shape] * count, other)
+    found = divide(case.policy, cosines if metrics else None, length, ends, [case.model.shape] * count, other)
     told = _per_layer(found.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
-    if not measures:
+    if not metrics:
         return [f"Here: {told}."]
     return [
         "Here: each layer is measured in each row's prompt, so budgets are known after it. For example, with cosines "
@@ -137,11 +137,11 @@ def _by_place(case: Case) -> tuple[int, int, bool]:
 
 
 def _sight(needs: Needs) -> str:
-    seen = ["the sums of attention over all queries of the prompt"] * needs.total
-    seen += [f"the attention of the newest {needs.tail:,} queries"] if needs.tail else []
+    seen = ["the sums of attention over all queries of the prompt"] * needs.attn_sum
+    seen += [f"the attention of the newest {needs.window_queries:,} queries"] if needs.window_queries else []
     if needs.probes:
         seen += [f"the attention of probe queries, {needs.probes.recent + needs.probes.random:g} of all"]
-    seen += ["the attention of each generated token"] * needs.row
+    seen += ["the attention of each generated token"] * needs.decode_attn
     seen += ["what the attention modules are called with"] * needs.forward
     return f"It looks at {' and '.join(seen)}." if seen else "It looks at nothing of attention."
 
@@ -163,7 +163,7 @@ def of_codec(case: Case) -> list[str]:
 
 def _bits(case: Case, at: int, several: bool) -> str:
     traits, shape = case.policy.codec.traits, case.model.shape
-    slots = -(-MANY // traits.grain) * traits.grain
+    slots = -(-MANY // traits.group_size) * traits.group_size
     codes = case.policy.codec.stages[at].alloc(1, shape.heads, slots, shape.head_dim, "meta")
     nothing = torch.empty(0)
     kinds = bytes_by_kind((), (codes,), nothing, (), ())
@@ -175,10 +175,10 @@ def _bits(case: Case, at: int, several: bool) -> str:
 
 def _traits(traits: Any) -> str:
     told = [f"The newest {traits.residual:,} tokens always stay exact"] if traits.residual else []
-    told += ["All tokens are coded anew whenever the exact part is full"] if traits.recode else []
-    told += [f"tokens are coded {traits.block:,} at a time"] if not traits.recode and traits.block else []
-    told += ["the least worthy first"] if traits.order == "worth" else []
-    told += ["keys without their rotary embedding"] if traits.frame == "pre" else []
+    told += ["All tokens are coded anew whenever the exact part is full"] if traits.recode_all else []
+    told += [f"tokens are coded {traits.block:,} at a time"] if not traits.recode_all and traits.block else []
+    told += ["the least worthy first"] if traits.demote_by == "priority" else []
+    told += ["keys without their rotary embedding"] if traits.key_space == "unrotated" else []
     told += [_PINS[traits.pins].format(traits.pinned)] if traits.pins in _PINS else []
     words = ", ".join(told)
     return f"{words[:1].upper()}{words[1:]}." if words else ""

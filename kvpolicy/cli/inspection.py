@@ -126,10 +126,10 @@ def look(
     assert handle.cache is not None
     cache, cosines, measured = handle.cache, list[float](), ""
     if importance:
-        own = bool(handle.policy.allocator.measure)
+        own = bool(handle.policy.allocator.layer_metric)
         measured = OWN if own else SECOND
         cosines = cosines_of(cache) if own else _second(model, tokenizer, ids)
-    seen = int(cache.slots[0].length[0])
+    seen = int(cache.policy_layers[0].length[0])
     text = spans(cache, pieces(tokenizer, tokens[: max(seen, ids.shape[1])]))
     return Inspection(
         model=name,
@@ -173,7 +173,7 @@ def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int) -> tu
 
 def _layers(cache: PolicyCache, cosines: list[float]) -> tuple[Layer, ...]:
     found: list[Layer] = []
-    for at, layer in enumerate(cache.slots):
+    for at, layer in enumerate(cache.policy_layers):
         kept = (layer.positions[0] >= 0).sum(-1).tolist()
         found.append(
             Layer(

@@ -16,7 +16,7 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy.policy import Policy
 
-CHECKED, ALONE, AFTER = 192, 128, 4
+CHECKED, UNPADDED, AFTER = 192, 128, 4
 """Tokens of a check's prompt, of its shorter row, and of what is decoded behind it."""
 
 
@@ -101,7 +101,7 @@ def checks(model: Any, policies: Sequence[Policy]) -> list[dict[str, Any]]:
     """Whether the policy that changes nothing changes nothing, and whether padding does, under each policy."""
     ids = _tokens(model, 2, CHECKED)
     mask = torch.ones_like(ids)
-    mask[0, : CHECKED - ALONE] = 0
+    mask[0, : CHECKED - UNPADDED] = 0
     padded: list[float] = []
     with torch.inference_mode():
         plain = _logits(model, ids)
@@ -109,7 +109,7 @@ def checks(model: Any, policies: Sequence[Policy]) -> list[dict[str, Any]]:
             same = _difference(plain, _logits(model, ids))
         for policy in policies:
             with kvpolicy.attach(model, policy):
-                row, alone = _logits(model, ids, mask)[:1], _logits(model, ids[:1, CHECKED - ALONE :])
+                row, alone = _logits(model, ids, mask)[:1], _logits(model, ids[:1, CHECKED - UNPADDED :])
             padded.append(_difference(alone, row))
     told = [_check("logits under full are those of the stock cache", model, same)]
     return [*told, _check("a padded row's logits are those of the row alone, under each policy", model, max(padded))]

@@ -170,7 +170,7 @@ def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
 
 def _written(handle: Any, tokenizer: Any, prompt: int, clock: Clock, interrupted: bool) -> Written:
     cache, times = handle.cache, clock.times
-    layers: list[Any] = [layer for layer in (cache.slots if cache else []) if layer.is_initialized]
+    layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
     kept = [float((layer.positions[0] >= 0).sum(-1).float().mean()) for layer in layers]
     return Written(
         policy=str(handle.policy),

@@ -13,7 +13,7 @@ from kvpolicy.spec.fields import check_fields
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staircase:
-    """Store tokens in 8 bits, then in 4, then in 2 as they age.
+    """StageStore tokens in 8 bits, then in 4, then in 2 as they age.
 
     Every stage is a KIVI. A block of tokens that leaves the exact part is coded in 8 bits. Where that stage is full,
     its oldest tokens are decoded and coded again in 4 bits, and those of that stage in 2. So attention has the newest
@@ -53,7 +53,7 @@ class Staircase:
     @property
     def traits(self) -> Traits:
         """A group of keys is coded at a time."""
-        return Traits(block=self.group_size, grain=self.group_size, residual=self.residual_length)
+        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -29,7 +29,7 @@ class Past(NamedTuple):
     live: Tensor
 
 
-class Kernel(NamedTuple):
+class ScoreTransform(NamedTuple):
     """What a model does to the scores.
 
     Attributes:
@@ -62,7 +62,7 @@ class Kernel(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None, total: bool
+    q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None, total: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from new tokens to what a layer holds and causally to each other.
 
@@ -70,7 +70,7 @@ def attend(
         q: [B, Hq, P, D].
         k: [B, H, P, D].
         v: [B, H, P, D].
-        kernel: What is done to the scores.
+        transform: What is done to the scores.
         past: Slots attended to by every query.
         valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
         total: Whether to sum the attention over the queries.
@@ -78,14 +78,14 @@ def attend(
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    if past is None and valid is None and kernel.softcap is None and kernel.sinks is None and not total:
+    if past is None and valid is None and transform.softcap is None and transform.sinks is None and not total:
         gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kernel.scale, enable_gqa=gqa), None
-    return _tiled(q, k, v, kernel, past, valid, total)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=transform.scale, enable_gqa=gqa), None
+    return _tiled(q, k, v, transform, past, valid, total)
 
 
 def _tiled(
-    q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None, total: bool
+    q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None, total: bool
 ) -> tuple[Tensor, Tensor | None]:
     batch, heads, new, dim = k.shape
     group = q.shape[1] // heads
@@ -102,11 +102,11 @@ def _tiled(
         stop = min(start + rows, new)
         count, seen = stop - start, held + stop
         tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
-        score = kernel.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
+        score = transform.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
-        share = kernel.share(score)
+        share = transform.share(score)
         if valid is not None:  # a padding query sees nothing: neither an output nor a vote
             fill = share.masked_fill if share.requires_grad else share.masked_fill_
             share = fill(~valid[:, None, None, start:stop, None], 0)
@@ -145,12 +145,12 @@ def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> Tail:
     return Tail(queries, torch.where(valid.gather(1, order), order, -1))
 
 
-def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None) -> Tensor:
+def tail_rows(tail: Tail, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None) -> Tensor:
     """Attention of the newest queries over past slots and new tokens, fp32 [B, Hq, W, S + P]."""
     _, heads, new, _ = k.shape
     group, width = tail.queries.shape[1] // heads, tail.queries.shape[2]
     keys = k if past is None else torch.cat([past.keys, k], 2)
-    score = kernel.scores(tail.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
+    score = transform.scores(tail.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
     score = score.unflatten(2, (group, width))
     held = keys.shape[2] - new
     future = torch.arange(new, device=k.device) > tail.at[..., None]  # [B, W, P]
@@ -159,7 +159,7 @@ def tail_rows(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: T
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
     absent = (tail.at < 0)[:, None, None, :, None]
-    return kernel.share(score).masked_fill_(absent, 0).flatten(1, 2)
+    return transform.share(score).masked_fill_(absent, 0).flatten(1, 2)
 
 
 def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
@@ -169,7 +169,7 @@ def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
 
 
 def attend_slots(
-    q: Tensor, exact: tuple[Tensor, Tensor], coded: Coded | None, live: Tensor, kernel: Kernel, row: bool
+    q: Tensor, exact: tuple[Tensor, Tensor], coded: Coded | None, live: Tensor, transform: ScoreTransform, row: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -178,24 +178,24 @@ def attend_slots(
         exact: Keys and values of the exact slots, each [B, H, E, D].
         coded: The slots behind them, S in all.
         live: Which slots hold a token, [B, H, S] bool.
-        kernel: What is done to the scores.
+        transform: What is done to the scores.
         row: Whether the attention itself is asked for.
 
     Returns:
         The output [B, Hq, 1, D], and the attention [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (live.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
-    if not row and kernel.softcap is None and kernel.sinks is None and coded is None:
+    if not row and transform.softcap is None and transform.sinks is None and coded is None:
         mask = live[:, :, None].expand(-1, -1, grouped.shape[2], -1)
-        out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=kernel.scale)
+        out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
     # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
     # then loses the write of the new token (eager and aot_eager do not).
     keys, values = exact
-    score = kernel.scores(grouped, keys)
+    score = transform.scores(grouped, keys)
     if coded is not None:
-        score = torch.cat([score, *map(kernel.finish, coded.score(grouped))], -1)
-    share = kernel.share(score.masked_fill(~live[:, :, None], -torch.inf))
+        score = torch.cat([score, *map(transform.finish, coded.score(grouped))], -1)
+    share = transform.share(score.masked_fill(~live[:, :, None], -torch.inf))
     first, *others = share.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = first @ values
     if coded is not None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.rotary import SlotTurn
-from kvpolicy.protocols import Stage, Store
+from kvpolicy.engine.rotary import SlotRotary
+from kvpolicy.protocols import Stage, StageStore
 
 if TYPE_CHECKING:
     from kvpolicy.hf.layer import PolicyLayer
@@ -21,11 +21,11 @@ def stage_range(layer: PolicyLayer, stage: int) -> slice:
     return slice(start, start + layer.layout.coded[stage])
 
 
-def store_of(layer: PolicyLayer, stage: int) -> Store:
+def store_of(layer: PolicyLayer, stage: int) -> StageStore:
     """A stage's tensors."""
     traits = layer.policy.codec.traits
-    peaks = layer.rows.peaks if layer.rows is not None and traits.peaks else None
-    return Store(layer.codes[stage], layer.books[stage], _atoms(layer), peaks)
+    query_absmax = layer.rows.query_absmax if layer.rows is not None and traits.query_absmax else None
+    return StageStore(layer.codes[stage], layer.calibrations[stage], _atoms(layer), query_absmax)
 
 
 def _atoms(layer: PolicyLayer) -> tuple[Tensor, Tensor] | None:
@@ -44,19 +44,19 @@ def codec_keys(layer: PolicyLayer, keys: Tensor, positions: Tensor) -> Tensor:
     return layer.rope.undo(keys, positions + layer.rows.shift[:, None, None])
 
 
-def _turn(layer: PolicyLayer, stage: int) -> SlotTurn | None:
+def _turn(layer: PolicyLayer, stage: int) -> SlotRotary | None:
     if layer.rope is None or layer.rows is None:
         return None
     positions = layer.positions[..., stage_range(layer, stage)]
-    return SlotTurn(layer.rope, positions, layer.length - 1, layer.rows.shift)
+    return SlotRotary(layer.rope, positions, layer.length - 1, layer.rows.shift)
 
 
 class _Part(NamedTuple):
     """One stage that has slots."""
 
     stage: Stage
-    store: Store
-    turn: SlotTurn | None
+    store: StageStore
+    turn: SlotRotary | None
     size: int
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Kernel, attend_slots
+from kvpolicy.engine.attention import ScoreTransform, attend_slots
 from kvpolicy.engine.slots import open_slots, without_nan
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import View
@@ -19,7 +19,7 @@ _NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
 
 
 def decode_step(
-    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel
+    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform
 ) -> Tensor:  # fmt: skip
     """Take in one token per row and attend from it.
 
@@ -29,7 +29,7 @@ def decode_step(
         k: [B, H, 1, D].
         v: [B, H, 1, D].
         valid: Which rows have a token and no padding, [B, 1] bool; None where all have.
-        kernel: What is done to the scores.
+        transform: What is done to the scores.
 
     Returns:
         [B, Hq, 1, D].
@@ -48,8 +48,8 @@ def decode_step(
     for part in tensors(layer.state):
         _put(part, slot, torch.zeros_like(slot, dtype=part.dtype), valid)
     exact = (layer.keys, layer.values)
-    out, row = attend_slots(q, exact, layer.coded(), layer.positions >= 0, kernel, selector.needs.row)
-    if row is not None and selector.needs.row:
+    out, row = attend_slots(q, exact, layer.coded(), layer.positions >= 0, transform, selector.needs.decode_attn)
+    if row is not None and selector.needs.decode_attn:
         _learn(layer, row.detach(), view, valid)
     return out
 

@@ -12,7 +12,7 @@ from kvpolicy.engine.capacity import exact_count
 from kvpolicy.engine.codec_view import codec_keys, stage_range, store_of
 from kvpolicy.engine.slots import FAR, Loose, frozen_rows, is_pinned, leaving_order, open_slots
 from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import Store
+from kvpolicy.protocols import StageStore
 
 if TYPE_CHECKING:
     from kvpolicy.hf.layer import PolicyLayer
@@ -43,7 +43,7 @@ def settle_loose(
     assert layer.rows is not None
     traits = layer.policy.codec.traits
     stays = layer.rows.full - traits.block
-    moved = (count - stays).clamp_min(0).div(traits.grain, rounding_mode="floor") * traits.grain
+    moved = (count - stays).clamp_min(0).div(traits.group_size, rounding_mode="floor") * traits.group_size
     moved = moved if idle is None else moved.masked_fill(idle[:, None], 0)
     _code(layer, loose.take(order), moved)
     return _place_exact(layer, loose, order, moved)
@@ -219,7 +219,7 @@ def _place(layer: PolicyLayer, stage: int, block: Loose, there: Tensor) -> None:
     assert layer.rows is not None
     if any(layer.layout.coded[stage + 1 :]):
         block, there = _move_on(layer, stage, block, there)
-    size = layer.policy.codec.traits.grain
+    size = layer.policy.codec.traits.group_size
     live = _live(layer)[stage]
     crowd = live.unflatten(-1, (-1, size)).sum(-1, keepdim=True).expand(*live.shape[:2], -1, size).flatten(-2)
     # A row has the slots that it would have alone, however many its neighbours need.
@@ -270,7 +270,7 @@ def _move_on(layer: PolicyLayer, stage: int, block: Loose, there: Tensor) -> tup
 
 
 def _write(layer: PolicyLayer, stage: int, block: Loose, slots: Tensor, there: Tensor, live: Tensor) -> None:
-    store: Store = store_of(layer, stage)
+    store: StageStore = store_of(layer, stage)
     layer.policy.codec.stages[stage].write(store, block.keys, block.values, slots, there, live)
     at = slots + layer.layout.starts()[stage]
     kept = layer.positions.gather(-1, at)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Kernel, Tail, attend, largest_queries, newest_queries
+from kvpolicy.engine.attention import ScoreTransform, Tail, attend, largest_queries, newest_queries
 from kvpolicy.engine.probing import probe_queries
 from kvpolicy.protocols import Forward
 
@@ -25,7 +25,7 @@ class Prompt(NamedTuple):
         total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
         tail: The newest queries, where the selector needs them.
         probes: The probes, where the selector needs them.
-        kernel: What is done to the scores.
+        transform: What is done to the scores.
         forward: What the attention module was called with, where the selector needs it.
     """
 
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
     valid: Tensor | None
     total: Tensor | None
     tail: Tail | None
-    kernel: Kernel
+    transform: ScoreTransform
     probes: Tail | None = None
     forward: Forward | None = None
 
@@ -69,7 +69,7 @@ class Prompt(NamedTuple):
 
 
 def attend_prompt(
-    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel
+    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform
 ) -> tuple[Tensor, Prompt]:
     """Attend from a prompt or chunk to a layer's slots and to itself, and note what the policy must see of it.
 
@@ -79,20 +79,20 @@ def attend_prompt(
         k: [B, H, P, D].
         v: [B, H, P, D].
         valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
-        kernel: What is done to the scores.
+        transform: What is done to the scores.
 
     Returns:
         The output [B, Hq, P, D], and the prompt, which holds no autograd graph.
     """
     needs = layer.policy.selector.needs
-    out, total = attend(q, k, v, kernel, layer.past(), valid, needs.total)
+    out, total = attend(q, k, v, transform, layer.past(), valid, needs.attn_sum)
     q = q.detach()
-    if layer.rows is not None and layer.policy.codec.traits.peaks:
+    if layer.rows is not None and layer.policy.codec.traits.query_absmax:
         largest = layer.ranks.largest(largest_queries(q, k.shape[1], valid))
-        layer.rows.peaks.copy_(torch.maximum(layer.rows.peaks, largest))
-    tail = newest_queries(q, valid, needs.tail) if needs.tail else None
+        layer.rows.query_absmax.copy_(torch.maximum(layer.rows.query_absmax, largest))
+    tail = newest_queries(q, valid, needs.window_queries) if needs.window_queries else None
     probes = probe_queries(q, valid, needs.probes) if needs.probes else None
     forward, layer.called = layer.called, None
     if forward is not None:
-        forward = forward._replace(queries=q, valid=valid, **kernel._asdict())
-    return out, Prompt(k.detach(), v.detach(), valid, total, tail, kernel, probes, forward)
+        forward = forward._replace(queries=q, valid=valid, **transform._asdict())
+    return out, Prompt(k.detach(), v.detach(), valid, total, tail, transform, probes, forward)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, Kernel, Past, Tail, tail_rows
+from kvpolicy.engine.attention import TILE_ELEMENTS, Past, ScoreTransform, Tail, tail_rows
 from kvpolicy.protocols import Probes
 
 
@@ -30,7 +30,9 @@ def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> Tail:
     return Tail(q.gather(2, index), at)
 
 
-def probe_sums(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+def probe_sums(
+    tail: Tail, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attention of the probes over past slots and new tokens, summed, and how many of them could see each.
 
     Returns:
@@ -42,7 +44,7 @@ def probe_sums(tail: Tail, k: Tensor, kernel: Kernel, past: Past | None, valid: 
     rows = max(TILE_ELEMENTS // total.numel(), 16)
     for start in range(0, width, rows):
         some = Tail(tail.queries[:, :, start : start + rows], tail.at[:, start : start + rows])
-        total += tail_rows(some, k, kernel, past, valid).sum(2)
+        total += tail_rows(some, k, transform, past, valid).sum(2)
     column = torch.arange(k.shape[2], device=k.device)
     seen = ((tail.at[..., None] >= column) & (tail.at >= 0)[..., None]).sum(1)  # [B, P]
     every = (tail.at >= 0).sum(1, keepdim=True).expand(-1, held)

@@ -134,20 +134,20 @@ def _of_two(turn: Callable[..., Any]) -> Callable[..., Any]:
     return turn if len(needed) > 3 else lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
 
 
-class SlotTurn:
-    """The rotary embedding of one stage's slots; implements `protocols.Turn`."""
+class SlotRotary:
+    """The rotary embedding of one stage's slots; implements `protocols.RotaryView`."""
 
     def __init__(self, rope: Rope, positions: Tensor, newest: Tensor, shift: Tensor) -> None:
         """Rotate to `positions` [B, H, C], the newest token's being `newest` [B]; the embedding adds `shift` [B]."""
         self._rope, self._positions, self._newest = rope, positions + shift[:, None, None], newest + shift
-        self.live: Tensor = positions >= 0
+        self.occupied: Tensor = positions >= 0
 
     def keys(self, keys: Tensor, at: At) -> Tensor:
-        """Rotate keys of the slots `at` to their positions, fp32; see `protocols.Turn`."""
+        """Rotate keys of the slots `at` to their positions, fp32; see `protocols.RotaryView`."""
         positions = self._positions[..., at] if isinstance(at, slice) else self._positions.gather(-1, at)
         return self._rope.apply(keys, positions)
 
     def queries(self, queries: Tensor, distance: int) -> Tensor:
-        """Rotate the newest token's queries as if it stood `distance` behind unrotated keys; see `protocols.Turn`."""
+        """Rotate the newest token's queries as if it stood `distance` tokens after unrotated keys."""
         here = self._newest[:, None, None].expand(*queries.shape[:3])
         return self._rope.apply(self._rope.undo(queries, here), torch.full_like(here, distance))

@@ -21,14 +21,14 @@ class Rows(NamedTuple):
         room: Slots of each stage that the row may use, [B, stages] int64.
         pins: Positions that stay exact, [B, H or 1, pinned] int32, -1 where there is none.
         shift: What the rotary embedding adds to a row's positions, [B] int64; nothing unless keys are unrotated.
-        peaks: Largest absolute query of each channel, [B, H, D] fp32; nothing unless the codec asks for it.
+        query_absmax: Largest absolute query of each channel, [B, H, D] fp32; nothing unless the codec asks for it.
     """
 
     full: Tensor
     room: Tensor
     pins: Tensor
     shift: Tensor
-    peaks: Tensor
+    query_absmax: Tensor
 
 
 def alloc_rows(codec: Codec, batch: int, heads: int, head_dim: int, device: torch.device | str) -> Rows | None:
@@ -41,8 +41,8 @@ def alloc_rows(codec: Codec, batch: int, heads: int, head_dim: int, device: torc
         torch.full((batch, 1), FAR, dtype=torch.int64, device=device),
         torch.zeros(batch, stages, dtype=torch.int64, device=device),
         torch.full((batch, apart, traits.pinned), -1, dtype=torch.int32, device=device),
-        torch.zeros(batch if traits.frame == "pre" else 0, dtype=torch.int64, device=device),
-        torch.zeros(batch if traits.peaks else 0, heads, head_dim, device=device),
+        torch.zeros(batch if traits.key_space == "unrotated" else 0, dtype=torch.int64, device=device),
+        torch.zeros(batch if traits.query_absmax else 0, heads, head_dim, device=device),
     )
 
 

@@ -59,10 +59,10 @@ def _on_offer(layer: PolicyLayer, prompt: Prompt, seen_before: Tensor) -> tuple[
     state = join_states(layer.state, zero)
     rows = None
     if prompt.tail is not None:
-        rows = tail_rows(prompt.tail, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
+        rows = tail_rows(prompt.tail, prompt.keys, prompt.transform, layer.past(), prompt.valid)
     probed = (None, None)
     if prompt.probes is not None:
-        probed = probe_sums(prompt.probes, prompt.keys, prompt.kernel, layer.past(), prompt.valid)
+        probed = probe_sums(prompt.probes, prompt.keys, prompt.transform, layer.past(), prompt.valid)
     seen = Seen(prompt.total, rows, *probed)
     if prompt.forward is not None:
         past = layer.past()
@@ -84,7 +84,7 @@ def _take(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[T
     def tokens(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
 
-    sums = heads(seen.total), heads(seen.tail), heads(seen.probed), heads(seen.probes)
+    sums = heads(seen.attn_sum), heads(seen.window_attn), heads(seen.probe_sum), heads(seen.probe_count)
     moved = Seen(*sums, seen.forward, tokens(seen.keys), tokens(seen.values))
     return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
 

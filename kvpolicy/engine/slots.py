@@ -102,7 +102,7 @@ def fix_addresses(layer: PolicyLayer) -> None:
     Unguarded, since a guard would compile again for every cache; a graph is recorded anew where an address is another.
     """
     held: list[Any] = [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
-    parts = (layer.state, layer.codes, layer.books, layer.rows or ())
+    parts = (layer.state, layer.codes, layer.calibrations, layer.rows or ())
     for tensor in [*held, *(tensor for part in parts for tensor in tensors(part))]:
         torch._dynamo.mark_static_address(tensor, guard=False)  # pyright: ignore[reportPrivateUsage]
 
@@ -115,7 +115,7 @@ def without_nan(worth: Tensor) -> Tensor:
 def leaving_order(layer: PolicyLayer, loose: Loose) -> Tensor:
     """Who leaves the exact part (or a stage) first: the index of each token, [B, H, n]; the unchosen come last."""
     traits = layer.policy.codec.traits
-    if traits.order == "age":
+    if traits.demote_by == "age":
         order = loose.positions.argsort(dim=-1, stable=True)
     else:
         # Of equals the later position leaves first, as in eviction.
@@ -134,7 +134,7 @@ def _precise(layer: PolicyLayer) -> Tensor:
     precise = layer.rows.full[:, 0] - layer.policy.codec.traits.block
     if layer.rows.room.shape[1] > 1:
         precise = precise + layer.rows.room[:, 0]
-    return torch.minimum(precise.clamp_min(layer.policy.selector.floor), layer.budget)
+    return torch.minimum(precise.clamp_min(layer.policy.selector.min_tokens), layer.budget)
 
 
 def is_pinned(layer: PolicyLayer, positions: Tensor) -> Tensor:
@@ -150,6 +150,6 @@ def _stays(layer: PolicyLayer, positions: Tensor) -> Tensor:
     stays = torch.zeros_like(positions, dtype=torch.bool)
     if traits.pinned:
         stays = is_pinned(layer, positions)
-    if traits.order == "worth":
+    if traits.demote_by == "priority":
         stays = stays | (positions >= (layer.length - traits.residual)[:, None, None])
     return stays

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
@@ -118,7 +118,7 @@ class KVPressScorer:
         return Needs(forward=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 
@@ -223,11 +223,11 @@ def _of_rows(call: Forward, rows: slice) -> Forward:
 def _matrix(call: Forward, keys: Tensor) -> Tensor:
     """The attention of every query, [B, Hq, P, N], in the model's dtype."""
     assert call.queries is not None
-    kernel = Kernel(call.scale, call.softcap, call.sinks)
-    score = kernel.scores(call.queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None])
+    transform = ScoreTransform(call.scale, call.softcap, call.sinks)
+    score = transform.scores(call.queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None])
     new, count = score.shape[3:]
     ahead = torch.ones(new, count, dtype=torch.bool, device=score.device).triu(count - new + 1)
-    return kernel.share(score.masked_fill_(ahead, -torch.inf)).flatten(1, 2).to(keys.dtype)
+    return transform.share(score.masked_fill_(ahead, -torch.inf)).flatten(1, 2).to(keys.dtype)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ class Handle:
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
-        unrotates = policy.codec.traits.frame == "pre"
+        unrotates = policy.codec.traits.key_space == "unrotated"
         ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
@@ -137,7 +137,7 @@ class Handle:
             self._undo.append(site.attention.register_forward_pre_hook(bind_slots, with_kwargs=True).remove)
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
-            if self.policy.allocator.measure:
+            if self.policy.allocator.layer_metric:
                 self._undo += measure(site, lambda: self._running)
             if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._link.model_shape.evictable:
                 self._look(site)

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.parallel.runtime import ALONE, Ranks, Sharing
+from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 links: weakref.WeakKeyDictionary[nn.Module, Link] = weakref.WeakKeyDictionary()
@@ -59,12 +60,12 @@ class Link:
 
     def check(self, policy: Policy) -> None:
         """Raise KVPolicyError where `policy` must measure what this attachment does not."""
-        if policy.allocator.measure and not self.policy.allocator.measure:
+        if policy.allocator.layer_metric and not self.policy.allocator.layer_metric:
             raise KVPolicyError(
                 f"The cache's policy {policy} measures every layer, and the attached {self.policy} does not: "
                 "attach a policy with the same allocator."
             )
-        if policy.codec.traits.frame == "pre" and not self.ropes:
+        if policy.codec.traits.key_space == "unrotated" and not self.ropes:
             raise KVPolicyError(
                 f"The cache's policy {policy} undoes the rotary embedding, and the attached {self.policy} does not: "
                 "attach a policy with the same codec."
@@ -79,7 +80,7 @@ class Link:
     def meet(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
         """The ranks that share a layer, whose heads are counted once, at its first prompt; [B, heads, P, D] each."""
         if self._sharing is None:
-            return ALONE
+            return SINGLE_RANK
         if layer_idx not in self._ranks:
             self._ranks[layer_idx] = self._sharing.meet(queries.shape[1], keys.shape[1], keys.device)
         return self._ranks[layer_idx]

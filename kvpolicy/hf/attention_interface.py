@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvpolicy.engine.attention import Kernel, attend
+from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
@@ -89,11 +89,11 @@ def attention_forward(
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)
-    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    transform = ScoreTransform(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     if kv_slots is None:
-        out, _ = attend(query, key, value, kernel, None, attention_mask, False)
+        out, _ = attend(query, key, value, transform, None, attention_mask, False)
     else:
-        out = kv_slots.forward(query, key, value, attention_mask, kernel)
+        out = kv_slots.forward(query, key, value, attention_mask, transform)
     return out.transpose(1, 2).contiguous(), None
 
 

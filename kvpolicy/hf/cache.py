@@ -15,11 +15,12 @@ from kvpolicy.hf.attachment import link_of
 from kvpolicy.hf.forward_guard import Running
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.planning.memory import Shape, planned_resident, resident_bytes
+from kvpolicy.planning.memory import planned_resident, resident_bytes
 from kvpolicy.planning.notes import remarks
 from kvpolicy.planning.planner import divide, plan_layers
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape
 from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
@@ -39,7 +40,7 @@ class PolicyCache(Cache):
         new: Tokens that will be generated, where known: a growing cache then allocates exactly that.
 
     Raises:
-        KVPolicyError: Where no policy is attached to the model, what this policy must measure is not measured there, or a
+        KVPolicyError: If no policy is attached to the model, the attachment lacks a metric that this policy needs, or a
             number of tokens is out of range.
 
     Examples:
@@ -70,7 +71,7 @@ class PolicyCache(Cache):
         self.prompt, self.new = expected(prompt, new)
         self._end: Tensor | None = None  # tokens of each row once the last is generated, [B]
         self.plan: CachePlan | None = None
-        self._measures: dict[int, Tensor] = {}
+        self._metrics: dict[int, Tensor] = {}
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
         self._one_token, self.running = False, Running()
@@ -82,24 +83,24 @@ class PolicyCache(Cache):
     def _make_layer(self, index: int, shape: ModelShape) -> Any:
         if index in shape.left_alone:
             return DynamicSlidingWindowLayer(sliding_window=shape.left_alone[index])
-        rope = self.link.ropes.get(index) if self.policy.codec.traits.frame == "pre" else None
+        rope = self.link.ropes.get(index) if self.policy.codec.traits.key_space == "unrotated" else None
         return PolicyLayer(self.policy, index, self._on_prompt, rope, self.link.meet)
 
     @property
-    def slots(self) -> list[PolicyLayer]:
+    def policy_layers(self) -> list[PolicyLayer]:
         """The layers under the policy."""
         return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
 
     @property
     def nbytes(self) -> int:
         """Every byte held, on this rank."""
-        return sum(sum(layer.held().values()) for layer in self.slots) + sum(self.alone_bytes().values())
+        return sum(sum(layer.held().values()) for layer in self.policy_layers) + sum(self.alone_bytes().values())
 
     @property
     def full_nbytes(self) -> int:
         """Bytes that a stock cache would hold of the tokens seen, padding left out."""
         own = 0
-        for layer in self.slots:
+        for layer in self.policy_layers:
             if layer.is_initialized and layer.keys is not None:
                 _, heads, _, dim = layer.keys.shape
                 own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
@@ -108,7 +109,9 @@ class PolicyCache(Cache):
     @property
     def resident_nbytes(self) -> int:
         """Bytes of calibrated tensors, which belong to the model and not to the cache."""
-        return resident_bytes(book for layer in self.slots if layer.is_initialized for book in layer.books)
+        return resident_bytes(
+            calibration for layer in self.policy_layers if layer.is_initialized for calibration in layer.calibrations
+        )
 
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, against the full cache."""
@@ -121,14 +124,14 @@ class PolicyCache(Cache):
         `generate` and an uncompiled loop do this by themselves; a loop over `torch.compile(model)` calls it after
         each step. A block that had to be coded and was not is an error in the next step, never a lost token.
         """
-        for layer in self.slots:
+        for layer in self.policy_layers:
             layer.tick()
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Expect a prompt and `new` more tokens: a growing cache makes room for these at once."""
         prompt, self.new = expected(prompt, new)
         self.prompt, self._end = longest(self.prompt, prompt), None
-        for layer in self.slots:
+        for layer in self.policy_layers:
             if layer.is_initialized and self.policy.decode == "grow":
                 layer.reserve(new)
 
@@ -137,19 +140,19 @@ class PolicyCache(Cache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for a forward of `tokens` [B, P(, D)], in eager mode."""
-        slots, new = self.slots[0], tokens.shape[1]
+        slots, new = self.policy_layers[0], tokens.shape[1]
         one_token, shift = new == 1 and slots.is_initialized, self._shift
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = slots.length if slots.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
-        if self.policy.codec.traits.frame == "pre" and not (one_token or self.running.now):
+        if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.running.now):
             shift = rotary_shift(position_ids, valid, slots.get_seq_length(), seen, new, shift)
-        self.running.begin(self.slots, new)  # what was refused before has not begun
+        self.running.begin(self.policy_layers, new)  # what was refused before has not begun
         self._one_token, self._shift = one_token, shift
-        for layer in self.slots if one_token else ():
+        for layer in self.policy_layers if one_token else ():
             layer.make_room()
         self._first = None if one_token or not bool((seen == 0).any()) else seen == 0
-        self._valid = valid if self.wants_measures or self.wants_massive else None
+        self._valid = valid if self.wants_metrics or self.wants_massive else None
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
@@ -160,10 +163,10 @@ class PolicyCache(Cache):
             residual: Before, [B, P, D].
             update: What attention adds, [B, P, D].
         """
-        new, held = mean_cosine(residual, update, self._valid), self._measures.get(layer_idx)
+        new, held = mean_cosine(residual, update, self._valid), self._metrics.get(layer_idx)
         if held is not None and self._first is not None:  # a row is measured where its first tokens are
             new = torch.where(self._first.to(new.device), new, held)
-        self._measures[layer_idx] = new
+        self._metrics[layer_idx] = new
 
     @property
     def wants_massive(self) -> bool:
@@ -178,31 +181,31 @@ class PolicyCache(Cache):
 
     def cosines(self) -> Tensor:
         """What was measured, [B, L]."""
-        return torch.stack([self._measures[layer.layer_idx].cpu() for layer in self.slots], -1)
+        return torch.stack([self._metrics[layer.layer_idx].cpu() for layer in self.policy_layers], -1)
 
     @property
-    def wants_measures(self) -> bool:
+    def wants_metrics(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.allocator.measure != "" and self._first is not None
+        return self.policy.allocator.layer_metric != "" and self._first is not None
 
     def _on_prompt(self, layer: PolicyLayer) -> None:
         """Compress a layer at once where budgets are known, and hold its prompt until they are."""
-        if self.wants_measures:
+        if self.wants_metrics:
             assert layer.prompt is not None
             layer.prompt = layer.prompt.owned()
             self._waiting.append(layer)
             return
-        if layer is self.slots[0]:
+        if layer is self.policy_layers[0]:
             self._divide(layer)
         self._settle(layer)
 
     @on_host
     def finish(self) -> None:
         """Do what is due after a forward in eager mode: settle a prompt, or count a step."""
-        self.running.check(self.slots)
+        self.running.check(self.policy_layers)
         self.settle()
         self.running.now = False
-        for layer in self.slots if self._one_token else ():
+        for layer in self.policy_layers if self._one_token else ():
             layer.count_step()
 
     def settle(self) -> None:
@@ -214,7 +217,7 @@ class PolicyCache(Cache):
             self._settle(layer)
 
     def _settle(self, layer: PolicyLayer) -> None:
-        number = self.slots.index(layer)
+        number = self.policy_layers.index(layer)
         if self._shift is not None and layer.rows is not None:
             layer.rows.shift.copy_(self._shift)
         layer.settle(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
@@ -225,22 +228,22 @@ class PolicyCache(Cache):
         batch, heads, _, dim = first.prompt.keys.shape
         length = at_least(own := first.prompt.lengths(first.length).cpu(), self.prompt)
         many, dtype = first.ranks.most_heads(heads), first.prompt.keys.dtype
-        fullest, shapes = ([Shape(count, dim, dtype)] * len(self.slots) for count in (many, heads))
-        measures = self.cosines() if self.policy.allocator.measure else None
+        fullest, shapes = ([LayerShape(count, dim, dtype)] * len(self.policy_layers) for count in (many, heads))
+        metrics = self.cosines() if self.policy.allocator.layer_metric else None
         if self.new is not None and self._end is None:
             self._end = length + self.new
         columns, bytes_at = first.get_seq_length() + int((length - own).max()), self.link.model_shape.alone_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
         most = bytes_at(batch, columns + (MOST if self.new is None else self.new))  # full windows, some time
-        self._tokens = divide(self.policy, measures, length, self._end, fullest, sum(most.values()))
-        if measures is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
+        self._tokens = divide(self.policy, metrics, length, self._end, fullest, sum(most.values()))
+        if metrics is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
             raise KVPolicyStateError(
                 "The ranks measured different layer budgets, so their hidden states differ: give all ranks the same "
                 "prompts and weights."
             )
         seen = int((length if self._end is None else torch.maximum(self._end, length)).sum())
         full = seen * sum(2 * shape.heads * shape.head_dim * shape.dtype.itemsize for shape in shapes)
-        indices = [layer.layer_idx for layer in self.slots]
+        indices = [layer.layer_idx for layer in self.policy_layers]
         layers = plan_layers(self.policy, self._tokens, shapes, indices, batch)
         self.plan = CachePlan(
             policy=self.policy, batch=batch, layers=layers, measured=True, left_alone=alone,
@@ -287,15 +290,15 @@ class PolicyCache(Cache):
             self.prompt = fn(self.prompt)
         self._end = None if self._end is None else fn(self._end)
         self._shift = None if self._shift is None else fn(self._shift)
-        self._measures = {index: fn(cosine) for index, cosine in self._measures.items()}
+        self._metrics = {index: fn(cosine) for index, cosine in self._metrics.items()}
 
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
         self.plan, self.prompt, self.running, self._end, self._shift = None, None, Running(), None, None
-        self._measures, self._waiting = {}, []
+        self._metrics, self._waiting = {}, []
 
     @property
     def batch_size(self) -> int:
         """Rows, -1 before the first forward."""
-        return self.slots[0].length.shape[0] if self.slots[0].is_initialized else -1
+        return self.policy_layers[0].length.shape[0] if self.policy_layers[0].is_initialized else -1

@@ -92,7 +92,7 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
         )
     if mask.is_floating_point() and new > 1 and bool(((mask != 0) & (mask != 1)).any()):
         raise KVPolicyError("The attention mask has other numbers than 0 and 1: pass 1 for a token and 0 for padding.")
-    first = cache.slots[0]
+    first = cache.policy_layers[0]
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
     if first.is_initialized and mask.shape[1] > new:
@@ -128,7 +128,11 @@ def _warn_behind(model: nn.Module, cache: PolicyCache, new: int, call: dict[str,
 
 def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
     """The position behind the last one of a call."""
-    end, places, mask = cache.slots[0].get_seq_length() + new, call.get("position_ids"), call.get("attention_mask")
+    end, places, mask = (
+        cache.policy_layers[0].get_seq_length() + new,
+        call.get("position_ids"),
+        call.get("attention_mask"),
+    )
     if places is not None:
         return int(places.max()) + 1
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.attention import Kernel, Past
+from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.capacity import exact_count, extend, free_steps, held_by, is_short, lacking, later
 from kvpolicy.engine.codec_view import Coded
 from kvpolicy.engine.decode import decode_step
@@ -27,11 +27,11 @@ from kvpolicy.engine.slots import fix_addresses, lay_out, words_of
 from kvpolicy.engine.state import map_state
 from kvpolicy.hf.forward_checks import check_kept
 from kvpolicy.hf.forward_guard import check_first, note_attended
-from kvpolicy.parallel.runtime import ALONE, Ranks
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import ROOM
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Book, Codes, Forward, Layout, State
+from kvpolicy.protocols import Calibration, Codes, Forward, Layout, State
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -46,7 +46,7 @@ class PolicyLayer(CacheLayerMixin):
         values: Values of the exact slots, [B, H, E, D].
         layout: How many slots are exact and how many coded.
         codes: The codec's tensors of each stage.
-        books: The model's calibrated tensors of each stage.
+        calibrations: The model's calibrated tensors of each stage.
         rows: What the codec's stages need to know of each row, None where nothing is coded.
         rope: The rotary embedding, where keys are coded without it.
         frozen: The first exact slots, which are the codec's atoms.
@@ -63,7 +63,7 @@ class PolicyLayer(CacheLayerMixin):
     length: Tensor
     columns: Tensor
     codes: tuple[Codes, ...]
-    books: tuple[Book, ...]
+    calibrations: tuple[Calibration, ...]
     rows: Rows | None
     state: State
     ends: list[int]
@@ -76,12 +76,12 @@ class PolicyLayer(CacheLayerMixin):
         layer_idx: int,
         on_prompt: Callable[[PolicyLayer], None],
         rope: Rope | None = None,
-        meet: Callable[[int, Tensor, Tensor], Ranks] = lambda *_: ALONE,
+        meet: Callable[[int, Tensor, Tensor], Ranks] = lambda *_: SINGLE_RANK,
     ) -> None:
         """Make an empty layer; `on_prompt` is told of every prompt, `meet` finds its ranks by their heads."""
         super().__init__()
         self.policy, self.layer_idx, self._on_prompt, self.rope = policy, layer_idx, on_prompt, rope
-        self._meet, self.ranks = meet, ALONE
+        self._meet, self.ranks = meet, SINGLE_RANK
         self.frozen = 0
         self.massive: Tensor | None = None  # the waiting prompt's tokens that hold its largest hidden numbers, [B, P]
         self.prompt: Prompt | None = None
@@ -102,7 +102,9 @@ class PolicyLayer(CacheLayerMixin):
         self.state = self.policy.selector.alloc(batch, heads, 0, device)
         codec = self.policy.codec
         self.codes, self.rows = (), alloc_rows(codec, batch, heads, dim, device)
-        self.books = tuple(stage.open(self.layer_idx, device, self.ranks.held) for stage in codec.stages)
+        self.calibrations = tuple(
+            stage.load_calibration(self.layer_idx, device, self.ranks.held) for stage in codec.stages
+        )
         self.length = torch.zeros(batch, dtype=torch.int64, device=device)
         self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
@@ -134,7 +136,18 @@ class PolicyLayer(CacheLayerMixin):
         """Forget everything."""
         self.is_initialized, self.prompt, self.layout, self.tokens = False, None, Layout(0), 0
         self.frozen, self.massive = 0, None
-        for name in ("keys", "values", "positions", "state", "codes", "books", "rows", "length", "budget", "columns"):
+        for name in (
+            "keys",
+            "values",
+            "positions",
+            "state",
+            "codes",
+            "calibrations",
+            "rows",
+            "length",
+            "budget",
+            "columns",
+        ):
             vars(self).pop(name, None)
         self.keys = self.values = None
 
@@ -177,7 +190,7 @@ class PolicyLayer(CacheLayerMixin):
 
     # what the attention function asks
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Tensor:
         """Attend from new tokens, [B, Hq, P, D], and take them in; see `attend_prompt` for the arguments."""
         check_first(self)
         if not self.is_initialized:
@@ -187,14 +200,14 @@ class PolicyLayer(CacheLayerMixin):
         if self.ranks.phantom:
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         take = decode_step if self.is_initialized and q.shape[2] == 1 else PolicyLayer._take_prompt
-        out = take(self, q, k, v, valid, kernel)
+        out = take(self, q, k, v, valid, transform)
         return note_attended(self, out, reads)[:, :own]
 
     @on_host  # budgets are settled on the host
-    def _take_prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
+    def _take_prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Tensor:
         if not self.is_initialized:
             self.lazy_initialization(k, v)
-        out, self.prompt = attend_prompt(self, q, k, v, valid, kernel)
+        out, self.prompt = attend_prompt(self, q, k, v, valid, transform)
         self.columns.add_(q.shape[2])
         self._on_prompt(self)
         return out
@@ -259,7 +272,7 @@ class PolicyLayer(CacheLayerMixin):
     def _code_full(self) -> None:
         """Code blocks of the oldest exact tokens until no head's exact part is full."""
         while self.rows is not None and bool((exact_count(self) >= self.rows.full).any()):
-            (recode if self.policy.codec.traits.recode else flush)(self)
+            (recode if self.policy.codec.traits.recode_all else flush)(self)
         self._room = free_steps(self)
 
     @property

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpolicy.planning.memory import Shape
-from kvpolicy.protocols import ModelInfo
+from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -29,11 +28,11 @@ class ModelShape:
         alone_shapes: Of the keys of each of these.
     """
 
-    shape: Shape
+    shape: LayerShape
     heads: int
     evictable: list[int]
     left_alone: dict[int, int]
-    alone_shapes: dict[int, Shape]
+    alone_shapes: dict[int, LayerShape]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model."""
@@ -41,12 +40,12 @@ class ModelShape:
 
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in one layer."""
-        return _token_bytes(self.shape)
+        return self.shape.token_nbytes
 
     def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
         """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
         tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
-        return {index: count * _token_bytes(self.alone_shapes[index]) for index, count in tokens.items()}
+        return {index: count * self.alone_shapes[index].token_nbytes for index, count in tokens.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
@@ -97,7 +96,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
             "policy cannot share a budget among: use a model whose full layers are alike."
         )
-    shapes = {index: Shape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    shapes = {index: LayerShape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
     return ModelShape(
         shape=shapes[evictable[0]], heads=sizes[evictable[0]][0], evictable=evictable, left_alone=alone,
         alone_shapes={index: shapes[index] for index in alone},
@@ -134,10 +133,6 @@ def _attention_kinds(module: str) -> list[type]:
         and "layer_idx" in inspect.signature(kind).parameters
         and not any(word in kind.__name__ for word in ("Vision", "Audio", "Cross"))
     ]
-
-
-def _token_bytes(shape: Shape) -> int:
-    return 2 * shape.heads * shape.head_dim * shape.dtype.itemsize
 
 
 def _layer_configs(text: Any) -> list[Any]:

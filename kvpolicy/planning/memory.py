@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,7 @@ from torch import Tensor
 from kvpolicy.engine.row_limits import alloc_rows
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Layout
-
-
-class Shape(NamedTuple):
-    """What one layer's keys look like: KV heads, head dimension, dtype."""
-
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
+from kvpolicy.protocols import LayerShape, Layout
 
 
 def bytes_by_kind(
@@ -36,7 +28,7 @@ def bytes_by_kind(
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dict[str, int]:
+def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -> dict[str, int]:
     """Bytes by kind that one layer holds: what the cache allocates, asked of tensors without storage."""
     slots, heads, dim = layout.slots, shape.heads, shape.head_dim
     exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
@@ -49,9 +41,9 @@ def layer_bytes(policy: Policy, batch: int, shape: Shape, layout: Layout) -> dic
     return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())))
 
 
-def resident_bytes(books: Iterable[Any]) -> int:
+def resident_bytes(calibrations: Iterable[Any]) -> int:
     """Bytes of calibrated tensors, those that layers share counted once."""
-    return sum({t.data_ptr(): t.nbytes for book in books for t in tensors(book)}.values())
+    return sum({t.data_ptr(): t.nbytes for calibration in calibrations for t in tensors(calibration)}.values())
 
 
 def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
@@ -62,4 +54,6 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
 @lru_cache(maxsize=64)
 def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: int | None) -> int:
     held = slice(first, last)  # no key of a cache itself, before Python 3.12
-    return resident_bytes([stage.open(index, "cpu", held) for stage in policy.codec.stages for index in layers])
+    return resident_bytes(
+        [stage.load_calibration(index, "cpu", held) for stage in policy.codec.stages for index in layers]
+    )

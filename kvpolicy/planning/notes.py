@@ -24,7 +24,7 @@ def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: T
         layers: Its plan.
         keep: Tokens per layer, [B, L].
         prompt: Tokens of each row's prompt, [B].
-        measured: Whether the layers were measured that the allocator measures.
+        measured: Whether the layers were measured that the allocator metrics.
     """
     even = _even(policy, keep, prompt) if measured else ""
     return "; ".join(filter(None, (_few(policy, keep, prompt), even, _exact(policy, layers))))
@@ -53,7 +53,7 @@ def _few(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
 def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Rows whose layers share evenly although the allocator measured them."""
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
-    if not policy.allocator.measure or not bool(even.any()):
+    if not policy.allocator.layer_metric or not bool(even.any()):
         return ""
     return f"{_rows(even)}: layers share evenly, since fewer than three, or too few that differ, were measured"
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.planning.memory import Shape, layer_bytes, planned_resident
+from kvpolicy.planning.memory import layer_bytes, planned_resident
 from kvpolicy.planning.notes import behind, remarks
 from kvpolicy.planning.result import CachePlan, LayerPlan
 from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.sizes import MOST, check_sizes, each_row
@@ -42,13 +43,13 @@ class Tokens(NamedTuple):
 
 
 def divide(
-    policy: Policy, measures: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[Shape], other: int = 0
+    policy: Policy, metrics: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], other: int = 0
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
     Args:
         policy: The policy.
-        measures: What its allocator asked for, [B, L], or None.
+        metrics: What its allocator asked for, [B, L], or None.
         prompt: Tokens of each row's prompt, [B] int64.
         end: Tokens of each row once the last is generated, [B] int64; None where unknown.
         shapes: The layers.
@@ -58,19 +59,19 @@ def divide(
         KVPolicyError: Where the budget is too small; it names the smallest that works.
     """
     if isinstance(policy.budget, str):
-        return _divide_bytes(policy, measures, prompt, end, shapes, other)
-    floor = policy.selector.floor
+        return _divide_bytes(policy, metrics, prompt, end, shapes, other)
+    floor = policy.selector.min_tokens
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MOST))
     else:
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
     _check_floor(policy, base, prompt)
-    return _divide_tokens(policy, measures, base, prompt, end, len(shapes), START)
+    return _divide_tokens(policy, metrics, base, prompt, end, len(shapes), START)
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
-    floor = policy.selector.floor
+    floor = policy.selector.min_tokens
     short = base < floor
     if bool(short.any()):
         row = int(prompt.masked_fill(~short, torch.iinfo(torch.int64).max).argmin())  # what works for it works for all
@@ -83,7 +84,7 @@ def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
 
 def _divide_tokens(
     policy: Policy,
-    measures: Tensor | None,
+    metrics: Tensor | None,
     base: Tensor,
     prompt: Tensor,
     end: Tensor | None,
@@ -93,8 +94,8 @@ def _divide_tokens(
     """The same, where each layer has `base` tokens on average, and `start` behind the prompt if the end is unknown."""
     grows = policy.decode == "grow"
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
-    floor = policy.selector.floor
-    keep = policy.allocator.budgets(measures, base * layers, floor, ceiling, layers)
+    floor = policy.selector.min_tokens
+    keep = policy.allocator.budgets(metrics, base * layers, floor, ceiling, layers)
     room = torch.zeros_like(prompt)
     if grows:
         room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
@@ -103,18 +104,18 @@ def _divide_tokens(
 
 
 def _divide_bytes(
-    policy: Policy, measures: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[Shape], other: int
+    policy: Policy, metrics: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], other: int
 ) -> Tokens:
     """The most tokens per layer whose bytes fit, by bisection."""
     limit = bytes_of(str(policy.budget))
 
     def attempt(base: int, start: int = MOST) -> tuple[Tokens, int]:  # all that it may ever hold must fit
-        tokens = _divide_tokens(policy, measures, torch.full_like(prompt, base), prompt, end, len(shapes), start)
+        tokens = _divide_tokens(policy, metrics, torch.full_like(prompt, base), prompt, end, len(shapes), start)
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
         return tokens, other + sum(sizes)
 
-    low = policy.selector.floor
+    low = policy.selector.min_tokens
     _, size = attempt(low)
     if size > limit:
         raise KVPolicyError(
@@ -132,7 +133,7 @@ def _divide_bytes(
 
 
 def plan_layers(
-    policy: Policy, tokens: Tokens, shapes: list[Shape], indices: list[int], batch: int
+    policy: Policy, tokens: Tokens, shapes: list[LayerShape], indices: list[int], batch: int
 ) -> tuple[LayerPlan, ...]:
     """The plan of each layer."""
     plans: list[LayerPlan] = []
@@ -170,8 +171,7 @@ def plan(
         The plan; `.nbytes` is what the cache then holds, `.weights` what the model holds beside it.
 
     Raises:
-        KVPolicyError: Where the budget is too small, a size is out of range, or the model's cache cannot be kept under a
-            policy.
+        KVPolicyError: If the budget is too small, a size is out of range, or the model cannot be used with a policy.
         KVPolicyTypeError: Where a size is no whole number, or the config or the policy is none.
 
     Examples:
@@ -199,9 +199,9 @@ def plan(
     size = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     alone = model.alone_bytes(batch, max(lengths) + new)
-    online = bool(policy.allocator.measure)
-    measures = torch.ones(batch, len(shapes)) if online else None
-    tokens = divide(policy, measures, size, size + new, shapes, sum(alone.values()))
+    online = bool(policy.allocator.layer_metric)
+    metrics = torch.ones(batch, len(shapes)) if online else None
+    tokens = divide(policy, metrics, size, size + new, shapes, sum(alone.values()))
     full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
     weights = weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)

@@ -102,7 +102,7 @@ def cache_of(source: Any) -> PolicyCache:
     cache = source.cache if isinstance(source, Handle) else source
     if cache is not None and not isinstance(cache, PolicyCache):
         raise KVPolicyTypeError(f"A {type(source).__name__} holds no tokens: give a Handle or a PolicyCache.")
-    if cache is None or not any(layer.is_initialized for layer in cache.slots):
+    if cache is None or not any(layer.is_initialized for layer in cache.policy_layers):
         raise KVPolicyError("The cache has seen no prompt yet: run the model first.")
     return cache
 

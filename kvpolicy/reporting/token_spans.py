@@ -85,9 +85,9 @@ def shares_kept(cache: PolicyCache, row: int = 0) -> tuple[list[Tensor], int]:
     import torch
 
     row = place_of("row", row, cache.batch_size)
-    seen = int(cache.slots[0].length[row])
+    seen = int(cache.policy_layers[0].length[row])
     shares: list[Tensor] = []
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         held = layer.positions[row].long().cpu()
         counts = torch.bincount(held[held >= 0], minlength=seen)
         shares.append(counts.double() / held.shape[0])

@@ -52,10 +52,10 @@ class H2O:
     @property
     def needs(self) -> Needs:
         """Sums over all queries, and each decoded row."""
-        return Needs(total=True, row=True)
+        return Needs(attn_sum=True, decode_attn=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 
@@ -65,8 +65,8 @@ class H2O:
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Add the attention of a prefill."""
-        assert seen.total is not None
-        return Scores(state.score + group_mean(seen.total, view))
+        assert seen.attn_sum is not None
+        return Scores(state.score + group_mean(seen.attn_sum, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token."""
@@ -79,4 +79,4 @@ class H2O:
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Attention summed over the queries of this forward, per query head."""
-        return seen.total
+        return seen.attn_sum

@@ -117,12 +117,12 @@ class KVCrush:
     def needs(self) -> Needs:
         """What the base needs, and some attention to sign with."""
         needs = self.base.needs
-        return needs if needs.total or needs.tail else needs | Needs(tail=TAIL)
+        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=TAIL)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """Enough that the base's share is its own floor, by pages in whole ones."""
-        return (least_room(self.base.floor, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
+        return (least_room(self.base.min_tokens, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""

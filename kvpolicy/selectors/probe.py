@@ -68,10 +68,10 @@ class ProbeSalience:
     @property
     def needs(self) -> Needs:
         """Sums over the probes, and each decoded row."""
-        return Needs(probes=Probes(self.recent, self.random, self.seed), row=True)
+        return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 
@@ -82,8 +82,10 @@ class ProbeSalience:
 
     def observe(self, state: Salience, seen: Seen, view: View) -> State:
         """Add the attention of a prefill's probes."""
-        assert seen.probed is not None and seen.probes is not None
-        return Salience(state.total + group_mean(seen.probed, view), state.probes + group_mean(seen.probes, view))
+        assert seen.probe_sum is not None and seen.probe_count is not None
+        return Salience(
+            state.total + group_mean(seen.probe_sum, view), state.probes + group_mean(seen.probe_count, view)
+        )
 
     def step(self, state: Salience, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token, which is a probe."""
@@ -96,5 +98,5 @@ class ProbeSalience:
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Mean attention of the probes per query head."""
-        assert seen.probed is not None and seen.probes is not None
-        return seen.probed / seen.probes.clamp_min(1)
+        assert seen.probe_sum is not None and seen.probe_count is not None
+        return seen.probe_sum / seen.probe_count.clamp_min(1)

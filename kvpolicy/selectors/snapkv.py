@@ -63,10 +63,10 @@ class SnapKV:
     @property
     def needs(self) -> Needs:
         """The rows of the observation window."""
-        return Needs(tail=self.window)
+        return Needs(window_queries=self.window)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 

@@ -52,7 +52,7 @@ class StreamingLLM:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1
 

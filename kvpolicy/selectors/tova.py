@@ -39,10 +39,10 @@ class TOVA:
     @property
     def needs(self) -> Needs:
         """The newest row of a prefill, and each decoded row."""
-        return Needs(tail=1, row=True)
+        return Needs(window_queries=1, decode_attn=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 

@@ -44,7 +44,7 @@ class SlidingWindow:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 

@@ -39,7 +39,7 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     selector also: priorities are fp32 and no NaN, states are [B, H, S], its floor is enough, and a whole budget changes
     no logit. Of a codec also: the tokens kept are those of `plain`; what it reads is nearer to what was written than
     zeros are, and the same in another batch; its scores and sums are those of what it reads; each stage writes, to the
-    bit, the same codes for a row alone and in a batch, whatever tokens beside it that are not active hold.
+    bit, the same codes for a row alone and in a batch, whatever tokens beside it that are not write_mask hold.
 
     Args:
         part: The strategy, with the hyper-parameters that are to be checked.
@@ -95,8 +95,8 @@ def _behave(part: Any, policy: Policy) -> None:
     assert kept == again, f"{part} keeps other tokens in a second run: draw from a seed of its own"
     _rows(model, policy, ids)
     if isinstance(part, Selector):
-        if part.floor <= _PROMPT:
-            _run(model, dataclasses.replace(policy, budget=part.floor), ids)
+        if part.min_tokens <= _PROMPT:
+            _run(model, dataclasses.replace(policy, budget=part.min_tokens), ids)
         _exact(model, dataclasses.replace(policy, budget=1.0), ids)
     if isinstance(part, Codec) and not _ranks(part):  # H2O's scores would see what the codec lost
         plain = _run(model, dataclasses.replace(policy, codec=Plain()), ids)
@@ -104,7 +104,7 @@ def _behave(part: Any, policy: Policy) -> None:
 
 
 def _ranks(codec: Codec) -> bool:
-    return codec.traits.order == "worth"
+    return codec.traits.demote_by == "priority"
 
 
 def _frozen(part: Any) -> None:

@@ -27,28 +27,28 @@ def check_budgets(part: Allocator, layers: int) -> None:
         part: The allocator.
         layers: How many.
     """
-    assert part.measure in ("", "cosine"), f"{part}: measure is {part.measure!r}, and may be '' or 'cosine'"
+    assert part.layer_metric in ("", "cosine"), f"{part}: measure is {part.layer_metric!r}, and may be '' or 'cosine'"
     total, ceiling = torch.tensor([20, 15, 66]) * layers, torch.tensor([60, 20, 90])
-    measures = torch.rand(3, layers, generator=torch.Generator().manual_seed(0)) if part.measure else None
-    found = _budgets(part, measures, total, ceiling, layers)
+    metrics = torch.rand(3, layers, generator=torch.Generator().manual_seed(0)) if part.layer_metric else None
+    found = _budgets(part, metrics, total, ceiling, layers)
     shown = f"budgets {found.tolist()} of {layers} layers"
     assert found.sum(-1).tolist() == total.tolist(), f"{part}: {shown} do not sum to {total.tolist()}"
     assert int(found.min()) >= 3, f"{part}: a layer gets less than the floor, 3: {shown}"
     assert bool((found <= ceiling[:, None]).all()), f"{part}: a layer gets more than it can use: {shown}"
-    again = _budgets(part, measures, total, ceiling, layers)
+    again = _budgets(part, metrics, total, ceiling, layers)
     assert torch.equal(again, found), f"{part}: budgets are others when asked a second time"
     for row in range(3):
         one = slice(row, row + 1)
-        alone = _budgets(part, None if measures is None else measures[one], total[one], ceiling[one], layers)
+        alone = _budgets(part, None if metrics is None else metrics[one], total[one], ceiling[one], layers)
         assert torch.equal(alone, found[one]), f"{part}: a row's budgets depend on the other rows"
 
 
-def _budgets(part: Allocator, measures: Tensor | None, total: Tensor, ceiling: Tensor, layers: int) -> Tensor:
-    given = [None if measures is None else measures.clone(), total.clone(), ceiling.clone()]
+def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Tensor, layers: int) -> Tensor:
+    given = [None if metrics is None else metrics.clone(), total.clone(), ceiling.clone()]
     found: Any = part.budgets(given[0], given[1], 3, given[2], layers)  # pyright: ignore[reportArgumentType]
     is_right = isinstance(found, Tensor) and found.dtype == torch.int64 and found.shape == (len(total), layers)
     assert is_right, f"{part}: budgets are int64 [B, L], here {[len(total), layers]}, and not {_told(found)}"
-    for name, now, then in zip(("measures", "total", "ceiling"), given, (measures, total, ceiling), strict=True):
+    for name, now, then in zip(("measures", "total", "ceiling"), given, (metrics, total, ceiling), strict=True):
         same = now is None or then is None or torch.equal(now, then)
         assert same, f"{part}: budgets changes its argument {name} in place"
     return found
@@ -56,7 +56,7 @@ def _budgets(part: Allocator, measures: Tensor | None, total: Tensor, ceiling: T
 
 def check_words(part: Selector) -> None:
     """Hold a selector to what it says of itself before anything runs."""
-    floor: Any = part.floor
+    floor: Any = part.min_tokens
     modes = get_args(DecodeMode)
     assert part.decode in modes, f"{part}: decode is {part.decode!r}, and may be {' or '.join(map(repr, modes))}"
     is_count = isinstance(floor, int) and not isinstance(floor, bool) and floor >= 1
@@ -122,13 +122,13 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
     if coded is None:
         return
     stages = [coded.read(torch.float32), coded.read(torch.float32)]
-    live = layer.positions[..., layer.layout.exact :] >= 0
+    occupied = layer.positions[..., layer.layout.exact :] >= 0
     at = layer.positions[..., layer.layout.exact :].clamp_min(0).long()[..., None].expand(-1, -1, -1, keys.shape[-1])
     for which, name, truth in ((0, "keys", keys), (1, "values", values)):
         first, second = (torch.cat([pair[which] for pair in read], 2) for read in stages)
         assert first.shape == at.shape, f"{part}: {name} read are {list(at.shape)}, and not {list(first.shape)}"
-        assert torch.equal(first[live], second[live]), f"{part}: {name} read twice are not the same"
-        lost = _apart(truth.gather(2, at)[live], first[live])
+        assert torch.equal(first[occupied], second[occupied]), f"{part}: {name} read twice are not the same"
+        lost = _apart(truth.gather(2, at)[occupied], first[occupied])
         assert lost < LOST, f"{part}: {name} read are no nearer to those written than zeros are ({lost:.2f})"
     _check_products(part, layer)
 
@@ -140,26 +140,26 @@ def _check_products(part: Codec, layer: Any) -> None:
         return
     stages = [stage for stage, size in enumerate(layer.layout.coded) if size]
     lives = [layer.positions[..., starts[at] : starts[at] + layer.layout.coded[at]] >= 0 for at in stages]
-    shares = [_even(live) for live in lives]
+    shares = [_even(occupied) for occupied in lives]
     read = coded.read(torch.float32)
     shape = (*lives[0].shape[:2], 2, read[0][0].shape[-1])
     queries = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     found = zip(stages, coded.score(queries), coded.mix(shares), read, shares, lives, strict=True)
-    for stage, score, mixed, (keys, values), share, live in found:
-        raw = part.stages[stage].keys(store_of(layer, stage), slice(0, live.shape[-1]))
+    for stage, score, mixed, (keys, values), share, occupied in found:
+        raw = part.stages[stage].keys(store_of(layer, stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", raw), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} returns fp32, and not {_told(tensor)}"
-        wanted, seen = queries @ keys.mT, live[:, :, None] & (score > -torch.inf)
-        assert bool(seen.any()) or not bool(live.any()), f"{part}: score hides every token"
+        wanted, seen = queries @ keys.mT, occupied[:, :, None] & (score > -torch.inf)
+        assert bool(seen.any()) or not bool(occupied.any()), f"{part}: score hides every token"
         close = _apart(wanted[seen], score[seen]) < CLOSE
         assert close, f"{part}: score is not the products of the queries with the keys that it reads"
         close = _apart(share @ values, mixed) < CLOSE
         assert close, f"{part}: mix is not the weighted sum of the values that it reads"
 
 
-def _even(live: Tensor) -> Tensor:
+def _even(occupied: Tensor) -> Tensor:
     """The same share for every token of a head, [B, H, 2, C]."""
-    share = live.float() / live.sum(-1, keepdim=True).clamp_min(1)
+    share = occupied.float() / occupied.sum(-1, keepdim=True).clamp_min(1)
     return share[:, :, None].expand(-1, -1, 2, -1)
 
 
@@ -175,9 +175,9 @@ def check_apart(part: Codec, alone: Any, together: Any, row: int) -> None:
 def _by_position(layer: Any, row: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a row's tokens, in order."""
     past, order = layer.past(), layer.positions[row].argsort(-1)
-    live = past.live[row].gather(-1, order)
+    occupied = past.occupied[row].gather(-1, order)
     index = order[..., None].expand(-1, -1, past.keys.shape[-1])
-    keys, values = (held[row].gather(1, index)[live] for held in (past.keys, past.values))
+    keys, values = (held[row].gather(1, index)[occupied] for held in (past.keys, past.values))
     return keys, values
 
 

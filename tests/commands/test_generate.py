@@ -69,7 +69,7 @@ def test_the_text_is_what_generate_gives(
     (run,) = found["runs"]
     assert (run["text"], run["tokens"]) == (text, tokens)
     assert (run["nbytes"], run["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
-    held = [int((layer.positions >= 0).sum()) / layer.positions.shape[1] for layer in cache.slots]
+    held = [int((layer.positions >= 0).sum()) / layer.positions.shape[1] for layer in cache.policy_layers]
     assert run["kept"] == pytest.approx(sum(held) / len(held))
     assert run["seen"] == found["prompt_tokens"] + len(tokens) - 1
     assert run["prefill_tokens_per_second"] > 0 and run["decode_tokens_per_second"] > 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.row_limits import massive_tokens
 from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.replay import Turn, Twin, Verdict, coded_positions, kept_positions, replay
@@ -45,7 +45,7 @@ class Bench:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Attend and take in q [B, Hq, n, D], k and v [B, H, n, D]."""
-        kernel = Kernel(q.shape[-1] ** -0.5)
+        kernel = ScoreTransform(q.shape[-1] ** -0.5)
         single = self.layer.is_initialized and q.shape[2] == 1
         hidden = None if single else self._look(q, valid)
         out = self.layer.forward(q, k, v, valid, kernel)

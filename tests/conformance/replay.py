@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
-from tests.conformance.calibration import book
+from tests.conformance.calibration import calibration
 from tests.reference import codecs, coding, selectors
 from tests.reference.engine import ReferenceLayer
 
@@ -40,7 +40,7 @@ class Turn:
     k: Tensor
     v: Tensor
     valid: Tensor | None
-    kernel: Kernel
+    kernel: ScoreTransform
     out: Tensor
     kept: list[list[list[int]]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
@@ -109,7 +109,9 @@ def recording() -> Generator[Recorder]:
         recorder.keep[self.layer_idx] = keep.tolist()
         real_settle(self, keep, room, ends)
 
-    def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
+    def forward(
+        self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: ScoreTransform
+    ) -> Tensor:
         given = [x.detach().clone() for x in (q, k, v)]
         out = real(self, q, k, v, valid, kernel)
         flags = None if valid is None else valid.bool()
@@ -142,7 +144,7 @@ def reference_codec(codec: Any) -> codecs.Codec | None:
     name = name_of(type(codec))
     assert name == "plain" or name in codecs.MAKERS, f"tests/reference has no slow version of the codec {name}"
     config = dataclasses.asdict(codec)
-    return codecs.make(name, config, lambda layer: book(name, layer, config.get("seed", 0)))
+    return codecs.make(name, config, lambda layer: calibration(name, layer, config.get("seed", 0)))
 
 
 class Verdict(NamedTuple):
@@ -185,7 +187,10 @@ class Twin(NamedTuple):
     """
 
     codec: codecs.Codec | None
-    turns: Callable[[int], tuple[coding.Turn, coding.Turn]] = lambda layer: (coding.as_it_is, coding.as_it_is)
+    turns: Callable[[int], tuple[coding.Rotation, coding.Rotation]] = lambda layer: (
+        coding.as_it_is,
+        coding.as_it_is,
+    )
 
 
 def replay(

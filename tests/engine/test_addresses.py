@@ -35,10 +35,10 @@ def fresh() -> Generator[None]:
 def held(cache: PolicyCache) -> list[int]:
     """Addresses of all that a step reads and writes."""
     found: list[int] = []
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert layer.keys is not None and layer.values is not None
         found += [t.data_ptr() for t in (layer.keys, layer.values, layer.positions, layer.length, layer.budget)]
-        parts = (layer.state, layer.codes, layer.books, layer.rows or ())
+        parts = (layer.state, layer.codes, layer.calibrations, layer.rows or ())
         found += [t.data_ptr() for part in parts for t in tensors(part)]
     return found
 

@@ -79,7 +79,7 @@ def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -
     model = build("llama")
     with kvpolicy.attach(model, POLICY) as handle:
         want = logits(model, use_cache=True)
-        kept = handle.cache.slots[2].positions.clone() if handle.cache else None
+        kept = handle.cache.policy_layers[2].positions.clone() if handle.cache else None
         with monkeypatch.context() as patch:
             real = PolicyLayer.forward
 
@@ -93,7 +93,7 @@ def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -
                 logits(model, use_cache=True)
         assert torch.equal(logits(model, use_cache=True), want)
         assert kept is not None and handle.cache is not None
-        assert torch.equal(handle.cache.slots[2].positions, kept)
+        assert torch.equal(handle.cache.policy_layers[2].positions, kept)
 
 
 def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_slots_hold_no_graph() -> None:
         cache = PolicyCache(model)
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
-    layer = cache.slots[0]
+    layer = cache.policy_layers[0]
     assert not any(t.requires_grad for t in (layer.keys, layer.values, *layer.state) if isinstance(t, torch.Tensor))
 
 

@@ -68,7 +68,7 @@ def once(
         want = talk(model, ids, mask, [PROMPT] + [1] * steps, eager)[:, PROMPT:]
         got, cache = decode(model, torch.compile(model, backend=counter, fullgraph=True), policy, rows, steps=steps)
     assert counter.frame_count == 1
-    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in eager.slots]
+    assert [kept_positions(a) for a in cache.policy_layers] == [kept_positions(b) for b in eager.policy_layers]
     assert (got - want).abs().max() < atol
 
 
@@ -194,7 +194,7 @@ def test_a_flush_is_one_graph(backend: str) -> None:
             caches.append(PolicyCache(model))
             forward(model, ids, mask, 0, PROMPT, caches[-1])
     counter = CompileCounterWithBackend(backend)
-    eager, traced = (cache.slots[0] for cache in caches)
+    eager, traced = (cache.policy_layers[0] for cache in caches)
     compiled = torch.compile(flush, backend=counter, fullgraph=True)
     for step in range(3):
         for layer in (eager, traced):  # a full exact part, as after enough steps

@@ -37,10 +37,12 @@ class Watch:
         self._cache: PolicyCache | None = None
         real = PolicyLayer.forward
 
-        def forward(layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Any) -> Tensor:
+        def forward(
+            layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: Any
+        ) -> Tensor:
             self._prompts += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in (k, v)]
             self.count()
-            out = real(layer, q, k, v, valid, kernel)
+            out = real(layer, q, k, v, valid, transform)
             self.count()
             return out
 
@@ -52,7 +54,9 @@ class Watch:
 
     def count(self) -> None:
         assert self._cache is not None
-        slots = sum(size for layer in self._cache.slots for kind, size in layer.held().items() if "prompt" not in kind)
+        slots = sum(
+            size for layer in self._cache.policy_layers for kind, size in layer.held().items() if "prompt" not in kind
+        )
         alive = sum(size for reference, size in self._prompts if not reference.expired())
         self.peak = max(self.peak, slots + alive)
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpolicy.engine.rotary import _ROTATES, Rope, SlotTurn
+from kvpolicy.engine.rotary import _ROTATES, Rope, SlotRotary
 from kvpolicy.hf.model_spec import find_sites
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
@@ -127,7 +127,7 @@ def test_queries_at_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query moved to a fixed distance scores unrotated keys as it would score keys that far behind."""
     before, after, rope = keys_before_and_after(build("llama"), monkeypatch)[1]
     newest = torch.full((2,), LENGTH - 1)
-    turn = SlotTurn(rope, places(after), newest, torch.zeros(2, dtype=torch.int64))
+    turn = SlotRotary(rope, places(after), newest, torch.zeros(2, dtype=torch.int64))
     query = after[:, :, -1:]  # as good a query as any
     far = rope.apply(before, torch.full_like(places(after), LENGTH - 1 - 5))
     want = (query * far).sum(-1)

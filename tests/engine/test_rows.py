@@ -29,7 +29,7 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
             own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
             own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
             assert (own[0] - logits[row, skip:]).abs().max() < tolerance
-            for mine, ours in zip(alone.slots, together.slots, strict=True):
+            for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
 
@@ -74,7 +74,7 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
             alone = PolicyCache(model, prompt=length, new=11)
             own = talk(model, ids[row : row + 1, skip:], mask[row : row + 1, skip:], turns, alone)
             assert (own[0] - logits[row, skip:]).abs().max() < (5e-5 if codec == "plain" else 0.01)
-            for mine, ours in zip(alone.slots, together.slots, strict=True):
+            for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
                 if mine.rows is not None and ours.rows is not None:

@@ -65,7 +65,7 @@ def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
     with kvpolicy.attach(model, "kvcrush@0.25"), torch.inference_mode():
         cache = kvpolicy.PolicyCache(model)
         model(scene().ids, past_key_values=cache)
-    slot: Any = cache.slots[LAYER]
+    slot: Any = cache.policy_layers[LAYER]
     distance = crush_distances(23).tolist()
     drawn = torch.zeros(scene().length)
     for positions, marks in zip(slot.positions[0].tolist(), slot.state.mark[0].tolist(), strict=True):

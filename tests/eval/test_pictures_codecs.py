@@ -64,7 +64,7 @@ def test_parts_of_the_bars() -> None:
 def test_errors_are_those_of_the_engine(words: str) -> None:
     """Read slot by slot after a real prompt, they agree with what `distortion` measures of the same tensors."""
     layer, held = after(words), originals()
-    keys = held.unrotated if layer.policy.codec.traits.frame == "pre" else held.keys
+    keys = held.unrotated if layer.policy.codec.traits.key_space == "unrotated" else held.keys
     got = [read(layer, head) for head in range(keys.shape[0])]
     wanted = distortion(layer.policy.codec, keys[None], held.values[None], layer_idx=tensors.LAYER)
     assert lost(torch.stack([k for k, _ in got]), keys) == pytest.approx(wanted.keys, rel=1e-3)
@@ -139,11 +139,11 @@ def test_csr_draws_its_pairs() -> None:
     """The sum of the drawn pairs is what is read back, and fewer pairs are the first of them."""
     atoms, coefficients = codecs_levels.csr_pairs()
     layer = after(codecs_levels.CSR.format(8))
-    book = layer.books[0].keys
-    assert int(atoms.max()) < len(book), "the key has an atom of the prompt: draw another"
+    calibration = layer.calibrations[0].keys
+    assert int(atoms.max()) < len(calibration), "the key has an atom of the prompt: draw another"
     sums = codecs_levels.csr_sums()
     for s in codecs_levels.PAIRS:
-        wanted = (coefficients[:s, None] * book[atoms[:s]]).sum(0)
+        wanted = (coefficients[:s, None] * calibration[atoms[:s]]).sum(0)
         torch.testing.assert_close(sums[s], wanted, atol=1e-2, rtol=0)
     keys, values = codecs_levels.csr_errors()
     assert keys == sorted(keys, reverse=True) and values == sorted(values, reverse=True)

@@ -116,7 +116,7 @@ def differences(one: PolicyCache, some: PolicyCache, held: slice, to_the_bit: bo
     positions alone must be equal, where not all is `to_the_bit`.
     """
     wrong: list[str] = []
-    for index, (left, right) in enumerate(zip(one.slots, some.slots, strict=True)):
+    for index, (left, right) in enumerate(zip(one.policy_layers, some.policy_layers, strict=True)):
         if not bool((left.budget == right.budget).all()):
             wrong.append(f"layer {index}: budgets {left.budget.tolist()} and {right.budget.tolist()}")
         if held.start == held.stop:

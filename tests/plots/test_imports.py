@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import kvpolicy.reporting.plots
+import kvpolicy.plots
 
 
 def test_nothing_is_loaded_before_a_picture_is_drawn() -> None:
@@ -23,8 +23,8 @@ def test_nothing_is_loaded_before_a_picture_is_drawn() -> None:
 
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("kvpolicy.reporting.plots.bytes")
-    for name in ("kvpolicy.reporting.plots._style", "kvpolicy.reporting.plots.bytes"):
+    importlib.import_module("kvpolicy.plots.bytes")
+    for name in ("kvpolicy.plots._style", "kvpolicy.plots.bytes"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(vars(kvpolicy.plots), "bytes_by_kind", raising=False)

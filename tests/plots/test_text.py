@@ -50,7 +50,7 @@ def test_shades_are_the_shares_kept(layer: int | None, tiny: tuple[Any, Any]) ->
     handle, tokens = run(tiny, "h2o@20")
     figure = plots.token_text(handle, tokens, layer=layer, row=1)
     figure.draw_without_rendering()
-    slots = handle.cache.slots if layer is None else [handle.cache.slots[layer]]
+    slots = handle.cache.policy_layers if layer is None else [handle.cache.policy_layers[layer]]
     wanted: list[tuple[str, int]] = []
     for position, token in enumerate(tokens):
         held = [position in head for one in slots for head in one.positions[1].tolist()]

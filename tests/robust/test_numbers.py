@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.bench import draw
 from tests.conformance.models import build
@@ -52,7 +52,7 @@ def spoiled(model: Any, place: Any, value: float, projection: str = "k_proj", ca
 
 def check(cache: PolicyCache) -> None:
     """Every head holds its budget, and no token twice."""
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert torch.equal((layer.positions >= 0).sum(-1), layer.budget[:, None].expand(-1, 2))
         for head in layer.positions.flatten(0, 1).tolist():
             held = [position for position in head if position >= 0]
@@ -113,7 +113,7 @@ def test_a_model_of_nothing_but_nan(policy: str) -> None:
 )
 def test_products_beyond_fp16(policy: str, cap: float | None) -> None:
     """Queries and keys whose products fp16 cannot hold unscaled answer as in fp32, and the same tokens stay."""
-    kernel, outs = Kernel(64**-0.5, cap), list[list[Tensor]]()
+    kernel, outs = ScoreTransform(64**-0.5, cap), list[list[Tensor]]()
     layers = [PolicyLayer(Policy.parse(policy), 0, _settle) for _ in range(2)]
     for layer, dtype in zip(layers, (torch.float16, torch.float32), strict=True):
         outs.append([])

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
-from kvpolicy.engine.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy_eval.bench.common import Row, compare, llama, tokens
 from kvpolicy_eval.bench.floor import Work, decode_work
 
@@ -33,7 +33,7 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
         with torch.inference_mode(), kvpolicy.attach(ours, policy):
             cache = filled(ours, length)
             ratio = compare(lambda: steps(model, one, stock), lambda cache=cache: steps(ours, one, cache), rounds)
-            kept = 2 * WIDTH * sum(layer.layout.slots for layer in cache.slots)
+            kept = 2 * WIDTH * sum(layer.layout.slots for layer in cache.policy_layers)
             own = decode_work(ours, cache.nbytes, kept)
         bytes_ratio, both = theirs.nbytes / own.nbytes, (theirs.times(STEPS), own.times(STEPS))
         what = f"decode {STEPS} steps at {length}"
@@ -73,7 +73,7 @@ def steps(model: torch.nn.Module, one: torch.Tensor, cache: DynamicCache | kvpol
 def filled(model: torch.nn.Module, length: int) -> kvpolicy.PolicyCache:
     """A cache after a prompt that only the attention layers saw: the rest of the model would take minutes."""
     cache = kvpolicy.PolicyCache(model)
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         q, k, v = (torch.randn(1, 8, length, 64) for _ in range(3))
-        layer.forward(q, k, v, None, Kernel(0.125))
+        layer.forward(q, k, v, None, ScoreTransform(0.125))
     return cache

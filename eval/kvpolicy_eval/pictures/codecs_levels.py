@@ -32,16 +32,18 @@ WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "wh
 
 def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
     """One channel over positions as attention sees it and unrotated, and the middle and half width of its range."""
-    book = after(KVQUANT).books[0]
-    middle, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (book.key_offset, book.key_range))
+    calibration = after(KVQUANT).calibrations[0]
+    middle, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
     held = originals()
     return held.keys[HEAD, :, CHANNEL], held.unrotated[HEAD, :, CHANNEL], middle, half
 
 
 def kvquant_normalised() -> tuple[Tensor, Tensor]:
     """Unrotated keys of the layer in the units of their calibrated ranges, and the levels that they go to."""
-    book = after(KVQUANT).books[0]
-    return ((originals().unrotated - book.key_offset[0]) / book.key_range[0]).flatten(), book.key_levels
+    calibration = after(KVQUANT).calibrations[0]
+    return (
+        (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
+    ).flatten(), calibration.key_levels
 
 
 def kvquant() -> Figure:

@@ -88,8 +88,8 @@ def kept(policy: str) -> Kept:
     with kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, new=len(now.answer))
         model(now.ids, past_key_values=cache, logits_to_keep=1)
-        layers = [_layer(slot, now.length) for slot in cache.slots]
-        budgets = [int(slot.budget[0].clamp_max(now.length)) for slot in cache.slots]
+        layers = [_layer(slot, now.length) for slot in cache.policy_layers]
+        budgets = [int(slot.budget[0].clamp_max(now.length)) for slot in cache.policy_layers]
         out = model.generate(now.ids, max_new_tokens=len(now.answer), do_sample=False)
     share, mark, score = (torch.stack(rows) for rows in zip(*layers, strict=True))
     said = tokenizer.decode(out[0, now.length :], skip_special_tokens=True)

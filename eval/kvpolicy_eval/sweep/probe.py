@@ -73,7 +73,7 @@ def _kept(cache: Any, length: int) -> Tensor:
     part = torch.arange(length) * BINS // length
     size = torch.zeros(BINS).index_add_(0, part, torch.ones(length)).clamp_min(1)
     found: list[Tensor] = []
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         where = layer.positions[0].cpu().long()  # [H, S]
         held = where[where >= 0]
         count = torch.zeros(BINS).index_add_(0, part[held], torch.ones(len(held)))

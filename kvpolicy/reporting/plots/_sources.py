@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Source: TypeAlias = "Handle | PolicyCache | Report | CachePlan"
 """Whatever knows the tokens and bytes of a cache."""
 
-ALONE = "left alone"
+UNMANAGED = "left alone"
 """The kind of the bytes of layers that a policy leaves as they are."""
 
 
@@ -87,6 +87,6 @@ def by_kind(source: Report | CachePlan) -> dict[str, int]:
     kinds: dict[str, int] = {}
     for layer in source.layers:
         for kind, size in layer.nbytes.items():
-            name = ALONE if kind == "window" else kind
+            name = UNMANAGED if kind == "window" else kind
             kinds[name] = kinds.get(name, 0) + size
     return {kind: size for kind, size in kinds.items() if size}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.reporting.plots._sources import ALONE, Source, by_kind, named
+from kvpolicy.reporting.plots._sources import UNMANAGED, Source, by_kind, named
 from kvpolicy.reporting.plots._style import GREY, KINDS, canvas, figure_of, legend_above
 from kvpolicy.reporting.rich_repr import in_words, unit_of
 
@@ -81,7 +81,7 @@ def _draw(axes: Axes, bars: list[dict[str, int]], size: int) -> None:
             continue
         widths = [kinds.get(kind, 0) / size for kinds in bars]
         look: Any = {"color": KINDS.get(kind, GREY), "edgecolor": GREY, "linewidth": 0}
-        axes.barh(range(len(bars)), widths, 0.7, left, label=kind, hatch="//" if kind == ALONE else None, **look)
+        axes.barh(range(len(bars)), widths, 0.7, left, label=kind, hatch="//" if kind == UNMANAGED else None, **look)
         left = [start + width for start, width in zip(left, widths, strict=True)]
 
 

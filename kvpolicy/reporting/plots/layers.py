@@ -132,7 +132,7 @@ def _rows(cosines: Any) -> list[list[float]]:
 
 def _measured(source: Handle | PolicyCache) -> list[list[float]]:
     policy = source.policy
-    if not policy.allocator.measure:
+    if not policy.allocator.layer_metric:
         raise KVPolicyError(
             f"The policy {policy} measures no layers: attach one whose allocator does, such as squeeze+h2o@0.2, or "
             "give the cosines that kvpolicy.profile returns."
@@ -142,7 +142,7 @@ def _measured(source: Handle | PolicyCache) -> list[list[float]]:
         raise KVPolicyError("The cache has seen no whole prompt yet: run the model first.")
     table = [[float("nan")] * len(cache.layers) for _ in range(cache.batch_size)]
     for row, values in zip(table, cache.cosines().tolist(), strict=True):
-        for layer, value in zip(cache.slots, values, strict=True):
+        for layer, value in zip(cache.policy_layers, values, strict=True):
             row[layer.layer_idx] = value
     return table
 

@@ -81,7 +81,7 @@ def token_text(
 
 
 def _place(cache: PolicyCache, layer: int) -> int:
-    known = [slots.layer_idx for slots in cache.slots]
+    known = [slots.layer_idx for slots in cache.policy_layers]
     if layer not in known:
         raise KVPolicyError(f"There is no layer {layer} under the policy: there are {', '.join(map(str, known))}.")
     return known.index(layer)

@@ -85,14 +85,14 @@ def held_shares(cache: PolicyCache, row: int = 0, head: int | None = None, colum
         KVPolicyError: Where the cache has no such row or head.
         KVPolicyTypeError: Where one of these is no whole number.
     """
-    batch, heads = cache.slots[0].positions.shape[:2]
+    batch, heads = cache.policy_layers[0].positions.shape[:2]
     at = place_of("row", row, batch)
     chosen = slice(None) if head is None else slice(place_of("head", head, heads), head + 1)
-    seen = max(int(layer.length[at]) for layer in cache.slots)
+    seen = max(int(layer.length[at]) for layer in cache.policy_layers)
     width = max(1, min(seen, columns))
     sizes = np.maximum(np.bincount(np.arange(seen) * width // max(seen, 1), minlength=width), 1)
     table = np.full((len(cache.layers), width), np.nan)
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         positions = layer.positions[at, chosen].cpu().numpy().astype(np.int64)
         here = positions[positions >= 0]
         table[layer.layer_idx] = np.bincount(here * width // max(seen, 1), minlength=width) / sizes / len(positions)
