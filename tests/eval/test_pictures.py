@@ -28,7 +28,7 @@ from kvpolicy_eval.pictures.selectors import PICTURES as SELECTORS
 from kvpolicy_eval.pictures.selectors import headline, image
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-HEADINGS = ["Idea", "Formula", "Cost", "Source and differences", "When it fails", "Measured", "Citation"]
+HEADINGS = ["Idea", "Formula", "Source and differences", "Cost", "When it fails", "Measured", "Citation"]
 LAYER = scenes.RETRIEVES
 
 

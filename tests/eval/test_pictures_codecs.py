@@ -22,7 +22,7 @@ from kvpolicy_eval.pictures.stored import stored
 from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, lost, originals, read, stage_of
 
 DOCS = Path(__file__).parents[2] / "docs"
-HEADINGS = ["Idea", "Formula", "Cost", "Source and differences", "When it fails", "Measured", "Citation"]
+HEADINGS = ["Idea", "Formula", "Source and differences", "Cost", "When it fails", "Measured", "Citation"]
 
 
 def test_every_codec_has_a_picture() -> None:
