@@ -141,7 +141,7 @@ def look(
         note="" if cache.plan is None else cache.plan.note,
         measured=measured,
         layers=_layers(cache, cosines),
-        left_alone=dict(cache.link.model_shape.left_alone),
+        left_alone=dict(cache.attachment.model_shape.left_alone),
         spans=tuple(text),
         cache=cache,
     )

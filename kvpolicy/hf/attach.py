@@ -13,14 +13,13 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
-from kvpolicy.engine.rotary import Rope, trained_positions
 from kvpolicy.hf import falcon
-from kvpolicy.hf.attachment import Link, links
+from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.forward_calls import (
-    bind_slots,
+    bind_cache,
     caches,
     check_asked,
     check_step,
@@ -30,14 +29,15 @@ from kvpolicy.hf.forward_calls import (
     prompt_columns,
     row_lengths,
 )
-from kvpolicy.hf.forward_checks import by_name, check_call, own_mask
+from kvpolicy.hf.forward_checks import by_name, check_call, exceeds, own_mask
 from kvpolicy.hf.model_spec import Site, Sites, describe, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr as notebook
-from kvpolicy.reporting.logging import check_caching, tell_attached, tell_detached, tell_settled
+from kvpolicy.reporting.logging import check_caching, tell_attached, tell_behind, tell_detached, tell_settled
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -60,16 +60,16 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         unrotates = policy.codec.traits.key_space == "unrotated"
-        ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
+        ropes = {site.layer_idx: rope_of(sites.decoder, site) for site in sites.layers} if unrotates else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
-        self._link = Link(policy, shape, info, ropes, sharing, rotary, trained)
+        self._attachment = Attachment(policy, shape, info, ropes, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:
             self.detach()
             raise
-        links[model] = self._link
+        attachments[model] = self._attachment
         tell_attached(model, policy, shape)
 
     @property
@@ -91,9 +91,9 @@ class Handle:
         """Leave the model as it was found; again does nothing."""
         while self._undo:
             self._undo.pop()()
-        self._link.active = False
-        if links.get(self._model) is self._link:
-            del links[self._model]
+        self._attachment.active = False
+        if attachments.get(self._model) is self._attachment:
+            del attachments[self._model]
             tell_detached(self._model, self.policy)
 
     def __enter__(self) -> Handle:
@@ -108,10 +108,10 @@ class Handle:
 
     def __repr__(self) -> str:
         """One line: policy, model, and what the newest cache holds."""
-        return notebook.handle_words(self, type(self._model).__name__, self._link.active)
+        return notebook.handle_words(self, type(self._model).__name__, self._attachment.active)
 
     def _repr_html_(self) -> str:
-        return notebook.handle_html(self, type(self._model).__name__, self._link.active)
+        return notebook.handle_html(self, type(self._model).__name__, self._attachment.active)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copied model has hooks that work for the original."""
@@ -134,12 +134,12 @@ class Handle:
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         for site in sites.layers:
-            self._undo.append(site.attention.register_forward_pre_hook(bind_slots, with_kwargs=True).remove)
+            self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
             if self.policy.allocator.layer_metric:
                 self._undo += measure(site, lambda: self._running)
-            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._link.model_shape.evictable:
+            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._attachment.model_shape.evictable:
                 self._look(site)
         self._offer_cache()
 
@@ -203,6 +203,9 @@ class Handle:
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
+            limit = self._attachment.trained_positions
+            if limit is not None and exceeds(cache, limit, tokens.shape[1], kwargs) and self._attachment.first_warning():
+                tell_behind(self._model, limit)
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan
@@ -210,7 +213,7 @@ class Handle:
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:
-        if cache.link.active and cache.link is not self._link:
+        if cache.attachment.active and cache.attachment is not self._attachment:
             raise KVPolicyError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -264,7 +267,7 @@ def _check_fresh(model: nn.Module) -> None:
         raise KVPolicyTypeError(
             f"The model is {model!r} and no module: load it first, and pass what from_pretrained returns."
         )
-    if model in links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
+    if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise KVPolicyError("A policy is already attached to this model, or to one around it: detach it first.")
     if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
         raise KVPolicyError(

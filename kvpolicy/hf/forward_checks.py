@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.attention_interface import PREFIX
-from kvpolicy.reporting.logging import tell_behind
 from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
-    from kvpolicy.hf.layer import PolicyLayer
 
 _TABLES = ("wpe", "embed_positions")
 """Names of learned position embeddings, which end somewhere."""
@@ -74,7 +72,6 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
     _check_limit(decoder, config, cache, new, call)
-    _warn_behind(model, cache, new, call)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -96,7 +93,7 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
     if first.is_initialized and mask.shape[1] > new:
-        held = mask[:, :-new].bool().sum(-1).to(first.device)
+        held = mask[:, :-new].bool().sum(-1).to(first.positions.device)
         said = "The attention mask does not show the earlier tokens that the cache has seen: start a new cache"
         if new > 1 and bool((held != first.length).any()):
             raise KVPolicyError(f"{said}, or pass the mask as it was, with the new columns behind it.")
@@ -116,14 +113,11 @@ def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, 
         )
 
 
-def _warn_behind(model: nn.Module, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
-    """Rotary embeddings go on, into angles that the model has not met: say so once for each attachment."""
-    limit = cache.link.trained
-    if limit is None or cache.running.columns + new <= limit:  # without waiting for the device
-        return
-    if _end(cache, new, call) > limit:
-        cache.link.trained = None
-        tell_behind(model, limit)
+def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:
+    """Whether a call of `new` columns needs a position of at least `limit`."""
+    if cache.guard.columns + new <= limit:  # the host's count, without waiting for the device
+        return False
+    return _end(cache, new, call) > limit
 
 
 def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
@@ -138,13 +132,3 @@ def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
         return int(mask.bool().sum(-1).max())
     return end
-
-
-def check_kept(layer: PolicyLayer, keys: Tensor, values: Tensor) -> None:
-    """Refuse keys and values of another kind than a layer's slots hold."""
-    for held, new in ((layer.keys, keys), (layer.values, values)):
-        if held is not None and (held.dtype != new.dtype or held.device != new.device):
-            raise KVPolicyError(
-                f"The cache holds {held.dtype} on {held.device}, and the model now makes {new.dtype} on {new.device}: "
-                "start a new cache, since the model was moved or autocast was switched."
-            )

@@ -40,7 +40,7 @@ class Sharing(NamedTuple):
         """How many ranks."""
         return dist.get_world_size(self.group)
 
-    def meet(self, queries: int, heads: int, device: torch.device) -> Ranks:
+    def resolve_ranks(self, queries: int, heads: int, device: torch.device) -> Ranks:
         """Ask every rank for its heads: all ranks must call this.
 
         Args:

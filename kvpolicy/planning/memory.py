@@ -9,22 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.row_limits import alloc_rows
+from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout
-
-
-def bytes_by_kind(
-    exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any, counters: tuple[Tensor, ...]
-) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters."""
-    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
-    for stage in codes:
-        for name, tensor in zip(stage._fields, stage, strict=True):
-            kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
-    kinds |= {"positions": positions.nbytes, "statistics": sum(t.nbytes for t in tensors(state))}
-    return kinds | {"counters": sum(t.nbytes for t in counters)}
 
 
 @lru_cache(maxsize=4096)
@@ -34,7 +23,7 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     exact = torch.empty(batch, shape.heads, layout.exact, shape.head_dim, dtype=shape.dtype, device="meta")
     stages = zip(policy.codec.stages, layout.coded, strict=False)
     codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
-    rows = alloc_rows(policy.codec, batch, heads, dim, "meta")
+    rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, shape.heads, slots, dtype=torch.int32, device="meta")
     state = policy.selector.alloc(batch, shape.heads, slots, "meta")
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")

@@ -18,7 +18,6 @@ from kvpolicy.spec.errors import KVPolicyWarning
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
-    from kvpolicy.hf.layer import PolicyLayer
     from kvpolicy.hf.model_spec import ModelShape
     from kvpolicy.policy import Policy
 
@@ -47,9 +46,10 @@ def tell_settled(cache: PolicyCache) -> None:
         log.debug(words, plan.policy, tokens, plan.batch, f"{plan.nbytes:,}", f"{plan.full_nbytes:,}", note)
 
 
-def tell_extended(layer: PolicyLayer, tokens: int) -> None:
-    """Log that a layer was given slots for more tokens."""
-    log.debug("layer %d extended by %d tokens to %d", layer.layer_idx, tokens, layer.tokens)
+def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
+    """Log that a layer was given slots for `tokens` more tokens, if any."""
+    if tokens:
+        log.debug("layer %d extended by %d tokens to %d", layer_idx, tokens, capacity)
 
 
 def tell_behind(model: Any, limit: int) -> None:

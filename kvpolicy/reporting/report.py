@@ -114,7 +114,7 @@ def make_report(cache: PolicyCache) -> Report:
     layers: list[LayerReport] = []
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, PolicyLayer):
-            window = cache.link.model_shape.left_alone[index]
+            window = cache.attachment.model_shape.left_alone[index]
             size = cache.alone_bytes().get(index, 0)
             note = f"left alone: a sliding window of {window}"
             layers.append(LayerReport(layer_idx=index, nbytes={"window": size}, note=note))
