@@ -14,11 +14,13 @@ A case is a policy on a model family in one dtype, put through one scenario (`sc
 - `turns`: a left-padded batch whose prompt comes in two chunks, 40 decode steps, a second turn without one of the
   rows, and a few more steps;
 - `prompt`: `generate` on one row without padding, where the model makes its cache itself;
+- `rows`: more steps than the cache was told of, rows chosen and repeated, and the cache used for another prompt;
+- `long`: a prompt of several tiles of queries and several chunks of codes;
 - `beams`: `generate` with three beams on a padded batch;
 - `ranks`: `turns` on a model whose heads are sharded over two processes.
 
 Policies are a star: each selector with the plain codec, each codec with h2o, each allocator with snapkv, as the
-registry names them, and some with other options on one family (`policies.py`). A policy that a family refuses is
+registry names them, and on few families some with other options (`policies.py`). A policy that a family refuses is
 recorded as `refused`, whatever the message.
 
 A field is named after the moment, the quantity and the layer, such as `steps.codes.0`. `kept`, `keys` and `values` do

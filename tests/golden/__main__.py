@@ -46,12 +46,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _record(file: Path, quick: bool, only: list[str]) -> int:
     from tests.golden import record
-    from tests.golden.cases import FAILED
+    from tests.golden.digests import FAILED, REFUSED
 
     found = _run(quick, only)
     record.write(file, found)
     failed = [name for name, fields in found.items() if FAILED in fields]
-    refused = sum("refused" in fields for fields in found.values())
+    refused = sum(REFUSED in fields for fields in found.values())
     print(f"{len(found)} cases recorded, of which {refused} refused and {len(failed)} failed")
     for name in failed:
         print(f"failed: {name}")
@@ -77,6 +77,8 @@ def _compare(file: Path, quick: bool, only: list[str], allow: list[str]) -> int:
     for title, names in (("not in the record", new), ("in the record, and no longer run", gone)):
         for name in names:
             print(f"{title}: {name}")
+    if others:
+        print(f"cases in which each quantity differs: {record.summarize(others)}")
     print(
         f"{len(found) - len(new)} cases compared: {len(others)} fields of {len({one.case for one in others})} cases "
         f"differ, {len(allowed)} differences allowed"

@@ -49,11 +49,18 @@ def plan_numbers(plan: Any) -> list[int]:
     return [*found, plan.nbytes, plan.full_nbytes, plan.resident_nbytes, int(plan.measured)]
 
 
-def share_over_ranks(model: nn.Module) -> None:
-    """Tell kvpolicy that a model holds one rank's heads only, on every rank of the default process group."""
+def share_over_ranks(model: nn.Module, replicas: int) -> None:
+    """Tell kvpolicy that a model is one rank's part, on every rank; `replicas` of them hold each KV head."""
     from kvpolicy.parallel import share
 
-    share(model)
+    share(model, replicas=replicas)
+
+
+def scorer_selector(scorer: Any, **options: Any) -> Any:
+    """The selector that keeps what a scorer written for kvpress rates highest."""
+    from kvpolicy.adapters import KVPressScorer
+
+    return KVPressScorer(scorer, **options)
 
 
 def _body(layer: Any) -> Any:

@@ -21,12 +21,9 @@ import transformers
 from kvpolicy import Policy
 from tests.golden import ranks, scenarios
 from tests.golden.calibrations import write_files
-from tests.golden.digests import Fields
-from tests.golden.families import DTYPES, FAMILIES, build
-from tests.golden.policies import OPTIONS, star
-
-FAILED = "failed"
-"""The field of a case that ended with an error which is no refusal."""
+from tests.golden.digests import FAILED, REFUSED, Fields
+from tests.golden.families import MAIN, build
+from tests.golden.policies import OPTIONS, SCORERS, parse, star
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +62,24 @@ def all_cases(quick: bool = False) -> dict[str, Case]:
             for label, spec in policies.items()
         )
 
+    few, many = star(), {**star(), **OPTIONS, **SCORERS}
     if quick:
-        add(star(), "turns", ["llama"], ["fp32"])
-        add(star(), "prompt", ["llama"], ["bf16"])
+        add(few, "turns", ["llama"], ["fp32"])
+        add(few, "prompt", ["llama"], ["bf16"])
+        add(few, "rows", ["llama"], ["fp32"])
     else:
-        add(star(), "turns", FAMILIES, DTYPES)
-        add(star(), "prompt", FAMILIES, ["fp32"])
-        add(star(), "prompt", ["llama"], ["bf16"])
-        add(OPTIONS, "turns", ["llama", "gemma2"], ["fp32"])
-        add(OPTIONS, "prompt", ["llama"], ["bf16"])
-        add({**star(), **OPTIONS}, "beams", ["llama"], ["fp32"])
-        add(star(), "beams", ["gemma2"], ["bf16"])
-        add({**star(), **OPTIONS}, "ranks", ["llama"], ["fp32"])
-        add(star(), "ranks", ["qwen3"], ["fp32"])
+        add(few, "turns", MAIN, ["fp32", "bf16"])
+        add(few, "turns", ["llama"], ["fp16"])
+        add(few, "prompt", MAIN, ["fp32"])
+        add(many, "prompt", ["llama"], ["bf16"])
+        add({**OPTIONS, **SCORERS}, "turns", ["llama", "gemma2"], ["fp32"])
+        add(many, "rows", ["llama"], ["fp32"])
+        add(few, "rows", ["gpt_oss"], ["bf16"])
+        add(many, "beams", ["llama"], ["fp32"])
+        add(few, "beams", ["gemma2"], ["bf16"])
+        add(few, "long", ["llama", "gpt_oss"], ["fp32"])
+        add(many, "ranks", ["llama"], ["fp32"])
+        add(few, "ranks", ["qwen3", "llama_mqa"], ["fp32"])
     return {case.name: case for case in found}
 
 
@@ -109,9 +111,9 @@ def run_case(case: Case, folder: Path, *, rank: int = 0, quiet: bool = False) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = _play(case, Policy.parse(case.spec.replace("FOLDER", str(folder))), rank)
+            found = _play(case, parse(case.spec, folder), rank)
         except ValueError as error:
-            found, said = {"refused": True}, f" refused: {error}"
+            found, said = {REFUSED: True}, f" refused: {error}"
         except Exception as error:
             traceback.print_exc()
             found, said = {FAILED: type(error).__name__}, f" failed: {error}"

@@ -14,6 +14,9 @@ from tests.golden import access
 Fields = dict[str, Any]
 """By name, a hash or numbers: what JSON gives back as it was."""
 
+REFUSED, FAILED = "refused", "failed"
+"""The only field of a case that was refused, or that ended with another error."""
+
 _LAST = torch.iinfo(torch.int32).max
 
 

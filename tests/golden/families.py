@@ -1,4 +1,4 @@
-"""Eight tiny model families, with weights drawn from a fixed generator."""
+"""Tiny models of several families, with weights drawn from a fixed generator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 2048,
 }
 _HYBRID: dict[str, Any] = {
     "num_hidden_layers": 6,
@@ -33,6 +33,7 @@ _EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),  # grouped-query attention
+    "llama_mqa": ("Llama", {"num_key_value_heads": 1}),  # one KV head, which both ranks hold
     "qwen3": ("Qwen3", {"head_dim": 8}),  # normalized queries and keys
     "gemma2": (  # capped scores, sliding layers between full ones
         "Gemma2",
@@ -61,13 +62,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_embd": 32,
             "n_layer": 3,
             "n_head": 4,
-            "n_positions": 512,
+            "n_positions": 2048,
         },
     ),
 }
 """By name: the class of the config, and its fields where they differ from the common ones; None omits a field."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MAIN = [name for name in FAMILIES if name != "llama_mqa"]
+"""The families that every policy meets."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _PROJECTIONS = ("q_proj", "k_proj", "qkv", "query_key_value", "c_attn")
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy import Policy
 from kvpolicy.registry import names
+from tests.golden import access
 
 _SPECS = {
     "streaming": "streaming:sinks=2",
@@ -59,6 +67,25 @@ OPTIONS = {
 }
 """By label: policies of other options, budgets and combinations."""
 
+SCORERS = {
+    "scorer grows": "SCORER grow h2o@0.5",
+    "scorer evicts+kivi": f"SCORER evict h2o+{_SPECS['kivi']}@0.5",
+    "squeeze+scorer evicts": "SCORER evict squeeze+h2o@0.5",
+}
+"""By label: policies in whose place of h2o stands a scorer in the form of kvpress, which no text can name."""
+
+
+class Scorer:
+    """Rates tokens by all that a scorer is given."""
+
+    def score(
+        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        attended = attentions.float().sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)
+        score = attended * values.float().norm(dim=-1) - keys.float().norm(dim=-1) / 1000
+        score[..., -hidden_states.shape[1] :] += hidden_states.float().norm(dim=-1)[:, None] / 100  # the newest tokens
+        return score
+
 
 def star() -> dict[str, str]:
     """By label: each selector with the plain codec, each codec with h2o, each allocator with snapkv."""
@@ -66,6 +93,16 @@ def star() -> dict[str, str]:
     found |= {f"h2o+{name}": f"h2o+{_spec(name)}@0.5" for name in names("codec") if name != "plain"}
     found |= {f"{name}+snapkv": f"{_spec(name)}+{_SNAPKV}@0.5" for name in names("allocator") if name != "uniform"}
     return found
+
+
+def parse(spec: str, folder: Path) -> Policy:
+    """The policy of a text, in which FOLDER stands for the folder of calibrations."""
+    spec = spec.replace("FOLDER", str(folder))
+    if not spec.startswith("SCORER "):
+        return Policy.parse(spec)
+    _, decode, rest = spec.split(" ")
+    selector = access.scorer_selector(Scorer(), decode=decode, window=4, attentions=True)
+    return dataclasses.replace(Policy.parse(rest), selector=selector)
 
 
 def _spec(name: str) -> str:

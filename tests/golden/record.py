@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from tests.golden.digests import Fields
+from tests.golden.digests import FAILED, REFUSED, Fields
 
 
 class Difference(NamedTuple):
@@ -73,8 +74,38 @@ def is_allowed(difference: Difference, patterns: Sequence[str]) -> bool:
 
 def describe(wrong: Sequence[Difference]) -> list[str]:
     """A line for each case, with its fields in the order in which they were recorded; numbers with their values."""
-    lines: dict[str, list[str]] = {}
-    for case, field, recorded, found in wrong:
-        numbers = isinstance(recorded, int) and isinstance(found, int)
-        lines.setdefault(case, []).append(f"{field} ({recorded} -> {found})" if numbers else field)
-    return [f"{case}: {', '.join(fields)}" for case, fields in lines.items()]
+    by_case: dict[str, list[Difference]] = {}
+    for one in wrong:
+        by_case.setdefault(one.case, []).append(one)
+    return [f"{case}: {_describe_case(some)}" for case, some in by_case.items()]
+
+
+def summarize(wrong: Sequence[Difference]) -> str:
+    """In how many cases each quantity differs, the most frequent first."""
+    found = {(one.case, _quantity(one.field)) for one in wrong}
+    counted = Counter(quantity for _, quantity in found)
+    return ", ".join(f"{quantity} {count}" for quantity, count in counted.most_common())
+
+
+def _describe_case(wrong: Sequence[Difference]) -> str:
+    for name in (REFUSED, FAILED):
+        for one in wrong:
+            if one.field.endswith(name):
+                return f"{one.field}, as it was not before" if one.recorded is None else f"no longer {one.field}"
+    layers: dict[str, list[str]] = {}
+    for one in wrong:
+        name, layer = _layer(one.field)
+        numbers = isinstance(one.recorded, int) and isinstance(one.found, int)
+        part = f"{one.recorded} -> {one.found}" if numbers else layer
+        layers.setdefault(name, []).extend([part] if part else [])
+    return ", ".join(f"{name} ({' '.join(parts)})" if parts else name for name, parts in layers.items())
+
+
+def _layer(field: str) -> tuple[str, str]:
+    """A field's name and its layer, if it has one."""
+    name, _, last = field.rpartition(".")
+    return (name, last) if last.isdigit() else (field, "")
+
+
+def _quantity(field: str) -> str:
+    return _layer(field)[0].rpartition(".")[2]

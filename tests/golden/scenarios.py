@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from typing import Any
 
@@ -49,6 +50,41 @@ def turns(model: Any, policy: Policy, *, told: bool = True) -> Fields:
     return found
 
 
+def rows(model: Any, policy: Policy) -> Fields:
+    """A padded batch and more steps than the cache was told of, other rows, more steps, and another prompt."""
+    found: Fields = {}
+    draw = torch.Generator().manual_seed(7)
+    chosen = torch.tensor([2, 0, 1, 0])
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=3)
+        mask = torch.zeros(3, 0, dtype=torch.int64)
+        mask, first = _forwards(model, cache, mask, (30,), (30, 21, 10), draw)
+        mask, second = _forwards(model, cache, mask, (1,) * 9, (9,) * 3, draw)
+        found |= {"steps.logits": digest([*first, *second]), **cache_fields(cache, "steps")}
+        cache.batch_select_indices(chosen)
+        mask, third = _forwards(model, cache, mask[chosen], (1,) * 7, (7,) * 4, draw)
+        cache.batch_repeat_interleave(2)
+        mask, fourth = _forwards(model, cache, mask.repeat_interleave(2, 0), (1,) * 4, (4,) * 8, draw)
+        found |= {"chosen.logits": digest([*third, *fourth]), **cache_fields(cache, "chosen")}
+        cache.reset()
+        mask, last = _forwards(model, cache, mask[:2, :0], (22, *(1,) * 5), (27, 19), draw)
+        found |= {"end.logits": digest(last), **cache_fields(cache, "end")}
+    return found
+
+
+def long(model: Any, policy: Policy) -> Fields:
+    """A prompt of several tiles of queries, whose codes fill several chunks, and a few steps."""
+    found: Fields = {}
+    draw = torch.Generator().manual_seed(8)
+    larger = dataclasses.replace(policy, budget=1.0 if policy.budget == 1.0 else 0.9)
+    with torch.no_grad(), kvpolicy.attach(model, larger):
+        cache = PolicyCache(model, new=LAST_STEPS)
+        mask = torch.zeros(2, 0, dtype=torch.int64)
+        _, logits = _forwards(model, cache, mask, (1300, *(1,) * LAST_STEPS), (1300 + LAST_STEPS, 700), draw)
+        found |= {"end.logits": digest(logits), **cache_fields(cache, "end")}
+    return found
+
+
 def prompt(model: Any, policy: Policy) -> Fields:
     """One row without padding, where the model makes its cache itself; and what was planned for it."""
     plan = kvpolicy.plan(model.config, policy, batch=1, prompt=33, new=16, dtype=model.dtype)
@@ -78,7 +114,7 @@ def _draw(lengths: tuple[int, ...], columns: int, draw: torch.Generator) -> tupl
 def _forwards(
     model: Any, cache: Any, mask: Tensor, sizes: tuple[int, ...], lengths: tuple[int, ...], draw: torch.Generator
 ) -> tuple[Tensor, list[Tensor]]:
-    """Feed tokens in forwards of `sizes` columns; the mask after them, and the logits of tokens that are not padding."""
+    """Feed tokens in forwards of `sizes` columns; the mask after them, and logits of all but padding."""
     tokens, new = _draw(lengths, sum(sizes), draw)
     logits: list[Tensor] = []
     start = 0
