@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,13 @@ def test_a_refusal_and_an_error_are_told_apart(monkeypatch: pytest.MonkeyPatch) 
     first = _run()
     _, kind = lookup("window")
 
-    def fail(*_: Any) -> None:
-        raise failure
+    def raises(failure: Exception) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            raise failure
 
-    monkeypatch.setattr(kind, "priority", fail)
+        return fail
+
     for failure, said in ((ValueError("no"), "refused, as it was not"), (KeyError("no"), "failed, as it was not")):
+        monkeypatch.setattr(kind, "priority", raises(failure))
         wrong = record.describe(record.differences(first, _run()))
         assert len(wrong) == 1 and said in wrong[0]
