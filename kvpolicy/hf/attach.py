@@ -204,7 +204,11 @@ class Handle:
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
             limit = self._attachment.trained_positions
-            if limit is not None and exceeds(cache, limit, tokens.shape[1], kwargs) and self._attachment.first_warning():
+            if (
+                limit is not None
+                and exceeds(cache, limit, tokens.shape[1], kwargs)
+                and self._attachment.first_warning()
+            ):
                 tell_behind(self._model, limit)
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.row_limits import alloc_limits

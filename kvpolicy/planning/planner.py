@@ -184,9 +184,9 @@ def plan(
         >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
         (66048, 16696576, 16004, 4129)
     """
-    from kvpolicy.hf.rotary_lookup import trained_positions
     from kvpolicy.hf.embedded import as_config
     from kvpolicy.hf.model_spec import check_class, describe
+    from kvpolicy.hf.rotary_lookup import trained_positions
     from kvpolicy.hf.weights import weights_per_rank
 
     policy = Policy.of(policy)

@@ -31,7 +31,7 @@ def other_tensors(layer: Any) -> dict[str, list[Tensor]]:
     return {
         "codes": _flatten(body.codes),
         "state": _flatten(body.state),
-        "rows": _flatten(body.rows),
+        "rows": _flatten(getattr(body, "limits", None)),
         "length": _flatten(body.length),
         "budget": _flatten(body.budget),
     }
