@@ -63,7 +63,7 @@ class Attachment:
         """
         if policy.allocator.layer_metric and not self.policy.allocator.layer_metric:
             raise KVPolicyError(
-                f"The attached policy must measure every layer, as the cache's {policy} does, got {self.policy}; try to "
+                f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same allocator."
             )
         if policy.codec.traits.key_space == "unrotated" and not self.ropes:
