@@ -14,7 +14,7 @@ from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.fields import check_instance
+from kvpolicy.spec.validation import check_instance
 
 DEFAULT_SHARE = 0.2
 """The budget of a policy that names a selector and no budget."""

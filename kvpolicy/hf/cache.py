@@ -24,7 +24,7 @@ from kvpolicy.protocols import LayerShape
 from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.sizes import MOST, at_least, expected, longest
+from kvpolicy.spec.validation import MAX_SIZE, at_least, expected, longest
 
 
 class PolicyCache(Cache):
@@ -234,7 +234,7 @@ class PolicyCache(Cache):
             self._end = length + self.new
         columns, bytes_at = first.get_seq_length() + int((length - own).max()), self.link.model_shape.alone_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
-        most = bytes_at(batch, columns + (MOST if self.new is None else self.new))  # full windows, some time
+        most = bytes_at(batch, columns + (MAX_SIZE if self.new is None else self.new))  # full windows, some time
         self._tokens = divide(self.policy, metrics, length, self._end, fullest, sum(most.values()))
         if metrics is not None and not first.ranks.agree(self._tokens.keep.to(first.device)):
             raise KVPolicyStateError(

@@ -14,7 +14,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.sizes import MOST, check_sizes, each_row
+from kvpolicy.spec.validation import MAX_SIZE, check_sizes, each_row
 
 ROOM = 256
 """Tokens of room that a growing cache takes at a time where it is not told how many will come."""
@@ -62,7 +62,7 @@ def divide(
         return _divide_bytes(policy, metrics, prompt, end, shapes, other)
     floor = policy.selector.min_tokens
     if isinstance(policy.budget, int):
-        base = torch.full_like(prompt, min(policy.budget, MOST))
+        base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
     else:
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
@@ -109,7 +109,7 @@ def _divide_bytes(
     """The most tokens per layer whose bytes fit, by bisection."""
     limit = bytes_of(str(policy.budget))
 
-    def attempt(base: int, start: int = MOST) -> tuple[Tokens, int]:  # all that it may ever hold must fit
+    def attempt(base: int, start: int = MAX_SIZE) -> tuple[Tokens, int]:  # all that it may ever hold must fit
         tokens = _divide_tokens(policy, metrics, torch.full_like(prompt, base), prompt, end, len(shapes), start)
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
@@ -122,7 +122,7 @@ def _divide_bytes(
             f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
             f"the smallest that works is {size}B, {low} token(s) per layer."
         )
-    high = min(limit, MOST) if end is None else int(end.max())
+    high = min(limit, MAX_SIZE) if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2
         if attempt(middle)[1] <= limit:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.sizes import place_of
+from kvpolicy.spec.validation import place_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ import numpy as np
 from kvpolicy.reporting.plots._style import SEQUENTIAL, canvas, figure_of, whole_numbers
 from kvpolicy.reporting.plots.heat import field
 from kvpolicy.reporting.report import cache_of
-from kvpolicy.spec.sizes import place_of
+from kvpolicy.spec.validation import place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
