@@ -115,7 +115,7 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
-    from kvpolicy.hf.model_spec import find_sites, sample_weights
+    from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy_deepspeed.autotp import divide
     from kvpolicy_deepspeed.filling import fill
 
@@ -142,7 +142,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor | None:
     """A few numbers of the whole first attention matrix, as `kvpolicy.families.sample_weights` takes them."""
-    from kvpolicy.hf.model_spec import Site, find_sites, sample_weights
+    from kvpolicy.hf.discovery import Site, find_sites, sample_weights
 
     site = find_sites(model).layers[0]
     first = next(parameter for parameter in site.attention.parameters() if parameter.dim() == 2)

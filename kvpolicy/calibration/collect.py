@@ -15,7 +15,8 @@ from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.config_swap import configs_of
-from kvpolicy.hf.model_spec import describe, find_sites
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.spec.errors import KVPolicyError
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvpolicy.hf.model_spec import Site
+from kvpolicy.hf.discovery import Site
 from kvpolicy.protocols import At
 from kvpolicy.spec.errors import KVPolicyError
 

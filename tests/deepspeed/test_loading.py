@@ -42,7 +42,7 @@ def _without(folder: str, key: str, to: Path) -> str:
 
 
 def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
-    from kvpolicy.hf.model_spec import find_sites, sample_weights
+    from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.parallel.runtime import sharing_of
 
     load, found = kvpolicy_deepspeed.load, dict[str, Any]()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpolicy.engine.rotary import _ROTATES, Rope, SlotRotary
-from kvpolicy.hf.model_spec import find_sites
+from kvpolicy.hf.discovery import find_sites
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
 LENGTH = 17
