@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from kvpolicy.hf.attach import attach as attach
     from kvpolicy.hf.cache import PolicyCache as PolicyCache
     from kvpolicy.hf.embedded import tiny as tiny
-    from kvpolicy.hf.weights import Weights as Weights
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.planner import plan as plan
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
@@ -90,7 +90,7 @@ _LAZY = {
     "StreamingLLM": "kvpolicy.selectors.streaming",
     "TOVA": "kvpolicy.selectors.tova",
     "SlidingWindow": "kvpolicy.selectors.window",
-    "Weights": "kvpolicy.hf.weights",
+    "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",
 }
 """Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""

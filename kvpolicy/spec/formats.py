@@ -37,7 +37,7 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
     Examples:
         >>> check_format({"format": 3, "kvpolicy": "9.0"}, 2, "a.json")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        kvpolicy.KVPolicyError: a.json has format 3 ...
+        kvpolicy.KVPolicyError: a.json has format 3, written by ...
     """
     number = content.get("format", 0)
     if not isinstance(number, int) or isinstance(number, bool):
