@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvpolicy.hf.attach import attach as attach
     from kvpolicy.hf.cache import PolicyCache as PolicyCache
     from kvpolicy.hf.embedded import tiny as tiny
+    from kvpolicy.hf.plan import plan as plan
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
     from kvpolicy.parallel.weights import Weights as Weights
-    from kvpolicy.planning.planner import plan as plan
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.selectors.full import KeepAll as KeepAll
@@ -78,7 +78,7 @@ _LAZY = {
     "KVPolicyStateError": "kvpolicy.spec.errors",
     "KVPolicyTypeError": "kvpolicy.spec.errors",
     "KVPolicyWarning": "kvpolicy.spec.errors",
-    "plan": "kvpolicy.planning.planner",
+    "plan": "kvpolicy.hf.plan",
     "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
     "profile": "kvpolicy.calibration.layer_profile",
