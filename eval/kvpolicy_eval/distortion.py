@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy.distortion import distortion
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.model_spec import find_sites
+from kvpolicy.hf.discovery import find_sites
 from kvpolicy_eval.data.text import held_out
 
 PROMPT, FOLLOWING, ROWS = 448, 64, 8

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 _SAME = 1e-6  # cosines closer than this are equal
 

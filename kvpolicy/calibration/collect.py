@@ -14,7 +14,8 @@ from transformers.cache_utils import DynamicCache
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.config_swap import configs_of
-from kvpolicy.hf.model_spec import describe, find_sites
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.spec.errors import KVPolicyError
 

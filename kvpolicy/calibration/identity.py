@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from kvpolicy.hf.model_spec import describe, find_sites, sample_weights
+from kvpolicy.hf.discovery import find_sites, sample_weights
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.protocols import ModelInfo
 
 

@@ -30,7 +30,7 @@ def explain(
     from kvpolicy.cli.arithmetic import Case
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
-    from kvpolicy.planning.planner import plan
+    from kvpolicy.hf.plan import plan
 
     parsed, kind = _parsed(policy), dtype_of(dtype)
     config = config_of(model)

@@ -11,7 +11,7 @@ from kvpolicy.cli.layers import layer_facts, layer_table
 from kvpolicy.cli.models import dtype_of
 from kvpolicy.cli.printing import as_json, paragraph, size, table
 from kvpolicy.cli.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
-from kvpolicy.reporting.rich_repr import NOT_MEASURED
+from kvpolicy.planning.result import NOT_MEASURED
 from kvpolicy.spec.errors import KVPolicyError
 
 NOT_COUNTED = "Not counted: activations, and a prompt's own cache before it is compressed."
@@ -34,13 +34,13 @@ def plan(
     """Say what a model and its cache take, with nothing loaded."""
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
-    from kvpolicy.planning import planner as planning
+    from kvpolicy.hf.plan import plan as plan_cache
 
     kind, room = dtype_of(dtype), _memory(memory)
     _check_order(model, policy)
     config = config_of(model)
     sizes = {"batch": batch, "prompt": prompt, "new": new}
-    planned = planning.plan(config, policy, **sizes, dtype=kind, tp=tp, backend=backend)
+    planned = plan_cache(config, policy, **sizes, dtype=kind, tp=tp, backend=backend)
     facts = {"model": model, "policy": str(planned.policy), "dtype": dtype, "tp": tp}
     whole = facts | {"backend": backend, **sizes, "memory": room} | figures(planned, room)
     full = describe(config, kind, tp).token_bytes() * batch * (prompt + new)

@@ -14,7 +14,7 @@ from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 class BFPCodes(NamedTuple):

@@ -17,7 +17,7 @@ from kvpolicy.codecs.packing import packed_width
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 class CSRBook(NamedTuple):

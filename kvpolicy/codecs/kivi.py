@@ -13,7 +13,7 @@ from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_diviso
 from kvpolicy.codecs.packing import pack, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 class KIVICodes(NamedTuple):

@@ -14,7 +14,7 @@ from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 _FP16 = torch.finfo(torch.float16).max
 

@@ -14,7 +14,7 @@ from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 class RotateCodes(NamedTuple):

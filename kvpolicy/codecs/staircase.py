@@ -8,7 +8,7 @@ from kvpolicy.codecs._common import check_least
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 _E4M3 = 448.0
 """The largest number of 8 bits of which 4 are an exponent and 3 a mantissa."""

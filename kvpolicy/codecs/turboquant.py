@@ -19,7 +19,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 _CHANNELS = 128  # of a value group, at most
 

@@ -18,6 +18,7 @@ from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
+from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.forward_calls import (
     bind_cache,
     caches,
@@ -30,7 +31,7 @@ from kvpolicy.hf.forward_calls import (
     row_lengths,
 )
 from kvpolicy.hf.forward_checks import by_name, check_call, exceeds, own_mask
-from kvpolicy.hf.model_spec import Site, Sites, describe, find_sites, is_falcon, sample_weights
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of

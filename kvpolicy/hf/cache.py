@@ -28,7 +28,7 @@ from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.logging import tell_extended
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy.spec.sizes import MOST, at_least, expected, longest
+from kvpolicy.spec.validation import MAX_SIZE, at_least, expected, longest
 
 
 class PolicyCache(Cache):
@@ -315,7 +315,7 @@ class PolicyCache(Cache):
         columns = first.get_seq_length() + int((length - own).max())
         bytes_at = self.attachment.model_shape.alone_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
-        most = bytes_at(batch, columns + (MOST if self.new is None else self.new))  # full windows, eventually
+        most = bytes_at(batch, columns + (MAX_SIZE if self.new is None else self.new))  # full windows, eventually
         self._tokens = divide(self.policy, metrics, length, self._end, [fullest] * count, sum(most.values()))
         if metrics is not None and not store.ranks.agree(self._tokens.keep.to(store.positions.device)):
             raise KVPolicyStateError(

@@ -24,7 +24,7 @@ from kvpolicy.selectors._crush import (
 from kvpolicy.selectors._pages import best_pages, least_room, mark_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 KEEP, FREE, DROP = 1, 0, -1
 TAIL = 32

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 class Salience(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
-from kvpolicy.spec.fields import check_fields
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.hf.cache import PolicyCache
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 

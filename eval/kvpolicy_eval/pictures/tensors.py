@@ -12,8 +12,8 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy.engine.codec_view import store_of
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.model_spec import find_sites
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
