@@ -16,6 +16,7 @@ from kvpolicy.cli import tiny, words
 from kvpolicy.cli.app import COMMANDS, main
 from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 
 Run = Callable[..., str]
 
@@ -96,17 +97,54 @@ def test_what_the_user_can_put_right(error: Exception, told: str, run: Run, monk
         main(["tiny"])
 
 
-@pytest.mark.parametrize("error", [TypeError("a bug"), RuntimeError("a bug"), KeyError("a"), ImportError("a bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a bug"),
+        RuntimeError("a bug"),
+        KeyError("a"),
+        ImportError("a bug"),
+        ModuleNotFoundError("No module named 'kvpolicy.nowhere'", name="kvpolicy.nowhere"),
+    ],
+)
 def test_a_bug_shows_where_it_is(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "card", raising(error))
+    assert sentence(error) == ""
     with pytest.raises(type(error)):
         main(["tiny"])
 
 
-def test_a_type_error_that_kvpolicy_thought_of_is_told() -> None:
+@pytest.mark.parametrize("kind", [KVPolicyError, KVPolicyTypeError, KVPolicyStateError])
+def test_every_error_of_kvpolicy_is_told_wherever_it_was_raised(kind: type[Exception]) -> None:
+    """The class decides, not the line that raised it: plug-ins raise it too, and code whose source cannot be read."""
+    scope: dict[str, Any] = {"__name__": "elsewhere", "error": kind("batch must be positive, got 0; try 1")}
+    with pytest.raises(kind) as caught:
+        exec("if True: raise error", scope)
+    assert sentence(caught.value) == "batch must be positive, got 0; try 1"
+
+
+def test_a_type_error_inside_kvpolicy_is_a_bug() -> None:
+    """Only the class counts: a plain TypeError is internal even where a line of kvpolicy raises it."""
+    scope: dict[str, Any] = {"__name__": "kvpolicy.somewhere"}
+    with pytest.raises(TypeError) as caught:
+        exec("raise TypeError('a bug')", scope)
+    assert sentence(caught.value) == ""
+
+
+def test_a_wrong_type_that_kvpolicy_refuses_is_told() -> None:
     with pytest.raises(TypeError) as caught:
         kvpolicy.Policy(selector=kvpolicy.H2O)  # pyright: ignore[reportArgumentType]
     assert "give an instance" in sentence(caught.value)
+
+
+def test_a_missing_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from kvpolicy_deepspeed import checks
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ImportError) as caught:
+        checks.check_backend("deepspeed", "a/folder")
+    assert "pip install" in sentence(caught.value)
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,7 +164,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_output_that_nobody_takes(script: str, said: tuple[str, ...], told: str) -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m kvpolicy.cli tiny {script}"],
+        ["bash", "-c", f"{sys.executable} -m kvpolicy tiny {script}"],
         capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.stderr == (f"kvpolicy: {told}\n" if told else "")
