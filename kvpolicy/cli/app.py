@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from kvpolicy.cli import calibrate
-from kvpolicy.cli.bench import bench
+from kvpolicy.cli.commands import calibrate
+from kvpolicy.cli.commands.bench import bench
+from kvpolicy.cli.commands.explain import explain
+from kvpolicy.cli.commands.generate import generate
+from kvpolicy.cli.commands.inspect import inspect
+from kvpolicy.cli.commands.list import list_
+from kvpolicy.cli.commands.plan import plan
+from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.errors import sentence
-from kvpolicy.cli.explain import explain
-from kvpolicy.cli.generate import generate
-from kvpolicy.cli.inspect import inspect
-from kvpolicy.cli.list import list_
-from kvpolicy.cli.plan import plan
-from kvpolicy.cli.tiny import tiny
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_,

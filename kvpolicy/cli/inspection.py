@@ -162,7 +162,7 @@ def _second(model: Any, tokenizer: Any, ids: Any) -> list[float]:
 def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int) -> tuple[Handle, list[int]]:
     import torch
 
-    from kvpolicy.cli.writing import Options
+    from kvpolicy.cli.generation import Options
     from kvpolicy.hf.attach import attach
 
     ids = ids.to(model.device)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvpolicy.cli.formatting import paragraph, size, width
 from kvpolicy.cli.inspection import Inspection, Layer
-from kvpolicy.cli.printing import paragraph, size, width
 from kvpolicy.reporting.text_rendering import NAMES, SHADES, Piece, cells, ink, level, share_of, wrapped
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cli.words import TINY
+from kvpolicy.cli.model_names import TINY
 from kvpolicy.spec.errors import KVPolicyError
 
 TRAINED = 1024

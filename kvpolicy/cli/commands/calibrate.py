@@ -6,8 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.models import load
-from kvpolicy.cli.words import TINY, Device, Dtype, complete_model, names, numbers
+from kvpolicy.cli.arguments import Device, Dtype, names, numbers
+from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.model_loading import load
+from kvpolicy.cli.model_names import TINY
 
 app = typer.Typer(help="Learn from a model's keys and values what a codec must know.", rich_markup_mode=None)
 

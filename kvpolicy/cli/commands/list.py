@@ -7,9 +7,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from kvpolicy.cli.printing import as_json, paragraph, terms
-from kvpolicy.cli.strategies import Description, Parameter, read
-from kvpolicy.cli.words import Json, complete_part
+from kvpolicy.cli.arguments import Json
+from kvpolicy.cli.completion import complete_part
+from kvpolicy.cli.formatting import as_json, paragraph, terms
+from kvpolicy.cli.strategy_docs import Description, Parameter, read
 from kvpolicy.spec.errors import KVPolicyError
 
 QUESTIONS = {

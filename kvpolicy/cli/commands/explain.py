@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.layers import layer_facts, layer_table
-from kvpolicy.cli.list import QUESTIONS
-from kvpolicy.cli.models import dtype_of
-from kvpolicy.cli.plan import remarked
-from kvpolicy.cli.printing import as_json, counted, paragraph, size
-from kvpolicy.cli.strategies import Description, read
-from kvpolicy.cli.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt, shipped
+from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.cli.commands.list import QUESTIONS
+from kvpolicy.cli.commands.plan import remarked
+from kvpolicy.cli.formatting import as_json, counted, paragraph, size
+from kvpolicy.cli.layer_table import layer_facts, layer_table
+from kvpolicy.cli.model_loading import dtype_of
+from kvpolicy.cli.model_names import TINY, shipped
+from kvpolicy.cli.strategy_docs import Description, read
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -27,7 +28,7 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say in words what a policy does, and what its budget is."""
-    from kvpolicy.cli.arithmetic import Case
+    from kvpolicy.cli.explanation import Case
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
     from kvpolicy.planning.planner import plan
@@ -56,14 +57,14 @@ def _parsed(policy: str) -> Any:
 
 
 def _facts(case: Any) -> dict[str, Any]:
-    from kvpolicy.cli import arithmetic
+    from kvpolicy.cli import explanation
 
     policy, shape = case.policy, case.model.shape
-    here = {"allocator": arithmetic.of_allocator, "selector": arithmetic.of_selector, "codec": arithmetic.of_codec}
+    here = {"allocator": explanation.of_allocator, "selector": explanation.of_selector, "codec": explanation.of_codec}
     return {
         "shape": {"layers": len(case.planned.layers), "kv_heads": shape.heads, "head_dim": shape.head_dim},
         "token_bytes": case.model.token_bytes(),
-        "budget": {"value": policy.budget, "said": arithmetic.of_budget(case)},
+        "budget": {"value": policy.budget, "said": explanation.of_budget(case)},
         "parts": [_part(kind, getattr(policy, kind), say(case)) for kind, say in here.items()],
         "measured": case.planned.measured,
         "note": case.planned.note,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import tiny, words
+from kvpolicy.cli import model_names
 from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli.commands import tiny
 from kvpolicy.cli.errors import EXTRAS, sentence
 from kvpolicy.hf.embedded import SHIPPED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
@@ -23,6 +24,7 @@ Run = Callable[..., str]
 CODE = """
 import sys
 sys.path[:0] = {path}
+from kvpolicy.cli import model_names
 from kvpolicy.cli.app import COMMANDS, main
 for line in ["", "calibrate", "calibrate csr", *COMMANDS]:
     assert main([*line.split(), "--help"]) == 0
@@ -217,7 +219,7 @@ def test_words_are_completed(
 
 
 def test_models_are_completed_without_pytorch_and_yet_all() -> None:
-    assert words.shipped() == sorted(SHIPPED)
+    assert model_names.shipped() == sorted(SHIPPED)
 
 
 def test_it_runs_as_a_module() -> None:

@@ -1,4 +1,4 @@
-"""`kvpolicy bench` and `kvpolicy tiny`: what they measure is there, and a failed check is an exit code."""
+"""`kvpolicy bench`: what it measures is there, and a failed check is an exit code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import kvpolicy
-from kvpolicy.cli import measuring
-from kvpolicy.cli.app import main
+from kvpolicy.cli import measurement
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -36,7 +35,7 @@ def test_policies_are_measured_beside_the_stock_cache(facts: Facts) -> None:
 
 
 def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_difference", lambda wanted, found: 0.5)
+    monkeypatch.setattr(measurement, "_difference", lambda wanted, found: 0.5)
     text = run(f"bench full {FEW} --threads 1", 1)
     assert text.count("FAILED: ") == 2
     assert "1 thread(s), float32" in " ".join(text.split())
@@ -55,7 +54,7 @@ def test_a_long_policy_has_its_line_in_a_narrow_terminal(run: Run) -> None:
 
 
 def test_the_checks_see_a_difference() -> None:
-    assert measuring._difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])) == 0.5
+    assert measurement._difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -77,29 +76,5 @@ def test_what_the_user_can_put_right(line: str, told: str, run: Run) -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model, _ = kvpolicy.tiny()
     before = model.config._attn_implementation
-    measuring.compared(model, [kvpolicy.Policy.parse("h2o")], 64, 1, 1)
+    measurement.compared(model, [kvpolicy.Policy.parse("h2o")], 64, 1, 1)
     assert model.config._attn_implementation == before
-
-
-def test_the_card_is_of_the_model(facts: Facts, run: Run) -> None:
-    found, (model, _) = facts("tiny"), kvpolicy.tiny()
-    config = model.config
-    assert found["parameters"] == sum(p.numel() for p in model.parameters())
-    assert (Path(found["path"]) / "config.json").exists()
-    assert found["shape"]["kv_heads"] == config.num_key_value_heads
-    assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant"]
-    scope: dict[str, Any] = {}
-    exec(found["load"], scope)
-    assert scope["model"].config.hidden_size == found["shape"]["hidden"]
-    assert main(["tiny"]) == 0
-
-
-def test_the_card_agrees_with_the_page(facts: Facts) -> None:
-    page = Path(__file__).parents[2] / "docs" / "model-card.md"
-    if not page.exists():
-        pytest.skip("the docs are not installed")
-    text, found = page.read_text(encoding="utf-8"), facts("tiny")
-    assert found["card"] == "docs/model-card.md"
-    assert f"{found['parameters'] / 1e6:.2f} M parameters" in text
-    for number in (f"{found['shape']['layers']} layers", "7.2 M tokens", "1,024"):
-        assert number in text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvpolicy.cli.printing import size, table
+from kvpolicy.cli.formatting import size, table
 
 MOST = 16
 """Lines of a table; of more, the middle is left out."""

@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cli.printing import as_json, paragraph, size, terms
-from kvpolicy.cli.words import Json
+import kvpolicy
+from kvpolicy.cli.arguments import Json
+from kvpolicy.cli.formatting import as_json, paragraph, size, terms
 
 CAN = (
     "Recalls records such as tiger=4821 by their key, finds needles and pass keys in source text, goes on with "
@@ -25,7 +26,7 @@ CARD = "docs/model-card.md"
 
 def tiny(json: Json = False) -> None:
     """Show where the embedded model lies, and its card."""
-    folder = Path(__file__).parent.parent / "assets"
+    folder = Path(kvpolicy.__file__).parent / "assets"
     facts = card(folder)
     print(as_json("tiny", facts) if json else render(facts))
 

@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 from transformers import T5Config
 
 import kvpolicy
-from kvpolicy.cli import writing
+from kvpolicy.cli import generation
 from kvpolicy.cli.app import main
-from kvpolicy.cli.beside import parts_at
+from kvpolicy.cli.comparison import parts_at
+from kvpolicy.cli.generation import Written
 from kvpolicy.cli.prompts import read_prompt, remarks, sample
-from kvpolicy.cli.writing import Written
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -169,14 +169,14 @@ def test_a_folder_and_its_chat_template(
 def test_interrupted(
     tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put = writing.Clock.put
+    put = generation.Clock.put
 
-    def stop(self: writing.Clock, value: Any) -> None:
+    def stop(self: generation.Clock, value: Any) -> None:
         put(self, value)
         if len(self.tokens) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing.Clock, "put", stop)
+    monkeypatch.setattr(generation.Clock, "put", stop)
     out, err = said([PROMPT, "--policy", POLICY], capsys, 130)
     assert out == wanted(tiny, PROMPT, POLICY, 4)[0] + "\n"
     assert "by Ctrl-C after 4 token(s)" in err

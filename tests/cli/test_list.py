@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import registry
-from kvpolicy.cli.strategies import read
+from kvpolicy.cli.strategy_docs import read
 from kvpolicy.spec import grammar
 
 Run = Callable[..., str]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.printing import size, terms, width
+from kvpolicy.cli.formatting import size, terms, width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kvpolicy.cli.writing import Written
+    from kvpolicy.cli.generation import Written
 
 COLUMN = 48
 """The narrowest column of text; where the columns would be narrower, texts stand one under the other."""

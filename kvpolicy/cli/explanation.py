@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpolicy.cli.layers import ranges
-from kvpolicy.cli.printing import size
+from kvpolicy.cli.formatting import size
+from kvpolicy.cli.layer_table import ranges
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.inspection import look as look_at
-from kvpolicy.cli.inspection_page import page
+from kvpolicy.cli.inspection_html import page
 from kvpolicy.cli.inspection_text import MARKS
 from kvpolicy.reporting.text_rendering import level
 from tests.conformance.models import build

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.layers import layer_facts, layer_table
-from kvpolicy.cli.models import dtype_of
-from kvpolicy.cli.printing import as_json, paragraph, size, table
-from kvpolicy.cli.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.cli.formatting import as_json, paragraph, size, table
+from kvpolicy.cli.layer_table import layer_facts, layer_table
+from kvpolicy.cli.model_loading import dtype_of
+from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.reporting.rich_repr import NOT_MEASURED
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -58,7 +59,6 @@ def _memory(text: str) -> int:
 
 def _check_order(model: str, policy: str) -> None:
     """Say so where a policy stands in the model's place."""
-    from kvpolicy.cli.words import shipped
     from kvpolicy.policy import Policy
 
     if model in shipped() or Path(model).exists():

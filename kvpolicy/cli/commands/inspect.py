@@ -7,17 +7,18 @@ from typing import Annotated
 
 import typer
 
-from kvpolicy.cli import words
-from kvpolicy.cli.generate import Chat, PolicyName, PromptFile, PromptText, lenient
-from kvpolicy.cli.printing import as_json
+from kvpolicy.cli import arguments
+from kvpolicy.cli.commands.generate import Chat, PolicyName, PromptFile, PromptText, lenient
+from kvpolicy.cli.formatting import as_json
+from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, read_prompt, remarks
 
 
 def inspect(
     prompt: PromptText = None,
     file: PromptFile = None,
-    model: words.Model = words.TINY,
-    policy: PolicyName = words.POLICY,
+    model: arguments.Model = TINY,
+    policy: PolicyName = arguments.POLICY,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures to this file.")] = None,
     layer: Annotated[int | None, typer.Option(min=0, help="Show what this layer keeps, not all together.")] = None,
     new: Annotated[int, typer.Option(min=1, metavar="TOKENS", help="To generate before looking.")] = 1,
@@ -30,9 +31,9 @@ def inspect(
         ),
     ] = True,
     chat: Chat = False,
-    dtype: words.Dtype = "auto",
-    device: words.Device = "",
-    json: words.Json = False,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
+    json: arguments.Json = False,
 ) -> None:
     """Run a prompt under a policy, and show the layers and the tokens kept over the text itself.
 
@@ -43,7 +44,7 @@ def inspect(
     lenient()
     text, is_sample = read_prompt(prompt, file, model)
     from kvpolicy.cli.inspection import look
-    from kvpolicy.cli.models import load
+    from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy
 
     name = str(Policy.parse(policy))  # a wrong one is told before the model is loaded
@@ -54,7 +55,7 @@ def inspect(
     if layer is not None:
         seen.place(layer)
     if html is not None:
-        from kvpolicy.cli.inspection_page import write_page
+        from kvpolicy.cli.inspection_html import write_page
 
         write_page(seen, html)
     if json:

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpolicy.cli.words import TINY
+from kvpolicy.cli.model_names import TINY
 from kvpolicy.spec.errors import KVPolicyError
 
 

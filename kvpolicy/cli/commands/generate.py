@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpolicy.cli import words
-from kvpolicy.cli.printing import as_json
+from kvpolicy.cli import arguments
+from kvpolicy.cli.completion import complete_policy
+from kvpolicy.cli.formatting import as_json
+from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, read_prompt, remarks
 
 if TYPE_CHECKING:
-    from kvpolicy.cli.writing import Options, Written
+    from kvpolicy.cli.generation import Options, Written
 
 NEW, SAMPLE_NEW = 64, 5
 """Tokens to generate where none are asked: as many as the sample's answer has, or more."""
@@ -21,23 +23,21 @@ PromptText = Annotated[
     str | None, typer.Argument(metavar="PROMPT", help="The text, or - for standard input.", show_default=False)
 ]
 PromptFile = Annotated[str | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a UTF-8 file.")]
-PolicyName = Annotated[
-    str, typer.Option("--policy", metavar="POLICY", help="Or full.", autocompletion=words.complete_policy)
-]
+PolicyName = Annotated[str, typer.Option("--policy", metavar="POLICY", help="Or full.", autocompletion=complete_policy)]
 Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")]
 
 
 def generate(
     prompt: PromptText = None,
     file: PromptFile = None,
-    model: words.Model = words.TINY,
-    policy: PolicyName = words.POLICY,
+    model: arguments.Model = TINY,
+    policy: PolicyName = arguments.POLICY,
     compare: Annotated[
         list[str] | None,
         typer.Option(
             metavar="POLICY",
             help="Run this policy too, such as full, and show both; may be repeated.",
-            autocompletion=words.complete_policy,
+            autocompletion=complete_policy,
         ),
     ] = None,
     new: Annotated[
@@ -47,9 +47,9 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the draws; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="Of the draws.")] = 0,
     chat: Chat = False,
-    dtype: words.Dtype = "auto",
-    device: words.Device = "",
-    json: words.Json = False,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
+    json: arguments.Json = False,
 ) -> None:
     """Let a model write under a policy; at the end, say what it kept, its bytes and its speed.
 
@@ -60,8 +60,8 @@ def generate(
     lenient()
     text, is_sample = read_prompt(prompt, file, model)
     names = [_shown(name) for name in (policy, *(compare or ()))]
-    from kvpolicy.cli.models import load
-    from kvpolicy.cli.writing import Options
+    from kvpolicy.cli.generation import Options
+    from kvpolicy.cli.model_loading import load
 
     options = Options(new=new or (SAMPLE_NEW if is_sample else NEW), temperature=temperature, seed=seed)
     loaded, tokenizer = load(model, dtype, device)
@@ -99,7 +99,7 @@ def _run(
     model: Any, tokenizer: Any, ids: Any, policies: list[str], options: Options, *, quiet: bool = False
 ) -> list[Written]:
     """Run the policies one after the other, and show them unless all is to be JSON."""
-    from kvpolicy.cli.writing import warm_up, write
+    from kvpolicy.cli.generation import warm_up, write
 
     if len(policies) == 1 and not quiet:
         return [_stream(model, tokenizer, ids, policies[0], options)]
@@ -112,7 +112,7 @@ def _run(
         if runs[-1].interrupted:
             break
     if not quiet:
-        from kvpolicy.cli.beside import show
+        from kvpolicy.cli.comparison import show
 
         show(runs)
     return runs
@@ -121,8 +121,8 @@ def _run(
 def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: Options) -> Written:
     from transformers import TextStreamer
 
-    from kvpolicy.cli.beside import summary
-    from kvpolicy.cli.writing import warm_up, write
+    from kvpolicy.cli.comparison import summary
+    from kvpolicy.cli.generation import warm_up, write
 
     def streamer() -> Any:
         return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -134,7 +134,7 @@ def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: Options)
 
 
 def _facts(model: str, prompt: int, runs: list[Written]) -> dict[str, Any]:
-    from kvpolicy.cli.beside import parts_at
+    from kvpolicy.cli.comparison import parts_at
 
     first = runs[0]
     others = [{"policy": run.policy, "parts_after_tokens": parts_at(first, run)} for run in runs[1:]]

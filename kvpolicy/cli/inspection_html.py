@@ -11,8 +11,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.cli.formatting import size
 from kvpolicy.cli.inspection import Inspection, Layer
-from kvpolicy.cli.printing import size
 from kvpolicy.reporting.text_rendering import DARK, LIGHT, NAMES, ink, level, runs_on, visible
 from kvpolicy.reporting.token_spans import Span
 

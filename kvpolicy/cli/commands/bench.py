@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.models import load
-from kvpolicy.cli.printing import as_json, paragraph, size, table, width
-from kvpolicy.cli.words import TINY, Device, Dtype, Json, Model, Policies
+from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies
+from kvpolicy.cli.formatting import as_json, paragraph, size, table, width
+from kvpolicy.cli.model_loading import load
+from kvpolicy.cli.model_names import TINY
 
 DEFAULT = ["full", "window@0.2", "h2o@0.2", "squeeze+kvcrush@0.2", "snapkv+kivi:bits=4@0.2"]
 """The policies that are tried where none is named."""
@@ -36,7 +37,7 @@ def bench(
     """
     import torch
 
-    from kvpolicy.cli.measuring import checks, compared, machine
+    from kvpolicy.cli.measurement import checks, compared, machine
     from kvpolicy.policy import Policy
 
     parsed = [Policy.parse(words) for words in policies or DEFAULT]
