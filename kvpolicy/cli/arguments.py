@@ -1,4 +1,4 @@
-"""What the commands' arguments and options are called, and what they may be."""
+"""Arguments and options that several subcommands share."""
 
 from __future__ import annotations
 
@@ -10,64 +10,81 @@ from kvpolicy.cli.completion import complete_model, complete_policy
 from kvpolicy.spec.errors import KVPolicyError
 
 POLICY = "squeeze+kvcrush"
-"""The policy of a command that is given none."""
-
-
-_MODEL_HELP = "A shipped name, a folder, a config.json or a hub name."
+"""The default policy."""
 
 Policy = Annotated[
-    str, typer.Argument(metavar="POLICY", help="Such as snapkv+kivi:bits=4@0.2.", autocompletion=complete_policy)
+    str,
+    typer.Argument(
+        metavar="POLICY", help="Policy spec, such as snapkv+kivi:bits=4@0.2.", autocompletion=complete_policy
+    ),
 ]
-"""A policy's words, as an argument; give the parameter the default `POLICY`."""
+"""A policy spec, as an argument. The default of the parameter is `POLICY`."""
 
 Policies = Annotated[
-    list[str] | None, typer.Argument(metavar="POLICY", help="Such as h2o@0.2.", autocompletion=complete_policy)
+    list[str] | None,
+    typer.Argument(
+        metavar="POLICY",
+        help="Policy specs, such as h2o@0.2. By default a selection of five.",
+        autocompletion=complete_policy,
+    ),
 ]
-"""Any number of policies."""
+"""Any number of policy specs."""
 
-Config = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP, autocompletion=complete_model)]
-"""A model of which the config is enough, as an argument; give the parameter the default `TINY`."""
+Config = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Shipped model, folder, config.json, or model name on the Hub. Only the config is read.",
+        autocompletion=complete_model,
+    ),
+]
+"""A model whose config is sufficient, as an argument. The default of the parameter is `TINY`."""
 
 Model = Annotated[
-    str, typer.Option("--model", metavar="MODEL", help="tiny, a folder or a hub name.", autocompletion=complete_model)
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+    ),
 ]
-"""A model that is loaded, as an option; give the parameter the default `TINY`, and hand it to `models.load`."""
+"""A model to load, as an option. The default of the parameter is `TINY`; `model_loading.load` takes the value."""
 
 Dtype = Annotated[
-    str, typer.Option("--dtype", metavar="DTYPE", help="Of the weights: auto, float32, bfloat16, float16.")
+    str, typer.Option("--dtype", metavar="DTYPE", help="Dtype of the weights: auto, float32, bfloat16 or float16.")
 ]
-"""Of weights; the default `auto` is as they are stored, and float32 for the embedded model."""
+"""The default `auto` is the dtype of the checkpoint, or float32 for the embedded model."""
 
-Device = Annotated[str, typer.Option("--device", metavar="DEVICE", help="Such as cuda; by default an accelerator.")]
-"""Where to; the default, empty, is an accelerator if there is one."""
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-"""Whether to print JSON; give the parameter the default False, and print by `printing.as_json`."""
-
-Batch = Annotated[int, typer.Option("--batch", min=1, max=2**16, metavar="ROWS", help="Rows of the batch.")]
-Prompt = Annotated[
-    int, typer.Option("--prompt", min=1, max=2**40, metavar="TOKENS", help="Tokens of each row's prompt.")
+Device = Annotated[
+    str, typer.Option("--device", metavar="DEVICE", help="Device, such as cuda. By default an accelerator, if any.")
 ]
-New = Annotated[int, typer.Option("--new", min=0, max=2**40, metavar="TOKENS", help="Tokens to be generated.")]
+"""The default, an empty string, is an accelerator if one is available, or the CPU."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
+"""Whether to print JSON with `formatting.as_json`. The default of the parameter is False."""
+
+Batch = Annotated[int, typer.Option("--batch", min=1, max=2**16, metavar="ROWS", help="Batch size.")]
+Prompt = Annotated[int, typer.Option("--prompt", min=1, max=2**40, metavar="TOKENS", help="Prompt length of each row.")]
+New = Annotated[int, typer.Option("--new", min=0, max=2**40, metavar="TOKENS", help="Number of tokens to generate.")]
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Read names with commas between."""
+def parse_names(text: str) -> tuple[str, ...]:
+    """Parse a list of names separated by commas."""
     return tuple(part.strip() for part in text.split(","))
 
 
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Read whole numbers with commas between.
+def parse_integers(option: str, text: str) -> tuple[int, ...]:
+    """Parse a list of integers separated by commas.
+
+    Args:
+        option: The name of the option, for the error message.
+        text: Its value.
 
     Raises:
-        KVPolicyError: Where they are none; it names the option.
+        KVPolicyError: If a part is not an integer.
 
-    >>> numbers("--sn", "1,2,4")
+    >>> parse_integers("--sn", "1,2,4")
     (1, 2, 4)
     """
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise KVPolicyError(
-            f"{option} is {text!r}, which is no list of whole numbers: give some such as 1,2,4."
-        ) from None
+        raise KVPolicyError(f"{option} must be a list of integers, got {text!r}; try 1,2,4.") from None

@@ -1,93 +1,108 @@
-"""Show what policies wrote, one beside the other where there is room, and what each took."""
+"""The texts that several policies generate, side by side if the terminal is wide enough, with time and memory."""
 
 from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING
 
-from kvpolicy.cli.formatting import size, terms, width
+from kvpolicy.cli.formatting import counted, size, terms, width
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from kvpolicy.cli.generation import Written
+    from kvpolicy.cli.generation import Generation
 
-COLUMN = 48
-"""The narrowest column of text; where the columns would be narrower, texts stand one under the other."""
-SHOWN = 24
-"""Letters of a text that are shown where it parts."""
+MIN_COLUMN = 48
+"""The width below which texts are shown one below the other instead of side by side."""
+
+EXCERPT = 24
+"""The number of characters that are shown where two texts differ."""
 
 
-def parts_at(first: Written, other: Written) -> int | None:
-    """How many tokens two texts begin with alike; None where they are the same."""
+def first_difference(first: Generation, other: Generation) -> int | None:
+    """Return the number of tokens in the common prefix of two texts; None if the texts are identical."""
     if first.tokens == other.tokens:
         return None
     pairs = zip(first.tokens, other.tokens, strict=False)
-    alike = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-    return min(len(first.tokens), len(other.tokens)) if alike is None else alike
+    differing = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+    return min(len(first.tokens), len(other.tokens)) if differing is None else differing
 
 
-def facts(run: Written, first: Written | None = None) -> list[tuple[str, str]]:
-    """What a run took, as words and their meaning; and where its text parts from the first one's."""
-    share = f" ({run.nbytes / run.full_nbytes:.2f} of it)" if run.full_nbytes else ""
-    pairs = [
-        ("kept", f"{run.kept:,.0f} of {run.seen:,} tokens, the mean of layers and heads"),
-        ("bytes", f"{size(run.nbytes)}; the full cache {size(run.full_nbytes)}{share}"),
+def facts(run: Generation, first: Generation | None = None) -> list[tuple[str, str]]:
+    """Return the time and memory of a run as terms and values, and where its text differs from the first one."""
+    pairs: list[tuple[str, str]] = []
+    if run.interrupted:
+        pairs.append(("stopped", f"by Ctrl-C after {counted(len(run.tokens), 'token')}"))
+    pairs += [
+        ("kept", f"{run.kept:,.0f} of {run.seen:,} tokens (mean over layers and KV heads)"),
+        ("bytes", held(run.nbytes, run.full_nbytes)),
         ("prefill", _speed(run.prompt, run.prefill_rate)),
         ("decode", _speed(len(run.tokens), run.decode_rate)),
     ]
     if run.note:
         pairs.append(("note", run.note))
-    if run.interrupted:
-        pairs.insert(0, ("stopped", f"by Ctrl-C after {len(run.tokens):,} token(s)"))
-    return pairs if first is None else [*pairs, ("text", _parting(first, run))]
+    if first is not None:
+        pairs.append(("text", _describe_difference(first, run)))
+    return pairs
 
 
-def summary(run: Written) -> str:
-    """A run in a few lines, as wide as the terminal."""
+def summary(run: Generation) -> str:
+    """Format the facts of one run."""
     return terms([("policy", run.policy), *facts(run)])
 
 
+def held(nbytes: int, full_nbytes: int) -> str:
+    """Format the bytes of a cache in relation to the full cache.
+
+    >>> held(712_510, 3_510_000), held(0, 0)
+    ('712.51 KB, 0.20 of the full cache (3.51 MB)', '0 B')
+    """
+    if not full_nbytes:
+        return size(nbytes)
+    return f"{size(nbytes)}, {nbytes / full_nbytes:.2f} of the full cache ({size(full_nbytes)})"
+
+
 def _speed(tokens: int, rate: float | None) -> str:
-    return f"{tokens:,} token(s)" + ("" if rate is None else f", {rate:,.0f} tokens/s")
+    return counted(tokens, "token") + ("" if rate is None else f", {rate:,.0f} tokens/s")
 
 
-def _alike(first: str, other: str) -> int:
-    """How many letters two texts begin with alike.
+def _common_prefix(first: str, other: str) -> int:
+    """Return the length of the common prefix of two strings.
 
-    >>> _alike("tiger", "tin"), _alike("a", "a")
+    >>> _common_prefix("tiger", "tin"), _common_prefix("a", "a")
     (2, 1)
     """
     pairs = enumerate(zip(first, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(other)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
-def _parting(first: Written, run: Written) -> str:
-    at = parts_at(first, run)
-    if at is None:
-        return "the same as the first"
-    start = _alike(first.text, run.text)
-    ours, theirs = (repr(text[start : start + SHOWN]) for text in (run.text, first.text))
-    most = max(len(first.tokens), len(run.tokens))
-    return f"parts from the first after {at:,} of {most:,} tokens: {ours}, where the first has {theirs}"
+def _describe_difference(first: Generation, run: Generation) -> str:
+    prefix = first_difference(first, run)
+    if prefix is None:
+        return "identical to the first"
+    start = _common_prefix(first.text, run.text)
+    ours = run.text[start : start + EXCERPT]
+    theirs = first.text[start : start + EXCERPT]
+    longest = max(len(first.tokens), len(run.tokens))
+    return f"differs from the first after {prefix:,} of {longest:,} tokens: {ours!r} instead of {theirs!r}"
 
 
-def show(runs: list[Written]) -> None:
-    """Print all texts and what they took; the part that differs from the first is in bold, where bold can be seen."""
+def show(runs: list[Generation]) -> None:
+    """Print all texts and their facts. The part that differs from the first text is bold if the terminal allows it."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=width(), highlight=False, markup=False, emoji=False)
     with console.capture() as captured:
-        if width() < COLUMN * len(runs):
+        if width() < MIN_COLUMN * len(runs):
             for number, run in enumerate(runs):
                 console.print(*([""] if number else []), *_blocks(run, runs[0]), sep="\n")
         else:
-            console.print(_columns(runs))
+            console.print(_side_by_side(runs))
     print("\n".join(line.rstrip() for line in captured.get().rstrip().splitlines()))
 
 
-def _columns(runs: list[Written]) -> Table:
+def _side_by_side(runs: list[Generation]) -> Table:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
@@ -98,18 +113,18 @@ def _columns(runs: list[Written]) -> Table:
     return table
 
 
-def _blocks(run: Written, first: Written) -> list[RenderableType]:
-    """The policy, its text and what it took."""
+def _blocks(run: Generation, first: Generation) -> list[RenderableType]:
+    """Return the policy, its text and its facts."""
     from rich.table import Table
     from rich.text import Text
 
-    start = _alike(first.text, run.text)
-    text = Text(run.text.rstrip("\n") or "(nothing)")
+    start = _common_prefix(first.text, run.text)
+    text = Text(run.text.rstrip("\n") or "(empty)")
     if run is not first and start < len(run.text):
         text.stylize("bold", start)
-    told = Table.grid(padding=(0, 2, 0, 0))
-    told.add_column(no_wrap=True)
-    told.add_column(overflow="fold")
-    for word, meaning in facts(run, None if run is first else first):
-        told.add_row(Text(word), Text(meaning))
-    return [Text(run.policy, style="bold underline"), text, Text(""), told]
+    details = Table.grid(padding=(0, 2, 0, 0))
+    details.add_column(no_wrap=True)
+    details.add_column(overflow="fold")
+    for term, value in facts(run, None if run is first else first):
+        details.add_row(Text(term), Text(value))
+    return [Text(run.policy, style="bold underline"), text, Text(""), details]

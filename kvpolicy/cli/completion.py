@@ -1,4 +1,4 @@
-"""Shell completion: names of models, policies and parts, found without importing PyTorch."""
+"""Shell completion of models, policy specs and parts, without importing PyTorch."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from kvpolicy.cli.model_names import shipped
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Shipped names that begin so; a folder or a file is completed by the shell."""
+    """Complete the name of a shipped model; the shell completes folders and files."""
     return [name for name in shipped() if name.startswith(incomplete)]
 
 
 def complete_policy(incomplete: str) -> Iterator[str]:
-    """Policies that go on with a name that may stand there; nothing heavy is imported for it.
+    """Complete the last name of a policy spec with the strategies that are allowed at this position.
 
     >>> list(complete_policy("squeeze+kvcrush/s")), list(complete_policy("squeeze+p"))
     (['squeeze+kvcrush/snapkv', 'squeeze+kvcrush/streaming'], ['squeeze+plain', 'squeeze+probe'])
     """
     from kvpolicy.registry import Kind, kinds, names
 
-    if "@" in incomplete:
+    if "@" in incomplete:  # the budget follows, which has no names
         return
-    start = max(incomplete.rfind(sign) for sign in "+/") + 1
-    before = [re.split("[:/]", part)[0] for part in incomplete[:start].split("+") if part]
-    taken: list[Kind] = [kind for kind in kinds() if set(before) & set(names(kind))]
-    free: list[Kind] = [kind for kind in kinds() if kind not in taken]
-    if incomplete[:start].endswith("/"):  # what is wrapped is of the wrapper's kind
-        free = [kind for kind in taken if before[-1] in names(kind)]
-    known = sorted(name for kind in free for name in names(kind)) + ([] if start else ["none"])
-    yield from (incomplete[:start] + name for name in known if name.startswith(incomplete[start:]))
+    start = max(incomplete.rfind(separator) for separator in "+/") + 1
+    given = [re.split("[:/]", part)[0] for part in incomplete[:start].split("+") if part]
+    used: list[Kind] = [kind for kind in kinds() if set(given) & set(names(kind))]
+    allowed: list[Kind] = [kind for kind in kinds() if kind not in used]
+    if incomplete[:start].endswith("/"):  # a wrapped strategy has the kind of its wrapper
+        allowed = [kind for kind in used if given[-1] in names(kind)]
+    candidates = sorted(name for kind in allowed for name in names(kind)) + ([] if start else ["none"])
+    yield from (incomplete[:start] + name for name in candidates if name.startswith(incomplete[start:]))
 
 
 def complete_part(incomplete: str) -> list[str]:
-    """Kinds of parts, and names of parts, that begin so."""
+    """Complete the plural of a kind, such as `codecs`, or the name of a strategy."""
     from kvpolicy.registry import kinds, names
 
-    known = [*(f"{kind}s" for kind in kinds()), *names()]
-    return [word for word in known if word.startswith(incomplete)]
+    candidates = [*(f"{kind}s" for kind in kinds()), *names()]
+    return [word for word in candidates if word.startswith(incomplete)]

@@ -1,19 +1,19 @@
-"""A plan's layers as a table, those that are alike in one line."""
+"""The layers of a plan as JSON and as a table, in which identical layers share one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvpolicy.cli.formatting import size, table
+from kvpolicy.cli.formatting import ranges, size, table
 
-MOST = 16
-"""Lines of a table; of more, the middle is left out."""
+MAX_LINES = 16
+"""A longer table is shown without its middle."""
 
 
 def layer_facts(planned: Any) -> list[dict[str, Any]]:
-    """Each layer of a `CachePlan` as JSON."""
-    facts: list[dict[str, Any]] = [
+    """Return each layer of a `CachePlan` as a dictionary for JSON, ordered by index."""
+    managed: list[dict[str, Any]] = [
         {
             "layer": layer.layer_idx,
             "tokens": layer.tokens,
@@ -23,56 +23,42 @@ def layer_facts(planned: Any) -> list[dict[str, Any]]:
         }
         for layer in planned.layers
     ]
-    alone = [{"layer": index, "left_alone": True, "bytes": {"total": n}} for index, n in planned.left_alone.items()]
-    return sorted([*facts, *alone], key=lambda layer: layer["layer"])
+    unmanaged = [
+        {"layer": index, "left_alone": True, "bytes": {"total": nbytes}} for index, nbytes in planned.left_alone.items()
+    ]
+    return sorted([*managed, *unmanaged], key=lambda layer: layer["layer"])
 
 
 def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
-    """Tokens, slots and bytes per layer.
+    """Format the tokens, slots and bytes of the layers.
 
     Args:
-        layers: What `layer_facts` says.
-        full: Of a layer under the policy, the bytes of the full cache.
+        layers: The result of `layer_facts`.
+        full: Bytes of the full cache of one managed layer.
     """
     rows = [("layers", "tokens", "exact", "coded", "bytes", "of full")]
-    rows += [(ranges(indices), *_cells(dict(facts), full)) for facts, indices in _folded(layers)]
-    if len(rows) > MOST + 1:
-        half = MOST // 2
-        left = f"{len(rows) - 1 - 2 * half} more"
-        rows[half + 1 : -half] = [(left, "", "", "", "", "")]
+    rows += [(ranges(indices), *_cells(dict(facts), full)) for facts, indices in _grouped(layers)]
+    if len(rows) > MAX_LINES + 1:
+        half = MAX_LINES // 2
+        hidden = f"{len(rows) - 1 - 2 * half} more"
+        rows[half + 1 : -half] = [(hidden, "", "", "", "", "")]
     return table(rows)
 
 
 def _cells(facts: dict[str, Any], full: int) -> tuple[str, ...]:
-    if "tokens" not in facts:  # its own full cache is all that it holds
-        return ("window", "", "", size(facts["total"]), "")
-    share = f"{facts['total'] / full:.3f}" if full else ""
-    coded = "+".join(f"{n:,}" for n in facts["coded"]) or "0"
-    return (f"{facts['tokens']:,}", f"{facts['exact']:,}", coded, size(facts["total"]), share)
+    if "tokens" not in facts:  # an unmanaged layer holds its stock cache, which has no ratio to show
+        return ("unmanaged", "", "", size(facts["total"]), "")
+    ratio = f"{facts['total'] / full:.3f}" if full else ""
+    coded = "+".join(f"{slots:,}" for slots in facts["coded"]) or "0"
+    return (f"{facts['tokens']:,}", f"{facts['exact']:,}", coded, size(facts["total"]), ratio)
 
 
-def _folded(layers: Iterable[dict[str, Any]]) -> list[tuple[tuple[tuple[str, Any], ...], list[int]]]:
-    alike: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+def _grouped(layers: Iterable[dict[str, Any]]) -> list[tuple[tuple[tuple[str, Any], ...], list[int]]]:
+    """Return the indices of the layers with equal tokens, slots and bytes, in the order of their first layer."""
+    groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
     for layer in layers:
         facts: dict[str, Any] = {"total": layer["bytes"]["total"]}
         if "tokens" in layer:
             facts |= {"tokens": layer["tokens"], "exact": layer["exact_slots"], "coded": tuple(layer["coded_slots"])}
-        alike.setdefault(tuple(facts.items()), []).append(layer["layer"])
-    return list(alike.items())
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, neighbours joined; where they are scattered, how many there are.
-
-    >>> ranges([0, 1, 2, 5]), ranges([3]), ranges([1, 3, 5, 7])
-    ('0-2, 5', '3', '4 of 1-7')
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    if len(parts) > 3:
-        return f"{len(numbers)} of {numbers[0]}-{numbers[-1]}"
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+        groups.setdefault(tuple(facts.items()), []).append(layer["layer"])
+    return list(groups.items())

@@ -1,4 +1,4 @@
-"""Load the model that a command was given."""
+"""Loading of the model and the tokenizer that a command is given."""
 
 from __future__ import annotations
 
@@ -10,117 +10,123 @@ from typing import Any
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.spec.errors import KVPolicyError
 
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+"""The dtypes in which attention can be computed."""
+
 
 def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True) -> tuple[Any, Any]:
     """Load a model and its tokenizer.
 
     Args:
-        name: `tiny` for the embedded model, a folder, or a name on the hub.
-        dtype: Of the weights; `auto` as they are stored, and float32 for the embedded model.
-        device: Where to; empty for an accelerator if there is one.
-        text: Whether a tokenizer is needed.
+        name: `tiny` for the embedded model, a folder, or a model name on the Hub.
+        dtype: The dtype of the weights; `auto` for that of the checkpoint, or float32 for the embedded model.
+        device: The device; an empty string for an accelerator if one is available.
+        text: Whether to load the tokenizer.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer, or None where none is needed.
+        The model in evaluation mode, and its tokenizer or None.
 
     Raises:
-        KVPolicyError: Where the dtype or the device is not known, there is no such model, or it is of another kind.
+        KVPolicyError: If the dtype or the device is unknown, or the model cannot be loaded.
     """
     import torch
 
     from kvpolicy.hf.embedded import tiny
 
-    kind: Any = "auto" if dtype == "auto" else dtype_of(dtype)
-    where = _device(device)
-    with _without_bars():
+    weight_dtype: Any = "auto" if dtype == "auto" else dtype_of(dtype)
+    target = _device(device)
+    with _progress_bars_disabled():
         if name == TINY:
-            model, tokenizer = tiny(torch.float32 if kind == "auto" else kind)
+            model, tokenizer = tiny(torch.float32 if weight_dtype == "auto" else weight_dtype)
         else:
             _check_name(name)
-            model, tokenizer = _loaded(name, kind, text)
-    return _moved(model, where), tokenizer
+            model, tokenizer = _load_pretrained(name, weight_dtype, text)
+    return _move(model, target), tokenizer
 
 
 def dtype_of(name: str) -> Any:
-    """Find a dtype that attention is computed in by its name.
+    """Return the dtype of a name.
 
     Raises:
-        KVPolicyError: Where there is none.
+        KVPolicyError: If it is unknown, or attention cannot be computed in it.
     """
     import torch
 
     dtype = getattr(torch, name, None) if name.isidentifier() else None
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise KVPolicyError(f"The dtype {name!r} is not known: give bfloat16, float16 or float32.")
+    if dtype not in [getattr(torch, known) for known in DTYPES]:
+        raise KVPolicyError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}; try bfloat16.")
     return dtype
 
 
 def _device(name: str) -> str:
-    """A device's name that torch can read; an accelerator, where there is one, for the empty name."""
+    """Check the name of a device; replace an empty one by the accelerator, or by the CPU if there is none."""
     import torch
 
-    if name:
-        try:
-            found = torch.device(name)
-        except RuntimeError:
-            raise KVPolicyError(f"The device {name!r} is not known: give one such as cpu, cuda or cuda:1.") from None
-        if found.type == "meta":
-            raise KVPolicyError("The device 'meta' holds no numbers: give one such as cpu, or ask kvpolicy plan.")
-        return str(found)
-    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    if not name:
+        return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise KVPolicyError(f"--device must be a device of PyTorch, got {name!r}; try cpu, cuda or cuda:1.") from None
+    if found.type == "meta":
+        raise KVPolicyError(
+            "--device must be a device that stores numbers, got 'meta'; try cpu, or kvpolicy plan, which loads no "
+            "weights."
+        )
+    return str(found)
 
 
 @contextmanager
-def _without_bars() -> Generator[None, None, None]:
-    """Without transformers' progress bars, which say nothing that a user of a command asked for."""
+def _progress_bars_disabled() -> Generator[None, None, None]:
+    """Disable the progress bars of transformers, which would mix with the output."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
 def _check_name(name: str) -> None:
-    """Say before anything large is read that there is no such model, or only its config."""
+    """Raise KVPolicyError if there is no such model or only its config, before anything large is read."""
     from kvpolicy.hf.embedded import SHIPPED, config_of
 
     if name in SHIPPED:
         raise KVPolicyError(
-            f"The model {name!r} cannot be loaded: only its config ships, for kvpolicy plan and explain."
+            f"The model {name!r} cannot be loaded, because only its config ships; try kvpolicy plan {name}."
         )
     try:
         config_of(name)
     except ValueError as error:
-        raise KVPolicyError(f"The model {name!r} cannot be loaded: {_short(error.__cause__ or error)}") from error
+        raise KVPolicyError(f"The model {name!r} cannot be loaded: {_shorten(error.__cause__ or error)}") from error
 
 
-def _loaded(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
+def _load_pretrained(name: str, dtype: Any, text: bool) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    what = "tokenizer of the model"
+    loading = "tokenizer of the model"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if text else None
-        what = "model"
+        loading = "model"
         model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = _short(error)
-        if reason.startswith("Unrecognized configuration class"):  # then all that there are follow
-            reason = "it is no decoder-only causal language model."
-        raise KVPolicyError(f"The {what} {name!r} cannot be loaded: {reason}") from error
+        reason = _shorten(error)
+        if reason.startswith("Unrecognized configuration class"):  # the message lists every class of transformers
+            reason = "only decoder-only causal language models are supported."
+        raise KVPolicyError(f"The {loading} {name!r} cannot be loaded: {reason}") from error
     return model.eval(), tokenizer
 
 
-def _short(error: BaseException) -> str:
+def _shorten(error: BaseException) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
-def _moved(model: Any, device: str) -> Any:
+def _move(model: Any, device: str) -> Any:
     try:
         return model.to(device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch has no one word for it
-        first = str(error).strip().splitlines()[0]
-        raise KVPolicyError(f"The device {device!r} cannot be used, give another such as cpu: {first}") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # PyTorch raises any of them
+        reason = str(error).strip().splitlines()[0]
+        raise KVPolicyError(f"The device {device!r} cannot be used ({reason}); try cpu.") from error

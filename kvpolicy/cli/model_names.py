@@ -9,7 +9,7 @@ TINY = "tiny"
 
 
 def shipped() -> list[str]:
-    """Names of the models whose configs ship with the package, found without PyTorch.
+    """Return the embedded model and the models whose configs ship with the package.
 
     >>> shipped()
     ['llama-2-70b', 'llama-3-70b', 'mixtral-8x7b', 'tiny']

@@ -21,7 +21,7 @@ Facts = Callable[..., dict[str, Any]]
 FEW = "--length 100 --steps 2 --rounds 1"
 
 
-def test_policies_are_measured_beside_the_stock_cache(facts: Facts) -> None:
+def test_policies_are_compared_to_the_stock_cache(facts: Facts) -> None:
     found = facts(f"bench window@0.25 squeeze+h2o+kivi@0.5 {FEW}")
     assert [line["policy"] for line in found["policies"]] == ["window@0.25", "squeeze+h2o+kivi@0.5"]
     window = found["policies"][0]
@@ -35,19 +35,19 @@ def test_policies_are_measured_beside_the_stock_cache(facts: Facts) -> None:
 
 
 def test_the_text_and_a_failed_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "_difference", lambda wanted, found: 0.5)
+    monkeypatch.setattr(measurement, "_difference", lambda expected, actual: 0.5)
     text = run(f"bench full {FEW} --threads 1", 1)
     assert text.count("FAILED: ") == 2
-    assert "1 thread(s), float32" in " ".join(text.split())
+    assert "1 thread, float32" in " ".join(text.split())
 
 
-def test_learned_positions_are_those_without_padding(run: Run, tmp_path: Path) -> None:
+def test_learned_positions_do_not_count_padding(run: Run, tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=1)
-    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)  # no tokenizer beside it: none is needed
+    GPT2LMHeadModel(config).eval().save_pretrained(tmp_path)  # without a tokenizer, which is not needed
     assert "FAILED" not in run(f"bench h2o@0.5 --model {tmp_path} {FEW}")
 
 
-def test_a_long_policy_has_its_line_in_a_narrow_terminal(run: Run) -> None:
+def test_a_long_policy_has_its_own_line_in_a_narrow_terminal(run: Run) -> None:
     lines = run(f"bench squeeze+kvcrush/snapkv:window=4@0.5 {FEW}", columns=60).splitlines()
     assert "squeeze+kvcrush/snapkv:window=4@0.5" in lines
     assert max(map(len, lines)) <= 60
@@ -58,23 +58,29 @@ def test_the_checks_see_a_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("bench nonsense", "no strategy called"),
         ("bench full --model no/such/folder", "'no/such/folder' cannot be loaded"),
-        ("bench full --device nonsense", "device 'nonsense' is not known"),
-        ("bench full --device meta", "device 'meta' holds no numbers"),
-        ("bench full --dtype nonsense", "dtype 'nonsense'"),
+        (
+            "bench full --device nonsense",
+            "--device must be a device of PyTorch, got 'nonsense'; try cpu, cuda or cuda:1.",
+        ),
+        ("bench full --device meta", "--device must be a device that stores numbers, got 'meta'; try cpu"),
+        (
+            "bench full --dtype nonsense",
+            "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
+        ),
         ("bench full --rounds 0", "--rounds"),
         (f"bench streaming:sinks=90@0.5 {FEW}", "too few for"),
     ],
 )
-def test_what_the_user_can_put_right(line: str, told: str, run: Run) -> None:
-    assert told in run(line, 2)
+def test_error_messages(line: str, message: str, run: Run) -> None:
+    assert message in run(line, 2)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_not_changed() -> None:
     model, _ = kvpolicy.tiny()
     before = model.config._attn_implementation
-    measurement.compared(model, [kvpolicy.Policy.parse("h2o")], 64, 1, 1)
+    measurement.compare_to_stock(model, [kvpolicy.Policy.parse("h2o")], 64, 1, 1)
     assert model.config._attn_implementation == before

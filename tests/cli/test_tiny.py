@@ -17,7 +17,7 @@ Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
 
 
-def test_the_card_is_of_the_model(facts: Facts, run: Run) -> None:
+def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
     found, (model, _) = facts("tiny"), kvpolicy.tiny()
     config = model.config
     assert found["parameters"] == sum(p.numel() for p in model.parameters())
@@ -30,7 +30,7 @@ def test_the_card_is_of_the_model(facts: Facts, run: Run) -> None:
     assert main(["tiny"]) == 0
 
 
-def test_the_card_agrees_with_the_page(facts: Facts) -> None:
+def test_facts_are_those_of_the_model_card(facts: Facts) -> None:
     page = Path(__file__).parents[2] / "docs" / "model-card.md"
     if not page.exists():
         pytest.skip("the docs are not installed")

@@ -1,1 +1,1 @@
-"""The subcommands of `kvpolicy`, one a file."""
+"""The subcommands of `kvpolicy`, one per file."""

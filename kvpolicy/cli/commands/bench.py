@@ -1,4 +1,4 @@
-"""`kvpolicy bench`: does it work on this machine, and what does it cost? In under a minute."""
+"""`kvpolicy bench`: a self-test of less than a minute that measures policies on this machine."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies
-from kvpolicy.cli.formatting import as_json, paragraph, size, table, width
+from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.model_names import TINY
 
 DEFAULT = ["full", "window@0.2", "h2o@0.2", "squeeze+kvcrush@0.2", "snapkv+kivi:bits=4@0.2"]
-"""The policies that are tried where none is named."""
+"""The default policies."""
 
-Length = Annotated[int, typer.Option("--length", min=64, max=2**17, metavar="TOKENS", help="Tokens of the prompt.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, max=1024, metavar="TOKENS", help="Tokens decoded behind it.")]
-Rounds = Annotated[int, typer.Option("--rounds", min=1, max=100, help="Times that each is measured.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, max=1024, help="Of PyTorch on the CPU; 0 for its own.")]
+Length = Annotated[int, typer.Option("--length", min=64, max=2**17, metavar="TOKENS", help="Prompt length.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=1024, metavar="TOKENS", help="Number of decode steps.")]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, max=100, metavar="INT", help="Number of measurements of each policy.")
+]
+Threads = Annotated[
+    int,
+    typer.Option("--threads", min=0, max=1024, metavar="INT", help="CPU threads of PyTorch; 0 for PyTorch's default."),
+]
 
 
 def bench(
@@ -31,63 +36,64 @@ def bench(
     device: Device = "",
     json: Json = False,
 ) -> None:
-    """Try policies on this machine: time, bytes and two checks.
+    """Measure time and memory of policies, and check logits.
 
-    Times and bytes stand beside those of the same model with its stock cache.
+    Times and bytes are compared to those of the same model with its stock cache. The exit code is 1 if a check fails.
     """
     import torch
 
-    from kvpolicy.cli.measurement import checks, compared, machine
+    from kvpolicy.cli.measurement import checks, compare_to_stock, machine
     from kvpolicy.policy import Policy
 
-    parsed = [Policy.parse(words) for words in policies or DEFAULT]
+    parsed = [Policy.parse(spec) for spec in policies or DEFAULT]
     torch.set_num_threads(threads or torch.get_num_threads())
     loaded, _ = load(model, dtype, device, text=False)
     facts: dict[str, Any] = machine(loaded) | {"model": model, "length": length, "steps": steps, "rounds": rounds}
-    facts |= compared(loaded, parsed, length, steps, rounds) | {"checks": checks(loaded, parsed)}
+    facts |= compare_to_stock(loaded, parsed, length, steps, rounds) | {"checks": checks(loaded, parsed)}
     print(as_json("bench", facts) if json else render(facts))
     if not all(check["passed"] for check in facts["checks"]):
         raise typer.Exit(1)
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The same as text."""
+    """Format the results as text."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    machine = f"{facts['device']}, {counted(facts['threads'], 'thread')}, {facts['dtype']}"
     stock = facts["stock"]
-    lines = [
-        paragraph(f"{versions}; {facts['device']}, {facts['threads']} thread(s), {facts['dtype']}"),
-        paragraph(
-            f"{facts['model']}: a prompt of {facts['length']:,} random tokens, then {facts['steps']:,} more, "
-            f"{facts['rounds']} round(s). The stock cache: prompt {stock['prefill_seconds']:.3f} s, "
-            f"token {1000 * stock['step_seconds']:.2f} ms, {size(stock['bytes'])}."
-        ),
-        "",
-        _table([("policy", "prompt", "token", "bytes", "of full"), *map(_row, facts["policies"])]),
-        "",
-        paragraph(
-            "prompt, token: median time over the stock cache's, less is better. bytes: what the cache holds at the end."
-        ),
-        "",
-    ]
+    run = (
+        f"{facts['model']}: prompt of {facts['length']:,} random tokens, {counted(facts['steps'], 'decode step')}, "
+        f"{counted(facts['rounds'], 'round')}. Stock cache: prefill {stock['prefill_seconds']:.3f} s, decode "
+        f"{1000 * stock['step_seconds']:.2f} ms per step, {size(stock['bytes'])}."
+    )
+    legend = (
+        "prefill, decode: time relative to the stock cache, median over the rounds (lower is better). bytes: size of "
+        "the cache at the end."
+    )
+    results = [("policy", "prefill", "decode", "bytes", "of full"), *map(_row, facts["policies"])]
+    lines = [paragraph(f"{versions}; {machine}"), paragraph(run), "", _table(results), "", paragraph(legend), ""]
     return "\n".join([*lines, *map(_check, facts["checks"])])
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
-    """Rows with aligned columns; where they are too wide for the terminal, each policy above its numbers."""
+    """Format the results; if the table is too wide for the terminal, each policy has a line above its numbers."""
     whole = table(rows)
     if max(map(len, whole.splitlines())) <= width():
         return whole
-    numbers = table([("", *row[1:]) for row in rows]).splitlines()
-    return "\n".join([numbers[0], *(f"{row[0]}\n{line}" for row, line in zip(rows[1:], numbers[1:], strict=True))])
+    header, *numbers = table([("", *row[1:]) for row in rows]).splitlines()
+    return "\n".join([header, *(f"{row[0]}\n{line}" for row, line in zip(rows[1:], numbers, strict=True))])
 
 
-def _row(found: dict[str, Any]) -> tuple[str, ...]:
-    ratios = (f"{found['prefill_ratio']:.2f}x", f"{found['step_ratio']:.2f}x")
-    return (found["policy"], *ratios, size(found["bytes"]), f"{found['bytes'] / found['full_bytes']:.3f}")
+def _row(result: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        result["policy"],
+        f"{result['prefill_ratio']:.2f}x",
+        f"{result['step_ratio']:.2f}x",
+        size(result["bytes"]),
+        f"{result['bytes'] / result['full_bytes']:.3f}",
+    )
 
 
 def _check(check: dict[str, Any]) -> str:
     verdict = "ok" if check["passed"] else "FAILED"
-    return paragraph(
-        f"{verdict}: {check['what']} (differ by {check['difference']:.1e} of {check['allowed']:.0e}).", 0, 4
-    )
+    numbers = f"relative difference {check['difference']:.1e}, tolerance {check['allowed']:.0e}"
+    return paragraph(f"{verdict}: {check['what']} ({numbers}).", 0, 4)

@@ -1,4 +1,4 @@
-"""`kvpolicy explain`: what each part of a policy does, and what its budget comes to for a model."""
+"""`kvpolicy explain`: what each part of a policy does, and what its budget amounts to for a model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import typer
 
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
 from kvpolicy.cli.commands.list import QUESTIONS
-from kvpolicy.cli.commands.plan import remarked
-from kvpolicy.cli.formatting import as_json, counted, paragraph, size
+from kvpolicy.cli.commands.plan import notes
+from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.cli.strategy_docs import Description, read
 from kvpolicy.spec.errors import KVPolicyError
+
+MAX_WRAPPED = 9
+"""The most nested strategies that are described; a strategy could wrap itself."""
 
 
 def explain(
@@ -24,26 +27,30 @@ def explain(
     batch: Batch = 1,
     prompt: Prompt = 4096,
     new: New = 1024,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of keys and values.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of keys and values.")] = "bfloat16",
     json: Json = False,
 ) -> None:
-    """Say in words what a policy does, and what its budget is."""
+    """Describe each part of a policy, and its effect on a model.
+
+    Only the config of the model is read.
+    """
     from kvpolicy.cli.explanation import Case
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
     from kvpolicy.planning.planner import plan
 
-    parsed, kind = _parsed(policy), dtype_of(dtype)
+    parsed = _parse(policy)
+    cache_dtype = dtype_of(dtype)
     config = config_of(model)
-    planned = plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=kind)
-    case = Case(parsed, planned, describe(config, kind), prompt, new, batch)
+    planned = plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=cache_dtype)
+    case = Case(parsed, planned, describe(config, cache_dtype), prompt, new, batch)
     facts = {"policy": str(parsed), "model": model, "dtype": dtype, "batch": batch, "prompt": prompt, "new": new}
-    whole = facts | _facts(case)
-    print(as_json("explain", whole) if json else _render(whole, case))
+    facts |= _facts(case)
+    print(as_json("explain", facts) if json else _render(facts))
 
 
-def _parsed(policy: str) -> Any:
-    """The policy; says so where a model stands in its place."""
+def _parse(policy: str) -> Any:
+    """Parse a spec; if it is the name of a model, the error says that the arguments are in the wrong order."""
     from kvpolicy.policy import Policy
 
     try:
@@ -51,7 +58,7 @@ def _parsed(policy: str) -> Any:
     except ValueError:
         if policy in shipped() or Path(policy).exists():
             raise KVPolicyError(
-                f"{policy} is a model and stands in the policy's place: write kvpolicy explain POLICY {policy}."
+                f"POLICY must be a policy spec, got the model {policy!r}; try kvpolicy explain POLICY {policy}."
             ) from None
         raise
 
@@ -59,13 +66,18 @@ def _parsed(policy: str) -> Any:
 def _facts(case: Any) -> dict[str, Any]:
     from kvpolicy.cli import explanation
 
-    policy, shape = case.policy, case.model.shape
-    here = {"allocator": explanation.of_allocator, "selector": explanation.of_selector, "codec": explanation.of_codec}
+    policy = case.policy
+    shape = case.model.shape
+    effects = {
+        "allocator": explanation.of_allocator(case),
+        "selector": explanation.of_selector(case),
+        "codec": explanation.of_codec(case),
+    }
     return {
         "shape": {"layers": len(case.planned.layers), "kv_heads": shape.heads, "head_dim": shape.head_dim},
         "token_bytes": case.model.token_bytes(),
         "budget": {"value": policy.budget, "said": explanation.of_budget(case)},
-        "parts": [_part(kind, getattr(policy, kind), say(case)) for kind, say in here.items()],
+        "parts": [_part(kind, getattr(policy, kind), effect) for kind, effect in effects.items()],
         "measured": case.planned.measured,
         "note": case.planned.note,
         "layers": layer_facts(case.planned),
@@ -74,12 +86,12 @@ def _facts(case: Any) -> dict[str, Any]:
     }
 
 
-def _part(kind: str, strategy: Any, said: list[str]) -> dict[str, Any]:
-    """A part, with what it wraps, and what it comes to here."""
+def _part(kind: str, strategy: Any, effect: list[str]) -> dict[str, Any]:
+    """Return a part with the strategies that it wraps, and its effect on the model."""
     chain = [strategy]
-    while (base := getattr(chain[-1], "base", None)) is not None and len(chain) < 9:
+    while (base := getattr(chain[-1], "base", None)) is not None and len(chain) < MAX_WRAPPED:
         chain.append(base)
-    return {"kind": kind, "strategies": [_strategy(each) for each in chain], "here": said}
+    return {"kind": kind, "strategies": [_strategy(each) for each in chain], "here": effect}
 
 
 def _strategy(strategy: Any) -> dict[str, Any]:
@@ -96,31 +108,35 @@ def _strategy(strategy: Any) -> dict[str, Any]:
     }
 
 
-def _render(whole: dict[str, Any], case: Any) -> str:
-    shape = whole["shape"]
-    model = (
-        f"for {whole['model']}: {counted(shape['layers'], 'layer')} with {counted(shape['kv_heads'], 'KV head')} of "
-        f"{shape['head_dim']} "
-        f"numbers in {whole['dtype']}, so a token takes {size(whole['token_bytes'])} in a layer; {whole['batch']:,} "
-        f"row(s), each of {whole['prompt']:,} prompt and {whole['new']:,} new tokens"
-    )
-    blocks = [
-        f"{whole['policy']}\n{paragraph(model)}",
-        _block(f"Budget: {whole['budget']['value']}", whole["budget"]["said"]),
+def _render(facts: dict[str, Any]) -> str:
+    """Format the facts as text."""
+    shape = facts["shape"]
+    heads = f"{counted(shape['kv_heads'], 'KV head')} of dimension {shape['head_dim']}"
+    head = [
+        ("policy", facts["policy"]),
+        (
+            "model",
+            f"{facts['model']} in {facts['dtype']}: {counted(shape['layers'], 'layer')} with {heads}, "
+            f"{size(facts['token_bytes'])} per token and layer",
+        ),
+        ("input", input_size(facts["batch"], facts["prompt"], facts["new"])),
     ]
-    blocks += [_words(part) for part in whole["parts"]]
-    full = whole["token_bytes"] * whole["batch"] * (whole["prompt"] + whole["new"])
-    return "\n\n".join([*blocks, layer_table(whole["layers"], full), _sum(whole)])
+    blocks = [terms(head, 0), _block(f"Budget: {facts['budget']['value']}", facts["budget"]["said"])]
+    blocks += [_describe(part) for part in facts["parts"]]
+    full = facts["token_bytes"] * facts["batch"] * (facts["prompt"] + facts["new"])
+    blocks += [layer_table(facts["layers"], full), paragraph(_total(facts)), *map(paragraph, notes(facts))]
+    return "\n\n".join(blocks)
 
 
-def _words(part: dict[str, Any]) -> str:
+def _describe(part: dict[str, Any]) -> str:
     names = " over ".join(strategy["name"] for strategy in part["strategies"])
     paragraphs: list[str] = []
-    for at, strategy in enumerate(part["strategies"]):
-        lead = f"{strategy['name']}: " if at else ""
-        paragraphs += [lead + strategy["summary"] + (" " + strategy["idea"] if strategy["idea"] else "")]
+    for depth, strategy in enumerate(part["strategies"]):
+        start = f"{strategy['name']}: " if depth else ""
+        paragraphs.append(" ".join(filter(None, [start + strategy["summary"], strategy["idea"]])))
         values = "; ".join(f"{name}={_value(value)}" for name, value in strategy["parameters"].items())
-        paragraphs += [f"With {values}."] if values else []
+        if values:
+            paragraphs.append(f"Parameters: {values}.")
     kind = part["kind"]
     return _block(f"{kind.capitalize()} {names}: {QUESTIONS[kind]}", [*paragraphs, " ".join(part["here"])])
 
@@ -133,8 +149,8 @@ def _block(head: str, paragraphs: list[str]) -> str:
     return "\n".join([paragraph(head, 0, 2), *(paragraph(text, 2) for text in paragraphs if text)])
 
 
-def _sum(whole: dict[str, Any]) -> str:
-    held, full = whole["cache"]["total"], whole["full_cache"]
-    kinds = ", ".join(f"{kind} {size(n)}" for kind, n in whole["cache"].items() if n and kind != "total")
-    told = f"In all {size(held)} of {size(full)}, {held / full:.3f} of the full cache: {kinds}."
-    return paragraph(" ".join([told, *remarked(whole)]))
+def _total(facts: dict[str, Any]) -> str:
+    nbytes = facts["cache"]["total"]
+    full = facts["full_cache"]
+    kinds = ", ".join(f"{kind} {size(taken)}" for kind, taken in facts["cache"].items() if taken and kind != "total")
+    return f"Total: {size(nbytes)}, {nbytes / full:.3f} of the full cache ({size(full)}): {kinds}."

@@ -1,4 +1,4 @@
-"""`kvpolicy generate`: let a model write under a policy, and say what that took; or compare policies on one prompt."""
+"""`kvpolicy generate`: generate text under a policy, and report time and memory; or compare several policies."""
 
 from __future__ import annotations
 
@@ -11,20 +11,28 @@ from kvpolicy.cli import arguments
 from kvpolicy.cli.completion import complete_policy
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
-from kvpolicy.cli.prompts import check_length, encode, read_prompt, remarks
+from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
 
 if TYPE_CHECKING:
-    from kvpolicy.cli.generation import Options, Written
+    from kvpolicy.cli.generation import Generation, GenerationOptions
 
-NEW, SAMPLE_NEW = 64, 5
-"""Tokens to generate where none are asked: as many as the sample's answer has, or more."""
+NEW_TOKENS = 64
+"""The default number of new tokens."""
+
+SAMPLE_NEW_TOKENS = 5
+"""The default number of new tokens for the built-in sample, which is the length of its answer."""
 
 PromptText = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="The text, or - for standard input.", show_default=False)
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt, or - for standard input.", show_default=False)
 ]
 PromptFile = Annotated[str | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a UTF-8 file.")]
-PolicyName = Annotated[str, typer.Option("--policy", metavar="POLICY", help="Or full.", autocompletion=complete_policy)]
-Chat = Annotated[bool, typer.Option("--chat", help="Put the prompt into the tokenizer's chat template.")]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="POLICY", help="Policy spec; full keeps everything.", autocompletion=complete_policy
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template of the tokenizer to the prompt.")]
 
 
 def generate(
@@ -36,79 +44,86 @@ def generate(
         list[str] | None,
         typer.Option(
             metavar="POLICY",
-            help="Run this policy too, such as full, and show both; may be repeated.",
+            help="Another policy to run on the same prompt and compare, such as full. May be repeated.",
             autocompletion=complete_policy,
         ),
     ] = None,
     new: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help=f"Tokens at most: {NEW}, or {SAMPLE_NEW} for the sample."),
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help=f"Maximum number of new tokens. By default {NEW_TOKENS}, or {SAMPLE_NEW_TOKENS} for the sample.",
+        ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the draws; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, help="Of the draws.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="FLOAT", help="Sampling temperature; 0 for greedy decoding.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, metavar="INT", help="Random seed.")] = 0,
     chat: Chat = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
 ) -> None:
-    """Let a model write under a policy; at the end, say what it kept, its bytes and its speed.
+    """Generate text under a policy, or compare policies.
 
-    The prompt comes from the argument, a file or standard input, where one newline at the end is left out. With no
-    prompt, the embedded model gets a sample. The text goes to standard output as it comes, all else to standard error.
-    Ctrl-C ends the text, and the exit code is then 130.
+    The prompt is the argument, a file or standard input; one newline at the end of a file or of standard input is
+    removed. Without a prompt, the embedded model gets a sample. The text is streamed to standard output. Kept tokens,
+    bytes and speed follow on standard error. Ctrl-C stops the generation, with exit code 130.
     """
-    lenient()
+    replace_unencodable()
     text, is_sample = read_prompt(prompt, file, model)
-    names = [_shown(name) for name in (policy, *(compare or ()))]
-    from kvpolicy.cli.generation import Options
+    policies = [_canonical(name) for name in (policy, *(compare or ()))]
+    from kvpolicy.cli.generation import GenerationOptions
     from kvpolicy.cli.model_loading import load
 
-    options = Options(new=new or (SAMPLE_NEW if is_sample else NEW), temperature=temperature, seed=seed)
+    new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
+    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], options.new)
     if not json:
-        _say(*remarks(model, ids.shape[1], is_sample))
-    runs = _run(loaded, tokenizer, ids, names, options, quiet=json)
+        _print_to_stderr(*prompt_notes(model, ids.shape[1], is_sample))
+    runs = _run(loaded, tokenizer, ids, policies, options, quiet=json)
     if json:
         print(as_json("generate", _facts(model, ids.shape[1], runs)))
     if runs[-1].interrupted:
         raise typer.Exit(130)
 
 
-def _shown(policy: str) -> str:
-    """A policy's words as it says them itself, so that a wrong one is told before a model is loaded."""
+def _canonical(policy: str) -> str:
+    """Return a spec in its canonical form; an invalid one raises an error before a model is loaded."""
     from kvpolicy.policy import Policy
 
     return str(Policy.parse(policy))
 
 
-def lenient() -> None:
-    """Print a question mark for a letter that standard output cannot carry, rather than stop."""
+def replace_unencodable() -> None:
+    """Print a question mark for a character that standard output cannot encode, instead of raising an error."""
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
 
 
-def _say(*lines: str) -> None:
+def _print_to_stderr(*lines: str) -> None:
     for line in lines:
         print(line, file=sys.stderr, flush=True)
 
 
 def _run(
-    model: Any, tokenizer: Any, ids: Any, policies: list[str], options: Options, *, quiet: bool = False
-) -> list[Written]:
-    """Run the policies one after the other, and show them unless all is to be JSON."""
-    from kvpolicy.cli.generation import warm_up, write
+    model: Any, tokenizer: Any, ids: Any, policies: list[str], options: GenerationOptions, *, quiet: bool = False
+) -> list[Generation]:
+    """Run the policies one after the other, and print the texts unless `quiet`."""
+    from kvpolicy.cli.generation import generate_text, warm_up
 
     if len(policies) == 1 and not quiet:
         return [_stream(model, tokenizer, ids, policies[0], options)]
-    runs: list[Written] = []
+    runs: list[Generation] = []
     for policy in policies:
         if not quiet and sys.stderr.isatty():
-            _say(f"{policy} ...")
+            _print_to_stderr(f"{policy} ...")
         warm_up(model, tokenizer, ids, policy)
-        runs.append(write(model, tokenizer, ids, policy, options))
+        runs.append(generate_text(model, tokenizer, ids, policy, options))
         if runs[-1].interrupted:
             break
     if not quiet:
@@ -118,26 +133,27 @@ def _run(
     return runs
 
 
-def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: Options) -> Written:
+def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> Generation:
+    """Run one policy, and print the text while it is generated."""
     from transformers import TextStreamer
 
     from kvpolicy.cli.comparison import summary
-    from kvpolicy.cli.generation import warm_up, write
+    from kvpolicy.cli.generation import generate_text, warm_up
 
     def streamer() -> Any:
         return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     warm_up(model, tokenizer, ids, policy)
-    run = write(model, tokenizer, ids, policy, options, streamer)
-    _say("", summary(run))
+    run = generate_text(model, tokenizer, ids, policy, options, streamer)
+    _print_to_stderr("", summary(run))
     return run
 
 
-def _facts(model: str, prompt: int, runs: list[Written]) -> dict[str, Any]:
-    from kvpolicy.cli.comparison import parts_at
+def _facts(model: str, prompt: int, runs: list[Generation]) -> dict[str, Any]:
+    from kvpolicy.cli.comparison import first_difference
 
     first = runs[0]
-    others = [{"policy": run.policy, "parts_after_tokens": parts_at(first, run)} for run in runs[1:]]
+    others = [{"policy": run.policy, "parts_after_tokens": first_difference(first, run)} for run in runs[1:]]
     return {
         "model": model,
         "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""`kvpolicy list`: every allocator, selector and codec, with parameters and papers."""
+"""`kvpolicy list`: all allocators, selectors and codecs, with parameters and papers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from kvpolicy.spec.errors import KVPolicyError
 
 QUESTIONS = {
     "allocator": "how many tokens may each layer keep?",
-    "selector": "which tokens are these?",
+    "selector": "which tokens are kept?",
     "codec": "how is a kept token stored?",
 }
-"""What each kind of part answers."""
+"""The question that each kind of part answers."""
 
 
 class Entry(NamedTuple):
-    """A registered strategy; `error` says why it cannot be read."""
+    """A registered strategy.
+
+    Attributes:
+        kind: Its kind, such as `codec`.
+        name: Its name in a spec.
+        described: Its documentation, or None if it cannot be loaded.
+        error: Why it cannot be loaded.
+    """
 
     kind: str
     name: str
@@ -34,28 +41,30 @@ def list_(
     which: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="allocators, selectors or codecs; or a name.", autocompletion=complete_part
+            metavar="KIND",
+            help="allocators, selectors or codecs, or the name of a strategy.",
+            autocompletion=complete_part,
         ),
     ] = "",
     json: Json = False,
 ) -> None:
-    """List the parts that a policy can have, with their parameters."""
+    """List allocators, selectors and codecs, with their parameters."""
     found = entries(which)
     if json:
         print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
         return
-    print("\n\n".join(_group(kind, [e for e in found if e.kind == kind], which) for kind in _kinds(found)))
+    kinds = dict.fromkeys(entry.kind for entry in found)
+    print("\n\n".join(_group(kind, [entry for entry in found if entry.kind == kind], which) for kind in kinds))
     if not which:
-        print(
-            f"\n{paragraph('What a parameter means: kvpolicy list NAME. What a policy does: kvpolicy explain POLICY.')}"
-        )
+        hint = "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy."
+        print(f"\n{paragraph(hint)}")
 
 
 def entries(which: str = "") -> list[Entry]:
-    """The strategies of a kind, the one of a name, or all.
+    """Return the strategies of a kind, the strategy of a name, or all strategies.
 
     Raises:
-        KVPolicyError: Where there is no such kind and no such name.
+        KVPolicyError: If there is no such kind or name.
     """
     from kvpolicy.registry import kinds, lookup, names, suggest
 
@@ -64,11 +73,11 @@ def entries(which: str = "") -> list[Entry]:
         wanted = [(k, name) for k in kinds() for name in names(k) if kind in ("", k)]
         return [_entry(k, name) for k, name in wanted]
     if which not in names():
-        known = [*(f"{k}s" for k in kinds()), *names()]
-        raise KVPolicyError(
-            f"There is no kind of part and no strategy called {which!r}{suggest(which, known)} "
-            "Give allocators, selectors, codecs, or a name that `kvpolicy list` shows."
-        )
+        plurals = [f"{k}s" for k in kinds()]
+        suggestion = suggest(which, [*plurals, *names()]) if which else "."
+        if suggestion == ".":
+            suggestion = "; try kvpolicy list for all names."
+        raise KVPolicyError(f"KIND must be {', '.join(plurals)} or the name of a strategy, got {which!r}{suggestion}")
     return [_entry(lookup(which)[0], which)]
 
 
@@ -77,39 +86,47 @@ def _entry(kind: str, name: str) -> Entry:
 
     try:
         return Entry(kind, name, read(lookup(name)[1]))
-    except ValueError as error:  # a plug-in that is broken keeps no other from being listed
+    except ValueError as error:  # a broken plug-in must not hide the others
         return Entry(kind, name, None, " ".join(str(error).split()))
-
-
-def _kinds(found: list[Entry]) -> list[str]:
-    return list(dict.fromkeys(entry.kind for entry in found))
 
 
 def _group(kind: str, found: list[Entry], which: str) -> str:
     head = paragraph(f"{kind.capitalize()}s: {QUESTIONS.get(kind, '')}")
-    return "\n".join([head, *(f"\n{_shown(entry, full=bool(which))}" for entry in found)])
+    return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
 
 
-def _shown(entry: Entry, *, full: bool) -> str:
+def _format(entry: Entry, *, full: bool) -> str:
+    """Format a strategy.
+
+    Args:
+        entry: The strategy.
+        full: Whether to include the whole description, and the meaning of each parameter.
+    """
     if entry.described is None:
         return f"  {entry.name}\n{paragraph(f'Cannot be loaded: {entry.error}', 4)}"
     found = entry.described
-    own = [p for p in found.parameters if p.name != "base"]
-    base = next((p.default for p in found.parameters if p.name == "base"), "")
+    own = [parameter for parameter in found.parameters if parameter.name != "base"]
+    base = next((parameter.default for parameter in found.parameters if parameter.name == "base"), "")
     lines = [f"  {entry.name}", paragraph(found.summary, 4)]
-    lines += [paragraph(f"Wraps another: {entry.name}/NAME, by default {entry.name}/{base}.", 4)] if base else []
+    if base:
+        wraps = f"Wraps another {entry.kind}: {entry.name}/NAME, by default {entry.name}/{base}."
+        lines.append(paragraph(wraps, 4))
     if full:
         lines += [paragraph(part, 4) for part in found.idea.split("\n\n") if part]
-        lines += ["    Parameters:", terms([(f"{p.name}={p.default}", _meaning(p)) for p in own], 6)] if own else []
-    else:
-        lines += [paragraph("; ".join(map(_brief, own)), 4, 6)] if own else []
-    lines += [paragraph(f"Source: {found.source}.", 4, 6)] if found.source else []
+    if full and own:
+        lines.append("    Parameters:")
+        lines.append(terms([(f"{parameter.name}={parameter.default}", _meaning(parameter)) for parameter in own], 6))
+    elif own:
+        lines.append(paragraph("; ".join(map(_brief, own)), 4, 6))
+    if found.source:
+        lines.append(paragraph(f"Source: {found.source}.", 4, 6))
     return "\n".join(lines)
 
 
 def _brief(parameter: Parameter) -> str:
-    """A parameter's default, and the other words that it may be."""
-    others = [word for word in parameter.kind.split("|") if word != parameter.default] if "|" in parameter.kind else []
+    """Format a parameter with its default, and its other values if they are a fixed set."""
+    values = parameter.kind.split("|") if "|" in parameter.kind else []
+    others = [value for value in values if value != parameter.default]
     return f"{parameter.name}={parameter.default}" + (f" (or {', '.join(others)})" if others else "")
 
 

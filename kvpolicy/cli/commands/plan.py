@@ -1,4 +1,4 @@
-"""`kvpolicy plan`: what a model and its cache take on each rank, and how many rows fit beside them."""
+"""`kvpolicy plan`: the memory of a model and its cache on each rank, and the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
-from kvpolicy.cli.formatting import as_json, paragraph, size, table
+from kvpolicy.cli.formatting import as_json, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.reporting.rich_repr import NOT_MEASURED
 from kvpolicy.spec.errors import KVPolicyError
 
-NOT_COUNTED = "Not counted: activations, and a prompt's own cache before it is compressed."
+FOOTER = "1 GB is 10^9 bytes, 1 MB is 10^6. Not included: activations, and the uncompressed cache during prefill."
 
 
 def plan(
@@ -24,41 +24,51 @@ def plan(
     batch: Batch = 1,
     prompt: Prompt = 4096,
     new: New = 1024,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of weights, keys and values.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
-        int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Ranks of tensor parallelism.")
+        int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
     ] = 1,
-    backend: Annotated[str, typer.Option(help="Who divides the model: deepspeed or hf.")] = "deepspeed",
-    memory: Annotated[str, typer.Option(help="Of each rank, as 80GB (10^9 bytes) or 80GiB (2^30).")] = "80GB",
+    backend: Annotated[
+        str, typer.Option(metavar="BACKEND", help="Library that shards the model: deepspeed or hf.")
+    ] = "deepspeed",
+    memory: Annotated[
+        str, typer.Option(metavar="BYTES", help="Memory of each rank, such as 80GB (10^9 bytes) or 80GiB (2^30 bytes).")
+    ] = "80GB",
     json: Json = False,
 ) -> None:
-    """Say what a model and its cache take, with nothing loaded."""
+    """Compute the memory of a model and its cache.
+
+    Only the config of the model is read. With several ranks, all numbers are those of the rank that holds the most.
+    """
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
-    from kvpolicy.planning import planner as planning
+    from kvpolicy.planning import planner
 
-    kind, room = dtype_of(dtype), _memory(memory)
+    cache_dtype = dtype_of(dtype)
+    capacity = _bytes(memory)
     _check_order(model, policy)
     config = config_of(model)
     sizes = {"batch": batch, "prompt": prompt, "new": new}
-    planned = planning.plan(config, policy, **sizes, dtype=kind, tp=tp, backend=backend)
+    planned = planner.plan(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend)
     facts = {"model": model, "policy": str(planned.policy), "dtype": dtype, "tp": tp}
-    whole = facts | {"backend": backend, **sizes, "memory": room} | figures(planned, room)
-    full = describe(config, kind, tp).token_bytes() * batch * (prompt + new)
-    print(as_json("plan", whole) if json else render(whole, full))
+    facts |= {"backend": backend, **sizes, "memory": capacity} | figures(planned, capacity)
+    full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)
+    print(as_json("plan", facts) if json else render(facts, full))
 
 
-def _memory(text: str) -> int:
+def _bytes(memory: str) -> int:
     from kvpolicy.spec.budget import bytes_of
 
     try:
-        return bytes_of(text)
+        return bytes_of(memory)
     except ValueError:
-        raise KVPolicyError(f"The memory {text} is not understood: give bytes such as 80GB or 80GiB.") from None
+        raise KVPolicyError(
+            f"--memory must be a number of bytes with a unit, got {memory!r}; try 80GB or 80GiB."
+        ) from None
 
 
 def _check_order(model: str, policy: str) -> None:
-    """Say so where a policy stands in the model's place."""
+    """Raise KVPolicyError if a policy was given in the place of the model."""
     from kvpolicy.policy import Policy
 
     if model in shipped() or Path(model).exists():
@@ -67,11 +77,16 @@ def _check_order(model: str, policy: str) -> None:
         Policy.parse(model)
     except ValueError:
         return
-    raise KVPolicyError(f"{model} is a policy and stands in the model's place: write kvpolicy plan MODEL {model}.")
+    raise KVPolicyError(f"MODEL must be a model, got the policy {model!r}; try kvpolicy plan MODEL {model}.")
 
 
 def figures(planned: Any, memory: int) -> dict[str, Any]:
-    """Bytes of each rank and layer, and the largest batches in its memory, as JSON."""
+    """Return the bytes of weights, cache and layers, and the largest batches, as a dictionary for JSON.
+
+    Args:
+        planned: A `CachePlan` with weights.
+        memory: Bytes of each rank.
+    """
     weights = planned.weights
     return {
         "weights": {"replicated": weights.replicated, "sharded": weights.sharded, "total": weights.nbytes},
@@ -88,41 +103,53 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
     }
 
 
-def render(whole: dict[str, Any], full: int) -> str:
-    """The same as text.
+def render(facts: dict[str, Any], full: int) -> str:
+    """Format a plan as text.
 
     Args:
-        whole: What `plan --json` prints.
-        full: Bytes of one layer of the full cache.
+        facts: The output of `plan --json`.
+        full: Bytes of the full cache of one layer.
     """
-    ranks = f"on each of {whole['tp']} ranks, {whole['backend']}" if whole["tp"] > 1 else "on one rank"
-    sizes = f"{whole['batch']:,} row(s), each of {whole['prompt']:,} prompt and {whole['new']:,} new tokens"
-    model = f"{whole['model']} in {whole['dtype']}, {ranks}"
-    lines = [model, f"policy {whole['policy']}", paragraph(sizes), ""]
-    lines += [layer_table(whole["layers"], full), ""]
-    for told in remarked(whole):
-        lines += [paragraph(told), ""]
-    lines += [table(_totals(whole)), "", paragraph(f"1 GB is 10^9 bytes, 1 MB is 10^6. {NOT_COUNTED}")]
+    ranks = f"on each of {facts['tp']} ranks ({facts['backend']})" if facts["tp"] > 1 else "on one rank"
+    head = [
+        ("model", f"{facts['model']} in {facts['dtype']}, {ranks}"),
+        ("policy", facts["policy"]),
+        ("input", input_size(facts["batch"], facts["prompt"], facts["new"])),
+    ]
+    lines = [terms(head, 0), "", layer_table(facts["layers"], full), ""]
+    for note in notes(facts):
+        lines += [paragraph(note), ""]
+    lines += [table(_totals(facts)), "", paragraph(FOOTER)]
     return "\n".join(lines)
 
 
-def remarked(whole: dict[str, Any]) -> list[str]:
-    """What a reader of the table must know, in sentences."""
-    told = [NOT_MEASURED] * (not whole["measured"]) + [whole["note"]] * bool(whole["note"])
-    return [f"{text[:1].upper()}{text[1:]}." for text in told]
+def notes(facts: dict[str, Any]) -> list[str]:
+    """Return the notes of a plan as sentences."""
+    texts: list[str] = []
+    if not facts["measured"]:
+        texts.append(NOT_MEASURED)
+    if facts["note"]:
+        texts.append(facts["note"])
+    return [f"{text[:1].upper()}{text[1:]}." for text in texts]
 
 
-def _totals(whole: dict[str, Any]) -> list[tuple[str, str, str]]:
-    weights, cache, most = whole["weights"], dict(whole["cache"]), whole["largest_batch"]
-    held = cache.pop("total")
+def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    weights = facts["weights"]
+    cache = dict(facts["cache"])
+    total = cache.pop("total")
+    full = facts["full_cache"]
+    largest = facts["largest_batch"]
     rows = [("", "policy", "full cache")]
-    if whole["tp"] > 1:
-        rows += [("weights, on every rank", size(weights["replicated"]), "")]
-        rows += [("weights, divided", size(weights["sharded"]), "")]
-    rows += [("weights", size(weights["total"]), size(weights["total"]))]
-    if whole["calibrated"]:
-        rows += [("calibrated tensors", size(whole["calibrated"]), "")]
+    if facts["tp"] > 1:
+        rows.append(("weights, replicated", size(weights["replicated"]), ""))
+        rows.append(("weights, sharded", size(weights["sharded"]), ""))
+    rows.append(("weights", size(weights["total"]), size(weights["total"])))
+    if facts["calibrated"]:
+        rows.append(("calibrated tensors", size(facts["calibrated"]), ""))
     rows += [(f"cache, {kind}", size(taken), "") for kind, taken in cache.items() if taken]
-    rows += [("cache", size(held), size(whole["full_cache"]))]
-    rows += [("cache, of the full one", f"{held / whole['full_cache']:.3f}", f"{1:.3f}")]
-    return [*rows, (f"largest batch in {size(whole['memory'])}", f"{most['policy']:,} rows", f"{most['full']:,} rows")]
+    rows.append(("cache", size(total), size(full)))
+    rows.append(("cache, fraction of full", f"{total / full:.3f}", f"{1:.3f}"))
+    rows.append(
+        (f"largest batch in {size(facts['memory'])}", f"{largest['policy']:,} rows", f"{largest['full']:,} rows")
+    )
+    return rows

@@ -1,8 +1,8 @@
-"""`kvpolicy tiny`: where the embedded model lies, and what it is."""
+"""`kvpolicy tiny`: the path and the properties of the embedded model."""
 
 from __future__ import annotations
 
-import json as text
+import json as serializer
 import math
 from pathlib import Path
 from typing import Any
@@ -12,79 +12,97 @@ from kvpolicy.cli.arguments import Json
 from kvpolicy.cli.formatting import as_json, paragraph, size, terms
 
 CAN = (
-    "Recalls records such as tiger=4821 by their key, finds needles and pass keys in source text, goes on with "
-    "few-shot labels, answers keys that are asked again and again, and predicts Python source."
+    "Recalls the value of a record such as tiger=4821, also if it is asked for repeatedly. Finds needles and pass keys "
+    "in source code. Continues few-shot labels. Predicts Python source code."
 )
-CANNOT = "It is no language model in any other sense, and does not rank policies for large models."
+CANNOT = "Not a general language model. Its ranking of policies does not transfer to large models."
 TRAINED = (
-    "From nothing, on sources of CPython's standard library and prompts from a seeded generator: 7.2 million tokens, "
-    "prompts of up to 1,024."
+    "From scratch, on source code of CPython's standard library and on synthetic prompts from a seeded generator: 7.2 "
+    "million tokens, prompts of at most 1,024 tokens."
 )
 LOAD = "import kvpolicy; model, tokenizer = kvpolicy.tiny()"
 CARD = "docs/model-card.md"
 
 
 def tiny(json: Json = False) -> None:
-    """Show where the embedded model lies, and its card."""
-    folder = Path(kvpolicy.__file__).parent / "assets"
-    facts = card(folder)
+    """Show the path and the properties of the embedded model."""
+    facts = card(Path(kvpolicy.__file__).parent / "assets")
     print(as_json("tiny", facts) if json else render(facts))
 
 
 def card(assets: Path) -> dict[str, Any]:
-    """What is known of the model from its own files, and from its card.
+    """Return the properties of the model, from its files and from its model card.
 
     Args:
-        assets: The folder that it ships in.
+        assets: The folder that contains the model.
     """
     folder = assets / "tiny"
-    config: dict[str, Any] = text.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape = {
-        "layers": config["num_hidden_layers"], "hidden": config["hidden_size"], "mlp": config["intermediate_size"],
-        "query_heads": config["num_attention_heads"], "kv_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"], "vocabulary": config["vocab_size"], "dtype": config["dtype"],
-        "positions": config["max_position_embeddings"],
-    }  # fmt: skip
     weights = folder / "model.safetensors"
+    config: dict[str, Any] = serializer.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
-        "path": str(folder), "kind": config["architectures"][0], "shape": shape,
-        "parameters": _parameters(weights), "bytes": weights.stat().st_size,
-        "trained": TRAINED, "can": CAN, "cannot": CANNOT, "calibrations": _calibrations(assets),
-        "card": CARD, "load": LOAD,
-    }  # fmt: skip
+        "path": str(folder),
+        "kind": config["architectures"][0],
+        "shape": {
+            "layers": config["num_hidden_layers"],
+            "hidden": config["hidden_size"],
+            "mlp": config["intermediate_size"],
+            "query_heads": config["num_attention_heads"],
+            "kv_heads": config["num_key_value_heads"],
+            "head_dim": config["head_dim"],
+            "vocabulary": config["vocab_size"],
+            "dtype": config["dtype"],
+            "positions": config["max_position_embeddings"],
+        },
+        "parameters": _parameters(weights),
+        "bytes": weights.stat().st_size,
+        "trained": TRAINED,
+        "can": CAN,
+        "cannot": CANNOT,
+        "calibrations": _calibrations(assets),
+        "card": CARD,
+        "load": LOAD,
+    }
 
 
 def _parameters(path: Path) -> int:
-    """Numbers in a safetensors file, by its head alone."""
+    """Count the parameters of a safetensors file.
+
+    Only the header is read: its length in the first 8 bytes, then JSON.
+    """
     with path.open("rb") as file:
-        head: dict[str, Any] = text.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
+        length = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = serializer.loads(file.read(length))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
 
 
 def _calibrations(assets: Path) -> list[dict[str, Any]]:
-    found = [(path, text.loads(path.read_text(encoding="utf-8"))) for path in assets.glob("*/calibration.json")]
-    return sorted(
-        ({"codec": meta["method"], "path": str(path.parent)} for path, meta in found), key=lambda c: c["codec"]
-    )
+    """Return the calibrations that ship with the package, ordered by codec."""
+    found: list[dict[str, Any]] = []
+    for path in assets.glob("*/calibration.json"):
+        meta = serializer.loads(path.read_text(encoding="utf-8"))
+        found.append({"codec": meta["method"], "path": str(path.parent)})
+    return sorted(found, key=lambda calibration: calibration["codec"])
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The same as text."""
+    """Format the properties as text."""
     shape = facts["shape"]
-    sizes = f"{shape['layers']} layers, hidden {shape['hidden']}, MLP {shape['mlp']}"
-    heads = f"{shape['query_heads']} query and {shape['kv_heads']} KV heads of {shape['head_dim']}"
+    parameters = f"{facts['parameters'] / 1e6:.2f} M parameters"
+    heads = f"{shape['query_heads']} query heads and {shape['kv_heads']} KV heads of dimension {shape['head_dim']}"
+    codecs = " and ".join(calibration["codec"] for calibration in facts["calibrations"])
     pairs = [
         ("path", facts["path"]),
+        ("class", f"{facts['kind']}, {parameters}, {size(facts['bytes'])}, {shape['dtype']}"),
         (
-            "kind",
-            f"{facts['kind']}, {facts['parameters'] / 1e6:.2f} M parameters, {size(facts['bytes'])}, {shape['dtype']}",
+            "shape",
+            f"{shape['layers']} layers, hidden size {shape['hidden']}, MLP size {shape['mlp']}, {heads}, vocabulary "
+            f"of {shape['vocabulary']} tokens",
         ),
-        ("shape", f"{sizes}, {heads}, {shape['vocabulary']} tokens"),
-        ("can", facts["can"]),
-        ("cannot", facts["cannot"]),
-        ("trained", facts["trained"]),
-        ("calibrated", f"for {' and '.join(c['codec'] for c in facts['calibrations'])}, which need no other file"),
-        ("card", facts["card"]),
-        ("load", facts["load"]),
+        ("abilities", facts["can"]),
+        ("limits", facts["cannot"]),
+        ("training", facts["trained"]),
+        ("calibrations", f"{codecs}, used by default"),
+        ("model card", facts["card"]),
+        ("usage", facts["load"]),
     ]
-    return f"The embedded model, `tiny`\n{terms(pairs)}\n\n{paragraph('Commands take it where no model is named.')}"
+    return f"The embedded model, `tiny`\n{terms(pairs)}\n\n{paragraph('Commands use it by default.')}"
