@@ -1,4 +1,4 @@
-"""`kvpolicy list`: everything that is registered, as it is."""
+"""`kvpolicy list`: every registered strategy, with its parameters and paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpolicy import registry
-from kvpolicy.cli.strategies import read
+from kvpolicy.cli.strategy_docs import read
 from kvpolicy.spec import grammar
 
 Run = Callable[..., str]
@@ -24,7 +24,7 @@ class Bare:
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
-    """A list to which a test adds entry points."""
+    """Entry points of plug-ins; a test appends to the list."""
     points: list[EntryPoint] = []
     monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
     registry._table.cache_clear()
@@ -42,7 +42,7 @@ def test_every_name_is_listed_under_its_kind(run: Run, facts: Facts) -> None:
         assert entry["summary"].endswith(".") and len(entry["summary"]) < 120
 
 
-def test_parameters_are_what_the_grammar_reads(facts: Facts) -> None:
+def test_parameters_are_those_of_the_grammar(facts: Facts) -> None:
     for entry in facts("list")["strategies"]:
         plain = grammar.parse(entry["name"])
         for parameter in entry["parameters"]:
@@ -62,20 +62,30 @@ def test_one_kind(kind: str, facts: Facts) -> None:
     assert [entry["name"] for entry in facts(f"list {kind}")["strategies"]] == list(registry.names("codec"))
 
 
-def test_one_name_with_what_its_parameters_mean(run: Run) -> None:
+def test_one_name_with_the_meaning_of_its_parameters(run: Run) -> None:
     text = " ".join(run("list kivi").split())
     assert "bits=2 Bits per code: 2, 4 or 8. (2|4|8)" in text
     assert "Source: KIVI (arXiv:2402.02750), Section 3 and Algorithm 1." in text
     assert "snapkv" not in text
-    assert "Wraps another: kvcrush/NAME, by default kvcrush/snapkv." in " ".join(run("list kvcrush").split())
+    assert "Wraps another selector: kvcrush/NAME, by default kvcrush/snapkv." in " ".join(run("list kvcrush").split())
 
 
-@pytest.mark.parametrize(("word", "told"), [("kivy", "did you mean 'kivi'"), ("zelectors", "'selectors'"), ("@", "@")])
-def test_unknown(word: str, told: str, run: Run) -> None:
-    assert told in run(f"list {word}", 2)
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "kivy",
+            "KIND must be allocators, selectors, codecs or the name of a strategy, got 'kivy'; did you mean 'kivi'?",
+        ),
+        ("zelectors", "'selectors'"),
+        ("@", "got '@'; try kvpolicy list for all names."),
+    ],
+)
+def test_unknown(word: str, message: str, run: Run) -> None:
+    assert message in run(f"list {word}", 2)
 
 
-def test_plug_ins_are_listed_and_broken_ones_hide_no_other(plugins: list[EntryPoint], run: Run, facts: Facts) -> None:
+def test_plug_ins_are_listed_even_if_one_is_broken(plugins: list[EntryPoint], run: Run, facts: Facts) -> None:
     plugins.append(EntryPoint("mine", "kvpolicy.codecs.plain:Plain", "kvpolicy.codecs"))
     plugins.append(EntryPoint("broken", "kvpolicy_nowhere:Codec", "kvpolicy.codecs"))
     registry._table.cache_clear()
@@ -85,8 +95,8 @@ def test_plug_ins_are_listed_and_broken_ones_hide_no_other(plugins: list[EntryPo
     assert "Cannot be loaded" in run("list codecs") and "kivi" in found
 
 
-def test_a_class_that_says_nothing_is_read() -> None:
+def test_a_class_without_documentation() -> None:
     found = read(Bare)
-    assert [(p.name, p.kind, p.default, p.meaning) for p in found.parameters] == [("loud", "whole number", "3", "")]
+    assert [(p.name, p.kind, p.default, p.meaning) for p in found.parameters] == [("loud", "integer", "3", "")]
     assert (found.source, found.arxiv, found.wraps) == ("", "", False)
     assert read(int).parameters == ()

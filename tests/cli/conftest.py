@@ -1,4 +1,4 @@
-"""What tests of the command share."""
+"""Fixtures that run the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpolicy.cli.app import main
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Run a line in a terminal of some columns; returns what it printed, or the one line of an error."""
+    """Run a command in a terminal of the given width; returns its output, or the one line of its error."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def call(line: str, code: int = 0, columns: int = 80) -> str:
@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def facts(run: Callable[..., str]) -> Callable[..., dict[str, Any]]:
-    """Run a line with `--json`; returns what it says, after its head was looked at."""
+    """Run a command with `--json`; returns its facts, after checking the versions."""
 
     def call(line: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(run(f"{line} --json"))

@@ -1,4 +1,4 @@
-"""The command: what it writes, and how it tells users what is wrong."""
+"""`kvpolicy calibrate`: the folders that it writes, and its error messages."""
 
 from __future__ import annotations
 
@@ -48,25 +48,23 @@ def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (["--key-groups", "0-3"], "do not name each"),
         (["--atoms", "99999", "--windows", "1", "--length", "64"], "fewer atoms"),
-        (["--dtype", "nonsense"], "dtype 'nonsense'"),
+        (["--dtype", "nonsense"], "--dtype must be one of bfloat16"),
         (["--text", "no-such-file.txt"], "no-such-file.txt cannot be read"),
         (["--rate", "0"], "rate"),
         (["--frames", "mid"], "frames mid"),
     ],
 )
-def test_what_the_user_can_put_right(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
-) -> None:
+def test_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
     assert main(words(tmp_path, "csr", *more)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("kvpolicy: ") and told in error and error.count("\n") == 1
+    assert error.startswith("kvpolicy: ") and message in error and error.count("\n") == 1
 
 
-def test_more_texts_may_follow_the_first(tmp_path: Path) -> None:
+def test_several_texts(tmp_path: Path) -> None:
     """As in `--text a.txt b.txt`."""
     line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "2")
     (tmp_path / "other.txt").write_text("wolf=77\n" * 90)
@@ -76,7 +74,7 @@ def test_more_texts_may_follow_the_first(tmp_path: Path) -> None:
     assert main(line) == 2
 
 
-def test_a_text_of_a_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = words(tmp_path, "kvquant")
     (tmp_path / "text.txt").write_text("hi\n")
     assert main(line) == 2
@@ -85,22 +83,22 @@ def test_a_text_of_a_few_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert main(words(tmp_path, "kvquant", model=str(tmp_path / "empty"))) == 2
     assert "cannot be loaded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["calibrate", "calibrate csr", "calibrate gear", "calibrate csr --tokens 0"])
-def test_a_wrong_line_names_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvpolicy: ") and error.endswith("--help.\n") and error.count("\n") == 1
 
 
-def test_numbers_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, "csr", "--sn", "x")) == 2
-    assert "--sn is 'x', which is no list of whole numbers" in capsys.readouterr().err
+    assert "--sn must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help"])
@@ -109,7 +107,7 @@ def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: kvpolicy calibrate" in capsys.readouterr().out
 
 
-def test_the_embedded_model_has_both() -> None:
+def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
     info = model_info(kvpolicy.tiny()[0])
     for frame in ("pre", "post"):
         for sn in (1, 2, 4):

@@ -1,4 +1,4 @@
-"""The command `kvpolicy inspect`: what it counts, and how a terminal and a page show it."""
+"""`kvpolicy inspect`: its numbers are those of the cache; its output in a terminal, and its page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.cli.inspection import look as look_at
-from kvpolicy.cli.inspection_page import page
+from kvpolicy.cli.inspection import inspect_prompt
+from kvpolicy.cli.inspection_html import page
 from kvpolicy.cli.inspection_text import MARKS
 from kvpolicy.reporting.text_rendering import level
 from tests.conformance.models import build
@@ -52,7 +52,7 @@ def cache_of(tiny: tuple[Any, Any], policy: str) -> Any:
 
 
 @pytest.mark.parametrize("policy", [POLICY, "h2o@0.4"])
-def test_what_is_counted_is_what_the_cache_holds(
+def test_numbers_are_those_of_the_cache(
     policy: str, tiny: tuple[Any, Any], tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
@@ -72,13 +72,13 @@ def test_what_is_counted_is_what_the_cache_holds(
     assert "".join(token["text"] for token in found["tokens"]) == f"<s>{PROMPT}"
 
 
-def test_importance_is_left_out(facts: Facts, run: Run) -> None:
+def test_without_importance(facts: Facts, run: Run) -> None:
     found = facts("inspect tiger=4821 --policy h2o@0.5 --no-importance")
     assert found["measured"] == "" and {layer["cosine"] for layer in found["layers"]} == {None}
     assert "was not measured" in run("inspect tiger=4821 --policy h2o@0.5 --no-importance")
 
 
-def test_tokens_that_come(facts: Facts) -> None:
+def test_generated_tokens(facts: Facts) -> None:
     found = facts("inspect tiger=4821 --policy full --new 4")
     assert found["seen"] == found["prompt"] + 3 == len(found["tokens"])
     assert all(token["kept"] == 1 for token in found["tokens"])
@@ -86,10 +86,13 @@ def test_tokens_that_come(facts: Facts) -> None:
 
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("columns", [60, 120])
-def test_marks_stand_under_the_text(
-    columns: int, layer: int | None, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str],
+def test_marks_below_the_text(
+    columns: int,
+    layer: int | None,
+    tiny: tuple[Any, Any],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     out, _ = look(capsys, "--policy", POLICY, *([] if layer is None else ["--layer", str(layer)]))
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= columns
@@ -106,21 +109,21 @@ def test_marks_stand_under_the_text(
     assert marks == wanted and len(set(marks)) > 2
 
 
-def test_colours_where_there_are_some(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_if_the_terminal_has_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "COLORTERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")
     out, _ = look(capsys, "--policy", POLICY)
-    assert "\x1b[" in out and "Under it:" not in out
+    assert "\x1b[" in out and "Marks:" not in out
     assert re.sub(r"\x1b\[[0-9;]*m", "", out).replace("↵\n", "↵").endswith("?tiger=\n")
     monkeypatch.setenv("NO_COLOR", "1")
     out, _ = look(capsys, "--policy", POLICY)
-    assert "\x1b" not in out and "Under it:" in out
+    assert "\x1b" not in out and "Marks:" in out
 
 
 @pytest.mark.parametrize("command", ["inspect", "generate"])
-def test_letters_that_the_output_lacks(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_output_cannot_encode(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     assert main([command, PROMPT, "--policy", "full", "--new", "20"]) == 0
@@ -130,7 +133,7 @@ def test_letters_that_the_output_lacks(command: str, monkeypatch: pytest.MonkeyP
 
 
 class Page(html.parser.HTMLParser):
-    """Tokens of a page, what it refers to, and its tags."""
+    """The tokens of a page, its references, and its tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -157,7 +160,7 @@ class Page(html.parser.HTMLParser):
         self.shown += data if self._inside else ""
 
 
-def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "page.html"
     out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
@@ -180,7 +183,7 @@ def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("importance", [True, False])
-def test_the_picture_of_layers_has_all_of_a_hybrid_model(
+def test_the_plot_has_every_layer_of_a_hybrid_model(
     importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = pytest.importorskip("kvpolicy.reporting.plots.layers")
@@ -188,7 +191,7 @@ def test_the_picture_of_layers_has_all_of_a_hybrid_model(
     draw = layers.layer_similarity
     monkeypatch.setattr(layers, "layer_similarity", lambda rows, **words: given.extend(rows) or draw(rows, **words))
     ids = torch.arange(3, 40)[None]
-    seen = look_at(build("gemma2"), tiny[1], ids, "squeeze+snapkv@0.5", importance=importance)
+    seen = inspect_prompt(build("gemma2"), tiny[1], ids, "squeeze+snapkv@0.5", importance=importance)
     if importance:
         seen = replace(seen, layers=(*seen.layers[:2], replace(seen.layers[2], cosine=None)))
     page(seen)
@@ -197,7 +200,7 @@ def test_the_picture_of_layers_has_all_of_a_hybrid_model(
     assert [[None if value != value else value for value in row] for row in given] == wanted
 
 
-def test_the_page_does_without_matplotlib(
+def test_the_page_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
@@ -211,15 +214,15 @@ def test_the_page_does_without_matplotlib(
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("a --policy nonsense", "no strategy called 'nonsense'"),
-        ("a=1 --policy full --layer 8", "no layer 8 under the policy: give one of 0-7"),
+        ("a=1 --policy full --layer 8", "--layer must be a layer under the policy (0-7), got 8; try 0."),
         ("a=1 --policy full --html FOLDER/no/page.html", "No such file or directory"),
         ("a=1 --policy streaming:sinks=1@0.3", "too few"),
         ("a --model FOLDER", "cannot be loaded"),
         ("a --new 2048", "2,048 positions"),
     ],
 )
-def test_what_the_user_can_put_right(line: str, told: str, tmp_path: Path, run: Run) -> None:
-    assert told in run(f"inspect {line.replace('FOLDER', str(tmp_path))}", 2)
+def test_error_messages(line: str, message: str, tmp_path: Path, run: Run) -> None:
+    assert message in run(f"inspect {line.replace('FOLDER', str(tmp_path))}", 2)
