@@ -26,11 +26,11 @@ from kvpolicy_eval.markdown import fill, table
 from kvpolicy_eval.table import Examiner
 
 PAIRS = [16, 8, 6, 4]
-MAIN = [f"csr:s={s}:frame={frame}" for s in PAIRS for frame in ("pre", "post")] + ["csr:s=2"]
-SMALL = ["csr:coef=fp8:index=packed", "csr:s=4:coef=fp8:index=packed", "csr:s=4:solver=omp"]
+MAIN = [f"csr:nnz={n}:key_space={space}" for n in PAIRS for space in ("unrotated", "rotated")] + ["csr:nnz=2"]
+SMALL = ["csr:coef=fp8:index=packed", "csr:nnz=4:coef=fp8:index=packed", "csr:nnz=4:solver=omp"]
 OTHERS = ["kivi:bits=4", "kivi:bits=2", "tokenwise:bits=3", "turboquant:bits=2", "gear", "kvquant:bits=2"]
-CHUNKS = [f"csr:s=8:sn={sn}" for sn in (1, 2, 4)]
-ONLINE = [0, 32, 64]
+CHUNKS = [f"csr:nnz=8:value_chunks={chunks}" for chunks in (1, 2, 4)]
+PROMPT_ATOMS = [0, 32, 64]
 SIZES = [128, 256, 512, 1024]
 HEAD = ["policy", "bits, coded", "bits, all", "error K", "error V", "recall", "all tasks", "perplexity"]
 
@@ -64,10 +64,10 @@ class Judge:
         return cells
 
 
-def online(tokens: int) -> str:
+def prompt_atoms(tokens: int) -> str:
     """CSR-8 with so many of the prompt's newest tokens as atoms."""
-    part = Policy.parse(short_windows("csr:s=8")).codec
-    return str(Policy(codec=dataclasses.replace(part, online=tokens)))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    part = Policy.parse(short_windows("csr:nnz=8")).codec
+    return str(Policy(codec=dataclasses.replace(part, prompt_atoms=tokens)))  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def train(folder: Path, atoms: int, diverse: float) -> str:
@@ -89,8 +89,8 @@ def main_lines(judge: Judge, _: Path) -> list[list[str]]:
 
 
 def part_lines(judge: Judge, _: Path) -> list[list[str]]:
-    """Chunks of a value, and online tokens."""
-    policies = [short_windows(codec) for codec in CHUNKS] + [online(tokens) for tokens in ONLINE]
+    """Chunks of a value, and prompt atoms."""
+    policies = [short_windows(codec) for codec in CHUNKS] + [prompt_atoms(tokens) for tokens in PROMPT_ATOMS]
     return [judge.line(policy) for policy in policies]
 
 
@@ -98,7 +98,7 @@ def trained_lines(judge: Judge, folder: Path) -> list[list[str]]:
     """Sizes of the dictionary, and one size without the diversity term."""
     lines: list[list[str]] = []
     for atoms, diverse in [*((atoms, 0.1) for atoms in SIZES), (512, 0.0)]:
-        part = Policy.parse(short_windows("csr:s=8")).codec
+        part = Policy.parse(short_windows("csr:nnz=8")).codec
         place = train(folder, atoms, diverse)
         policy = str(Policy(codec=dataclasses.replace(part, dictionary=place)))  # pyright: ignore[reportArgumentType, reportCallIssue]
         lines.append([f"{atoms} atoms, diversity {diverse:g}", *judge.line(policy)[1:]])

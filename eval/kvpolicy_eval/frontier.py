@@ -22,8 +22,8 @@ from kvpolicy_eval.table import Examiner
 SHARES = [0.2, 0.1]
 CODECS = [
     "plain", "tokenwise", "tokenwise:bits=2", "kivi:bits=4", "kivi:bits=2", "gear", "kvquant:bits=3", "kvquant:bits=2",
-    "turboquant:bits=4", "turboquant:bits=2", "csr:s=8", "csr:s=8:coef=fp8:index=packed", "csr:frame=post:s=8",
-    "csr:s=4", "mikv", "staircase",
+    "turboquant:bits=4", "turboquant:bits=2", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed",
+    "csr:key_space=rotated:nnz=8", "csr:nnz=4", "mikv", "staircase",
 ]  # fmt: skip
 HEAD = ["bytes", "codec", "tokens per layer", "coded slots", "error K", "error V", "recall", "all tasks", "perplexity"]
 

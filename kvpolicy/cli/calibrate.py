@@ -44,7 +44,9 @@ def csr(
     dtype: Dtype = "auto",
     quiet: Quiet = False,
     force: Force = False,
-    frames: Annotated[str, typer.Option(help="Of the keys: pre, post or pre,post.")] = "pre",
+    frames: Annotated[
+        str, typer.Option(help="Key spaces: unrotated (pre), rotated (post) or both, as in pre,post.")
+    ] = "pre",
     sn: Annotated[str, typer.Option(help="Chunks of a value; several as 1,2,4.")] = "2",
     atoms: Annotated[int, typer.Option(help="Of each dictionary; 0 for 256 per KV head, at most 8192.")] = 0,
     pairs: Annotated[int, typer.Option(min=1, help="Atoms per key and value while training.")] = 8,
@@ -60,11 +62,14 @@ def csr(
     """Train CSR's dictionaries. A run that was interrupted goes on when it is given again."""
     chunks = numbers("--sn", sn)  # before anything slow
     from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
+    from kvpolicy.codecs.csr import CSR
 
+    former = CSR.VALUE_ALIASES["key_space"]
+    spaces = tuple(former.get(space, space) for space in names(frames))
     training = Training(epochs=epochs, batch=batch, rate=rate, patience=patience, seed=seed)
     options = Dictionaries(
-        frames=names(frames), sn=chunks, atoms=atoms, pairs=pairs, key_groups=key_groups, value_groups=value_groups,
-        pair=pair, chain=chain, tokens=tokens, seed=seed, training=training,
+        key_spaces=spaces, value_chunks=chunks, atoms=atoms, pairs=pairs, key_groups=key_groups,
+        value_groups=value_groups, pair=pair, chain=chain, tokens=tokens, seed=seed, training=training,
     )  # fmt: skip
     loaded, drawn = _prepared(model, [*text, *(more or ())], dtype, device, length, windows, seed)
     meta = calibrate_csr(loaded, drawn, out, options, name=_called(model), progress=not quiet, force=force)

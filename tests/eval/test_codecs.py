@@ -49,12 +49,12 @@ def test_bits_are_those_of_the_formulas() -> None:
     """Of a coded token alone: bits, and 32 more for each group's scale and zero."""
     found = {
         row[0]: row[4]
-        for row in bits.rows(bits.shape(8, 128), ["kivi:bits=2", "tokenwise", "csr:s=8", "kvquant:bits=3"])
+        for row in bits.rows(bits.shape(8, 128), ["kivi:bits=2", "tokenwise", "csr:nnz=8", "kvquant:bits=3"])
     }
     assert found == {
         "`kivi:bits=2`": "3.000",
         "`tokenwise`": "4.250",
-        "`csr:s=8`": "2.000",
+        "`csr:nnz=8`": "2.000",
         "`kvquant:bits=3`": "3.312",
     }
 

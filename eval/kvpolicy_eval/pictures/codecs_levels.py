@@ -22,7 +22,7 @@ UNEVEN = 0, 2
 """The layer and the KV head whose channels differ most in size."""
 BITS, SEED = 3, 0
 """Of the levels that turboquant's picture shows, and of its random signs."""
-CSR = "csr:s={}:online=16:block_size=8"
+CSR = "csr:nnz={}:prompt_atoms=16:block_size=8"
 TOKEN = 200
 """The position of the key that is written in atoms."""
 PAIRS = (2, 4, 6, 8)
@@ -141,7 +141,7 @@ def turboquant() -> Figure:
 
 
 def csr_pairs() -> tuple[Tensor, Tensor]:
-    """Atoms and coefficients of one key, [s] each, as they are stored."""
+    """Atoms and coefficients of one key, [nnz] each, as they are stored."""
     layer = after(CSR.format(PAIRS[-1]))
     slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
     codes = store_of(layer, 0).codes
@@ -163,7 +163,7 @@ def csr_errors() -> tuple[list[float], list[float]]:
 def csr() -> Figure:
     """One key, its pairs, and how the error falls."""
     figure, (first, second, third) = canvas(
-        3, ["csr:s=4", "csr:s=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
+        3, ["csr:nnz=4", "csr:nnz=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
     )
     first.plot(originals().unrotated[HEAD, TOKEN], color=INK, linewidth=2.4, alpha=0.35, label="the key")
     for (s, x), color in zip(csr_sums().items(), (VERMILION, "", "", BLUE), strict=True):
@@ -185,7 +185,7 @@ def csr() -> Figure:
         third.plot(PAIRS, errors, "o-", color=color, label=label)
     third.set_xticks(PAIRS)
     third.set_ylim(bottom=0)
-    third.set_xlabel("pairs per vector, s")
+    third.set_xlabel("pairs per vector, nnz")
     third.set_ylabel("relative squared error")
     third.set_title("error of the head")
     third.legend()

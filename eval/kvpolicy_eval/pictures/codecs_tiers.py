@@ -15,7 +15,7 @@ from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, lost_each, originals, read, stage_of
 
 PLAIN, PLAIN_STEPS = "h2o:recent=0.25@96", 40
-STAIRS, STAIRS_STEPS = "staircase:eight=64:four=128:group_size=16:residual_length=16", 64
+STAIRS, STAIRS_STEPS = "staircase:tokens_8bit=64:tokens_4bit=128:group_size=16:residual_length=16", 64
 MIKV = "h2o+mikv:residual_length=8:block_size=8"
 ZIP, ZIP_STEPS = "probe+zipcache:recode_every=50", 50
 WIDTHS = {"exact": "#b0b0b0", "8 bits": BLUE, "4 bits": SKY, "2 bits": ORANGE}
