@@ -42,7 +42,9 @@ def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFix
     assert main([*line, "--bits", "2"]) == main([*line, "--bits", "2"]) == 0
     assert main([*line, "--bits", "3"]) == 2
     error = capsys.readouterr().err
-    assert "holds a finished calibration that differs in bits" in error and error.count("\n") == 1
+    assert (
+        "must not hold another finished calibration, got one that differs in bits" in error and error.count("\n") == 1
+    )
     assert main([*line, "--bits", "3", "--force"]) == 0
     assert load(str(tmp_path / "out"), "kvquant").meta["bits"] == [3]
 
@@ -50,12 +52,12 @@ def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--key-groups", "0-3"], "do not name each"),
+        (["--key-groups", "0-3"], "must contain each of the layers"),
         (["--atoms", "99999", "--windows", "1", "--length", "64"], "fewer atoms"),
         (["--dtype", "nonsense"], "--dtype must be one of bfloat16"),
-        (["--text", "no-such-file.txt"], "no-such-file.txt cannot be read"),
+        (["--text", "no-such-file.txt"], "The text no-such-file.txt must be a readable UTF-8 file"),
         (["--rate", "0"], "rate"),
-        (["--frames", "mid"], "frames mid"),
+        (["--frames", "mid"], "key_spaces must be 'unrotated', 'rotated' or both, got ('mid',)"),
     ],
 )
 def test_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
@@ -79,7 +81,7 @@ def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "text.txt").write_text("hi\n")
     assert main(line) == 2
     error = capsys.readouterr().err
-    assert "tokens to fit KVQuant's ranges to, and at least 128 are needed" in error and error.count("\n") == 1
+    assert "The tokens to fit KVQuant's ranges to must be at least 128" in error and error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -109,9 +111,9 @@ def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
     info = model_info(kvpolicy.tiny()[0])
-    for frame in ("pre", "post"):
-        for sn in (1, 2, 4):
-            CSR(frame=frame, sn=sn).check(info)
+    for key_space in ("unrotated", "rotated"):
+        for value_chunks in (1, 2, 4):
+            CSR(key_space=key_space, value_chunks=value_chunks).check(info)
     KVQuant().check(info)
     for method in ("csr", "kvquant"):
         model = load("tiny", method).meta["model"]

@@ -24,11 +24,11 @@ BITS = 3
 """Bits of the levels in the picture of turboquant."""
 SEED = 0
 """Seed of its random signs."""
-CSR = "csr:s={}:online=16:block_size=8"
+CSR = "csr:nnz={}:prompt_atoms=16:block_size=8"
 TOKEN = 200
 """Position of the key that is written as a sum of atoms."""
 PAIRS = (2, 4, 6, 8)
-"""Numbers of pairs of an atom and its coefficient, the `s` of CSR."""
+"""Numbers of pairs of an atom and its coefficient, the `nnz` of CSR."""
 WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "white", "framealpha": 1}
 """Style of a legend that covers lines."""
 
@@ -170,7 +170,7 @@ def csr_errors() -> tuple[list[float], list[float]]:
 def csr() -> Figure:
     """One key, its pairs, and the error by number of pairs."""
     figure, (first, second, third) = canvas(
-        3, ["csr:s=4", "csr:s=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
+        3, ["csr:nnz=4", "csr:nnz=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
     )
     first.plot(originals().unrotated[HEAD, TOKEN], color=INK, linewidth=2.4, alpha=0.35, label="the key")
     for (s, x), color in zip(csr_sums().items(), (VERMILION, "", "", BLUE), strict=True):

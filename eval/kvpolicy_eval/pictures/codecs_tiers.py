@@ -26,7 +26,7 @@ from kvpolicy_eval.pictures.tensors import (
 
 PLAIN = "h2o:recent=0.25@96"
 PLAIN_STEPS = 40
-STAIRCASE = "staircase:eight=64:four=128:group_size=16:residual_length=16"
+STAIRCASE = "staircase:tokens_8bit=64:tokens_4bit=128:group_size=16:residual_length=16"
 STAIRCASE_STEPS = 64
 MIKV = "h2o+mikv:residual_length=8:block_size=8"
 ZIPCACHE = "probe+zipcache:recode_every=50"

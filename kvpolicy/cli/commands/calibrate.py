@@ -83,10 +83,13 @@ def csr(
     """
     chunks = parse_integers("--sn", sn)  # an invalid value raises an error before anything slow
     from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
+    from kvpolicy.codecs.csr import CSR
+
+    former = CSR.VALUE_ALIASES["key_space"]
 
     options = Dictionaries(
-        frames=parse_names(frames),
-        sn=chunks,
+        key_spaces=tuple(former.get(space, space) for space in parse_names(frames)),
+        value_chunks=chunks,
         atoms=atoms,
         pairs=pairs,
         key_groups=key_groups,

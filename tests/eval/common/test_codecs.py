@@ -51,12 +51,12 @@ def test_bits_are_those_of_the_formulas() -> None:
     """Of encoded tokens alone: bits per element, and 32 bits for the scale and zero point of each group."""
     found = {
         row[0]: row[4]
-        for row in bits.rows(one_layer_config(8, 128), ["kivi:bits=2", "tokenwise", "csr:s=8", "kvquant:bits=3"])
+        for row in bits.rows(one_layer_config(8, 128), ["kivi:bits=2", "tokenwise", "csr:nnz=8", "kvquant:bits=3"])
     }
     assert found == {
         "`kivi:bits=2`": "3.000",
         "`tokenwise`": "4.250",
-        "`csr:s=8`": "2.000",
+        "`csr:nnz=8`": "2.000",
         "`kvquant:bits=3`": "3.312",
     }
 
