@@ -11,6 +11,8 @@ A policy is three interchangeable parts under one budget:
 
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.spec.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
     from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError
     from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
     from kvpolicy.spec.errors import KVPolicyWarning as KVPolicyWarning
-
-__version__ = "0.1.0"
 
 _LAZY = {
     "Pyramid": "kvpolicy.allocators.pyramid",

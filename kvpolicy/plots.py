@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from kvpolicy.reporting.plots import token_text as token_text
 
 
-if not TYPE_CHECKING:  # or a type checker would accept every misspelled name
+if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         from kvpolicy.reporting import plots
 
-        if name.startswith("__"):
-            raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
-        return getattr(plots, name)
+        try:
+            return getattr(plots, name)
+        except AttributeError:
+            raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,6 @@ from kvpolicy.cli.layers import layer_facts, layer_table
 from kvpolicy.cli.models import dtype_of
 from kvpolicy.cli.printing import as_json, paragraph, size, table
 from kvpolicy.cli.words import POLICY, TINY, Batch, Config, Json, New, Policy, Prompt
-from kvpolicy.planning.result import NOT_MEASURED
 from kvpolicy.spec.errors import KVPolicyError
 
 NOT_COUNTED = "Not counted: activations, and a prompt's own cache before it is compressed."
@@ -108,6 +107,8 @@ def render(whole: dict[str, Any], full: int) -> str:
 
 def remarked(whole: dict[str, Any]) -> list[str]:
     """What a reader of the table must know, in sentences."""
+    from kvpolicy.planning.result import NOT_MEASURED
+
     told = [NOT_MEASURED] * (not whole["measured"]) + [whole["note"]] * bool(whole["note"])
     return [f"{text[:1].upper()}{text[1:]}." for text in told]
 

@@ -105,7 +105,7 @@ def test_profile_is_read_again_when_it_changes(tmp_path: Path) -> None:
         ("[1]", "no list of numbers called cosine"),
         ('{"cosine": ["a"], "version": 1}', "no list of numbers"),
         ('{"cosine": [NaN, 1], "version": 1}', "no list of numbers"),
-        ('{"cosine": [0.1, 0.2]}', "has the format None"),
+        ('{"cosine": [0.1, 0.2]}', "must have an integer as its format, got None"),
         ('{"cosine": [0.1, 0.2], "version": 2}', "update kvpolicy"),
         ('{"cosine": [0.1, 0.2], "format": 2, "kvpolicy": "9"}', "written by kvpolicy 9"),
         ('{"cosine": [0.1, 0.2, 0.3], "version": 1}', "with 3 layers and this one has 2"),

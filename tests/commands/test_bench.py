@@ -61,13 +61,13 @@ def test_the_checks_see_a_difference() -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("bench nonsense", "no strategy called"),
+        ("bench nonsense", "got 'nonsense'"),
         ("bench full --model no/such/folder", "'no/such/folder' cannot be loaded"),
         ("bench full --device nonsense", "device 'nonsense' is not known"),
         ("bench full --device meta", "device 'meta' holds no numbers"),
         ("bench full --dtype nonsense", "dtype 'nonsense'"),
         ("bench full --rounds 0", "--rounds"),
-        (f"bench streaming:sinks=90@0.5 {FEW}", "too few for"),
+        (f"bench streaming:sinks=90@0.5 {FEW}", "budget must be at least 91 tokens for"),
     ],
 )
 def test_what_the_user_can_put_right(line: str, told: str, run: Run) -> None:

@@ -106,7 +106,7 @@ def test_a_bug_shows_where_it_is(error: Exception, monkeypatch: pytest.MonkeyPat
 def test_a_type_error_that_kvpolicy_thought_of_is_told() -> None:
     with pytest.raises(TypeError) as caught:
         kvpolicy.Policy(selector=kvpolicy.H2O)  # pyright: ignore[reportArgumentType]
-    assert "give an instance" in sentence(caught.value)
+    assert "must be an instance" in sentence(caught.value)
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

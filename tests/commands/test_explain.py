@@ -80,13 +80,13 @@ def test_a_selector_of_others_that_ranks_only_what_it_saw(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("nonsense", "no strategy called"),
+        ("nonsense", "got 'nonsense'"),
         ("tiny snapkv", "tiny is a model and stands in the policy's place: write kvpolicy explain POLICY tiny."),
-        ("kivi@0.2", "no selector says which to keep"),
-        ("streaming@3", "the smallest that works is 5"),
-        ("window@0.2 no/such/model", "config of no/such/model"),
+        ("kivi@0.2", "must have a selector"),
+        ("streaming@3", "at least 5 tokens"),
+        ("window@0.2 no/such/model", "got no/such/model"),
         ("csr llama-2-70b", "made for another model"),
-        ("window@1B", "too small"),
+        ("window@1B", "budget must be at least"),
         ("full tiny --dtype int8", "dtype 'int8' is not known"),
         ("full tiny --dtype Tensor", "dtype 'Tensor' is not known"),
     ],

@@ -189,8 +189,8 @@ def test_interrupted(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("a --policy nonsense", "no strategy called 'nonsense'"),
-        ("a --compare nonsense", "no strategy called 'nonsense'"),
+        ("a --policy nonsense", "got 'nonsense'"),
+        ("a --compare nonsense", "got 'nonsense'"),
         ("a --model FOLDER", "cannot be loaded"),
         ("a --model llama-3-70b", "only its config ships"),
         ("a --model FOLDER/t5", "it is no decoder-only causal language model."),

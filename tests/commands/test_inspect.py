@@ -213,10 +213,10 @@ def test_the_page_does_without_matplotlib(
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("a --policy nonsense", "no strategy called 'nonsense'"),
+        ("a --policy nonsense", "got 'nonsense'"),
         ("a=1 --policy full --layer 8", "no layer 8 under the policy: give one of 0-7"),
         ("a=1 --policy full --html FOLDER/no/page.html", "No such file or directory"),
-        ("a=1 --policy streaming:sinks=1@0.3", "too few"),
+        ("a=1 --policy streaming:sinks=1@0.3", "budget must be at least 2 tokens"),
         ("a --model FOLDER", "cannot be loaded"),
         ("a --new 2048", "2,048 positions"),
     ],
