@@ -156,6 +156,6 @@ def _load(name: str, target: str) -> type[Any]:
         found: object = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise KVPolicyError(f"The strategy {name!r} could not be imported from {target}: {error}.") from error
-    if not isinstance(found, type):
+    if not isinstance(found, type):  # such as a module or a function
         raise KVPolicyError(f"The strategy {name!r} must be a class, got {target}.")
     return found

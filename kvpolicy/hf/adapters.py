@@ -134,6 +134,7 @@ class KVPressScorer:
                 f"{self._name} must run on one rank, since it may depend on all heads, got {view.ranks.size}; try a "
                 "selector of kvpolicy."
             )
+        # Scores of different calls are not comparable, and fp16 scores may have ties; ranks within a call are exact.
         rank = torch.zeros_like(state.score)
         for rows, count, keep in self._calls(seen, view):
             score = self._ask(seen, view, rows, count, keep)

@@ -62,6 +62,7 @@ def find_sites(model: nn.Module) -> Sites:
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
     if not found or len(decoders) != 1:
         raise no_single_stack(type(model).__name__)
+    # Two attention modules of one layer index are self-attention and cross-attention.
     not_self = any(
         getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
         for site in found
@@ -75,6 +76,7 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
     """Weight fingerprint: `count` samples of the first attention matrix; None if it is quantized."""
     for parameter in site.attention.parameters():
         if parameter.dim() == 2 and parameter.is_floating_point() and parameter.device.type != "meta":
+            # In float64: float32 indices would be inexact in matrices of more than 2^24 elements.
             flat = parameter.detach().flatten()
             return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()].float().cpu()
     return None

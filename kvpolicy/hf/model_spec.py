@@ -77,6 +77,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"A JetMoE must have one expert per token, got {text.num_experts_per_tok}: it repeats its KV heads for "
             "each of them, and a policy would store every copy."
         )
+    # GPT-NeoX and others are causal with is_decoder=False, so it counts only for models that predict masked tokens.
     if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
         raise KVPolicyError(
             f"The model must be a decoder-only causal language model, got {text.model_type}, which is not causal."
@@ -85,6 +86,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         raise KVPolicyError(
             f"The config must have at least one layer, got {text.num_hidden_layers} for {text.model_type}."
         )
+    # A vision tower or other parts have configs of their own; only the text decoder has the cache.
     evictable, windows = _sort_layers(text)
     wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):
@@ -141,7 +143,7 @@ def _layer_configs(text: Any) -> list[Any]:
 def _size(text: Any) -> tuple[int, int]:
     """KV heads and head dimension of a layer."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.model_type == "falcon":
+    if text.model_type == "falcon":  # its older architecture ignores num_kv_heads
         heads = text.num_kv_heads
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
@@ -166,6 +168,8 @@ def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
     """The layers that a policy can manage, and the sliding windows of the others, by layer."""
     evictable: list[int] = []
     windows: dict[int, int] = {}
+    # transformers decides the kind of each layer's cache, so ask it instead of reading `layer_types`. Its cache is
+    # empty if all layers are of the default kind.
     stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     for index, layer in enumerate(stock):
         if type(layer) is DynamicLayer:

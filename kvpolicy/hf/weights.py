@@ -65,6 +65,7 @@ def weights_per_rank(
     model = _skeleton(config)
     rule = _whole if tp == 1 else {"deepspeed": _autotp, "hf": _own_plan}[backend]
     parts = list(rule(model, tp))
+    # Which rank holds the most depends on all parameters together, so each is counted for every rank first.
     fullest = max(range(tp), key=lambda rank: sum(part.held[rank] for part in parts))
     size = {
         whole: sum(part.held[fullest] for part in parts if part.whole is whole) * dtype.itemsize
@@ -103,7 +104,7 @@ def _own_plan(model: Any, tp: int) -> Iterator[Held]:
             continue
         pieces = 2 if style.startswith("packed") and parameter.dim() > 1 else 1  # gate and up are sharded separately
         size = parameter.shape[dim] // pieces
-        each = -(-size // tp)
+        each = -(-size // tp)  # rounded up: the last ranks hold less, or nothing
         yield _cut(parameter, dim, [pieces * max(min(each, size - each * rank), 0) for rank in range(tp)])
 
 
@@ -131,6 +132,7 @@ def _autotp_can(config: Any, tp: int) -> bool:
 
 def _style(name: str, plan: dict[str, str]) -> str:
     """The style of a parameter in a plan: its own, or that of its module."""
+    # Plans name layers by a wildcard: "model.layers.*.self_attn.q_proj".
     generic = re.sub(r"\.\d+(?=\.)", ".*", name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0]) or ""
 

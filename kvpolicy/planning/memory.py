@@ -46,6 +46,7 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     slots = layout.slots
     heads = shape.heads
     dim = shape.head_dim
+    # The same tensors as in the cache: a difference would make plans wrong, and is found by the tests of bytes.
     exact = torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device="meta")
     stages = zip(policy.codec.stages, layout.coded, strict=False)
     codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)

@@ -109,6 +109,7 @@ def _divide_tokens(
     room = torch.zeros_like(prompt)
     if grows:
         room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
+    # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
@@ -141,6 +142,7 @@ def _divide_bytes(
             f"The budget must be at least {smallest}B for {batch} row(s) of this model under {policy.selector}, which "
             f"is {low} token(s) per layer, got {policy.budget}."
         )
+    # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
     high = min(limit, MAX_SIZE) if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2

@@ -112,6 +112,7 @@ def report_html(report: Report) -> str:
     kinds = [kind for kind, size in totals.items() if size]
     managed = [layer for layer in report.layers if layer.budget]
     unmanaged = sum(sum(layer.nbytes.values()) for layer in report.layers if not layer.budget)
+    # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
     rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
@@ -163,6 +164,7 @@ def make_report(cache: CacheSource) -> Report:
         elif not layer.is_initialized:
             layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
         else:
+            # Heads of a row may keep different numbers of tokens, but never more than the budget.
             kept = (layer.positions >= 0).sum(-1).amax(-1)
             layers.append(
                 LayerReport(

@@ -113,7 +113,8 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     for group, text in _whole(tokenizer, ids):
         piece = text
         if before:  # decoded in context, because a tokenizer may drop a leading space
-            start, both = _decode(tokenizer, before), _decode(tokenizer, [*before, *group])
+            start = _decode(tokenizer, before)
+            both = _decode(tokenizer, [*before, *group])
             piece = both[len(start) :] if both.startswith(start) else text
         found += [*(_bytes(tokenizer, token) for token in group[:-1]), piece]
         before = group
@@ -126,7 +127,7 @@ def _whole(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[list[int], str]
     for token in ids:
         group.append(int(token))
         text = _decode(tokenizer, group)
-        if not text.endswith("\ufffd"):
+        if not text.endswith("\ufffd"):  # the replacement character marks an incomplete sequence of bytes
             yield group, text
             group = []
         elif len(group) == 4:  # no UTF-8 character has more bytes

@@ -138,8 +138,8 @@ def waterfill(target: Tensor, total: Tensor, floor: int, ceiling: Tensor) -> Ten
         [[6, 5, 1]]
     """
     targets = cast("list[list[float]]", target.tolist())  # pyright: ignore[reportUnknownMemberType]
-    totals, ceilings = _ints(total), _ints(ceiling)
-    filled = [_fill_row(*row, floor) for row in zip(targets, totals, ceilings, strict=True)]
+    rows = zip(targets, _ints(total), _ints(ceiling), strict=True)
+    filled = [_fill_row(*row, floor) for row in rows]
     return torch.tensor(filled, dtype=torch.int64, device=target.device).reshape(target.shape)
 
 
@@ -151,6 +151,7 @@ def _fill_row(target: list[float], total: int, ceiling: int, floor: int) -> list
     # Plain floats, row by row: a vectorized sum may round a row differently next to other rows.
     layers = len(target)
     if total >= layers * ceiling:
+        # Every layer gets the most it can use. The surplus is divided evenly, so that the sum stays exact.
         each, odd = divmod(total - layers * ceiling, layers)
         return [ceiling + each + (index < odd) for index in range(layers)]
     if total < layers * floor:
@@ -166,6 +167,7 @@ def _fractions(target: list[float], total: int, floor: int, ceiling: int) -> lis
     result = [0.0] * len(target)
     free = set(range(len(target)))
     rest = float(total)
+    # Each pass fixes at least one layer at a bound, so there are at most as many passes as layers.
     while free:
         mass = math.fsum(target[index] for index in free)
         for index in free:

@@ -88,6 +88,7 @@ def _part(text: str) -> tuple[Kind, Any]:
         terms.append((name, kind, cls, options))
         if len(terms) > _MAX_TERMS:
             raise KVPolicyError(f"A part must nest at most {_MAX_TERMS} strategies, got {shorten(text)!r}.")
+    # From the innermost term outwards, since a strategy is created with its base.
     inner: dict[str, Any] = {}
     for name, _, cls, options in reversed(terms):
         inner = {"base": _build(name, cls, options | inner)}
@@ -101,11 +102,12 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
     if not name.strip():
         raise KVPolicyError(f"The name of a strategy must not be empty, got {shorten(text)!r}; try 'kvcrush/h2o'.")
     kind, cls = lookup(name)
-    rest, inner = text[len(name) :], None
+    rest = text[len(name) :]
+    inner: str | None = None
     if "base" in _fields(cls):
         rest, slash, after = rest.partition("/")
         inner = after if slash else None
-    elif rest.startswith("/"):
+    elif rest.startswith("/"):  # not an option, since the values of options come after ':'
         raise KVPolicyError(
             f"The left side of '/' must be a strategy that wraps another, got {name!r}; use '+' between parts."
         )
@@ -147,6 +149,7 @@ def _build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
 
 def _value(where: str, hint: Any, text: str) -> Any:
     """A value of the field type `hint`."""
+    # Constants come first: in a field of type `str | None`, "none" is None, and "%6Eone" is the string.
     constants, value_types = _choices(hint)
     for constant in constants:
         if _show_constant(constant) == text:
@@ -207,7 +210,7 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
             f"{type(value).__name__}; keep the policy as an object."
         )
     text = quote(value, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
-    taken = text in [_show_constant(constant) for constant in constants]  # the file "none" is not None
+    taken = text in [_show_constant(constant) for constant in constants]  # a file called "none" is not None
     return f"%{ord(text[0]):02X}{text[1:]}" if taken else text
 
 

@@ -34,7 +34,7 @@ def part(kind: Kind, whole: tuple[int, ...], heads: Heads, rank: int, size: int)
     if kind == "even":
         return Part(outputs, [divided(whole[outputs], rank, size)])
     if kind == "halves":
-        half = whole[outputs] // 2
+        half = whole[outputs] // 2  # gate and up, each sharded for itself
         own = divided(half, rank, size)
         return Part(outputs, [own, range(own.start + half, own.stop + half)])
     return Part(outputs, [_rows(units, heads.dim) for units in _units(kind, heads)])
@@ -113,7 +113,7 @@ def slots(model: Any, family: Family, heads: Heads, rank: int, size: int) -> dic
         whole = tuple(parameter.shape)
         owner, _, leaf = name.rpartition(".")
         kind = divided.get(name) or divided.get(owner)
-        if name == f"{head_name}.weight":
+        if name == f"{head_name}.weight":  # AutoTP shards the head over its inputs
             found[name] = Slot(whole, Part(1, [even(whole[1], rank, size)]))
         elif kind is None or (leaf == "bias" and kind in SUMMED):
             found[name] = Slot(whole, None)

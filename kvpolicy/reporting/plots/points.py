@@ -58,6 +58,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
         family, layered = _family(method)
         if not family:
             continue
+        # A family keeps its color; when the colors repeat, the markers shift, so that no style occurs twice.
         number = families.setdefault(family, len(families))
         at = number % len(PALETTE)
         found[method] = Look(PALETTE[at], MARKERS[(at + number // len(PALETTE)) % len(MARKERS)], layered)

@@ -56,6 +56,7 @@ def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], 
         >>> pareto([(0.1, 0.5), (0.2, 0.4), (0.4, 0.9)], cost=lambda one: one[0], worth=lambda one: one[1])
         [(0.1, 0.5), (0.4, 0.9)]
     """
+    # In this order an item is dominated if and only if the last one on the front has at least its worth.
     chosen = list[T]()
     for item in sorted(items, key=lambda item: (cost(item), -worth(item))):
         last = chosen[-1] if chosen else item

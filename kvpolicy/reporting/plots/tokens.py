@@ -88,6 +88,7 @@ def held_shares(cache: CacheSource, row: int = 0, head: int | None = None, colum
     chosen = slice(None) if head is None else slice(check_index("head", head, heads), head + 1)
     seen = max(int(layer.length[at]) for layer in cache.policy_layers)
     width = max(1, min(seen, columns))
+    # Position p is in column p * width // seen; `sizes` counts the positions of each column, to take means.
     sizes = np.maximum(np.bincount(np.arange(seen) * width // max(seen, 1), minlength=width), 1)
     table = np.full((len(cache.layers), width), np.nan)
     for layer in cache.policy_layers:
