@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from kvpolicy.hf.attach import attach as attach
     from kvpolicy.hf.cache import PolicyCache as PolicyCache
     from kvpolicy.hf.embedded import tiny as tiny
-    from kvpolicy.hf.weights import Weights as Weights
+    from kvpolicy.hf.plan import plan as plan
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
-    from kvpolicy.planning.planner import plan as plan
+    from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.selectors.full import KeepAll as KeepAll
@@ -78,7 +78,7 @@ _LAZY = {
     "KVPolicyStateError": "kvpolicy.spec.errors",
     "KVPolicyTypeError": "kvpolicy.spec.errors",
     "KVPolicyWarning": "kvpolicy.spec.errors",
-    "plan": "kvpolicy.planning.planner",
+    "plan": "kvpolicy.hf.plan",
     "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
     "profile": "kvpolicy.calibration.layer_profile",
@@ -90,7 +90,7 @@ _LAZY = {
     "StreamingLLM": "kvpolicy.selectors.streaming",
     "TOVA": "kvpolicy.selectors.tova",
     "SlidingWindow": "kvpolicy.selectors.window",
-    "Weights": "kvpolicy.hf.weights",
+    "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",
 }
 """Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""

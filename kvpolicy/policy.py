@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, fields, is_dataclass
+from html import escape
 from typing import Any
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
 from kvpolicy.registry import Kind
-from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.fields import check_instance
+from kvpolicy.spec.tables import Cells, section, table
+from kvpolicy.spec.validation import check_instance
 
 DEFAULT_SHARE = 0.2
 """The budget of a policy that names a selector and no budget."""
@@ -126,14 +128,16 @@ class Policy:
         try:
             return grammar.show(parts, budget) if parts else _IDENTITY[0]
         except ValueError:
-            return notebook.parts_words(self)
+            return _constructor(self)
 
     def __repr__(self) -> str:
         """What makes it again."""
-        return notebook.policy_words(self)
+        spec = str(self)
+        constructor = _constructor(self)
+        return constructor if spec == constructor else f"Policy.parse({spec!r})"
 
     def _repr_html_(self) -> str:
-        return notebook.policy_html(self)
+        return policy_html(self)
 
     @property
     def decode(self) -> DecodeMode:
@@ -166,6 +170,32 @@ class Policy:
                 f"The budget of {budget} tokens is too small for {self.selector}: "
                 f"the smallest that works is {self.selector.min_tokens}."
             )
+
+
+def policy_html(policy: Policy) -> str:
+    """An HTML table of a policy's parts: what each does, and its parameters."""
+    rows = [_part_cells(kind, getattr(policy, kind)) for kind in _PROTOCOLS]
+    rows.append(("budget", escape(str(policy.budget)), _budget_unit(policy.budget), ""))
+    columns = ("", "part", "what it does", "with")
+    return section(f"policy <code>{escape(str(policy))}</code>", table(columns, rows, text_columns=4))
+
+
+def _constructor(policy: Policy) -> str:
+    """The expression that makes a policy again, for parts that have no registered name."""
+    return f"Policy({', '.join(f'{field.name}={getattr(policy, field.name)!r}' for field in fields(policy))})"
+
+
+def _part_cells(kind: str, part: Any) -> Cells:
+    summary = (inspect.getdoc(type(part)) or "").partition("\n\n")[0]
+    options = fields(part) if is_dataclass(part) else ()
+    values = ", ".join(f"{option.name}={getattr(part, option.name)}" for option in options)
+    return kind, escape(type(part).__name__), escape(" ".join(summary.split())), escape(values)
+
+
+def _budget_unit(budget: Budget) -> str:
+    if isinstance(budget, str):
+        return "bytes of the whole cache"
+    return "tokens per layer on average" if isinstance(budget, int) else "of each prompt's tokens"
 
 
 def _check_part(kind: Kind, part: object) -> None:

@@ -71,7 +71,7 @@ def test_a_sweep(tmp_path: Path) -> None:
 
 
 def test_a_comparison_and_a_card(tmp_path: Path) -> None:
-    from kvpolicy_eval.gpu import read_results
+    from kvpolicy_eval.gpu.results import read_results
     from kvpolicy_eval.peers.command import read
 
     path = tmp_path / "peers.json"

@@ -47,7 +47,7 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
     Returns:
         What each parameter is to be filled with.
     """
-    from kvpolicy.hf.model_spec import find_sites
+    from kvpolicy.hf.discovery import find_sites
 
     deepspeed = engine()
     block = type(find_sites(model).layers[0].block)
@@ -127,7 +127,7 @@ def _resize(model: nn.Module, own: dict[str, Slot], dtype: torch.dtype, device: 
 
 def _tell_heads(model: Any, heads: Heads) -> None:
     """Let attention modules know their own number of heads, where they keep one."""
-    from kvpolicy.hf.model_spec import find_sites
+    from kvpolicy.hf.discovery import find_sites
 
     own = {"queries": len(heads.queries), "keys": len(heads.keys)}
     configs: dict[int, Any] = {}

@@ -14,7 +14,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
-from kvpolicy.spec.fields import check_fields, check_instance
+from kvpolicy.spec.validation import check_fields, check_instance
 
 
 @runtime_checkable

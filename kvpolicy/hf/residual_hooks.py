@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.model_spec import Site
+from kvpolicy.hf.discovery import Site
 
 
 def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Callable[[], None]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.hf.model_spec import Site
+from kvpolicy.hf.discovery import Site
 from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")

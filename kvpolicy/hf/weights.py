@@ -5,45 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from kvpolicy.parallel.sharding import FAMILIES, Heads, check_family, slots
+from kvpolicy.hf.heads import check_shardable, heads_of
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.parallel.sharding import FAMILIES, slots
+from kvpolicy.parallel.weights import Weights
 from kvpolicy.spec.errors import KVPolicyError
 
 BACKENDS = ("deepspeed", "hf")
 """Who may divide a model: DeepSpeed's AutoTP as `kvpolicy_deepspeed` loads it, or transformers' own plan."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """Bytes of weights on the fullest rank.
-
-    Attributes:
-        backend: Who divides the model.
-        tp: Over how many ranks.
-        replicated: Bytes that every rank holds.
-        sharded: This rank's part of the bytes that are divided.
-
-    Examples:
-        >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128)
-        >>> weights_per_rank(config, tp=2, backend="hf", dtype=torch.bfloat16)
-        Weights(backend='hf', tp=2, replicated=640, sharded=4177920)
-    """
-
-    backend: str
-    tp: int
-    replicated: int
-    sharded: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on this rank."""
-        return self.replicated + self.sharded
 
 
 class Held(NamedTuple):
@@ -74,14 +48,18 @@ def weights_per_rank(
 
     Raises:
         KVPolicyError: Where the backend is unknown, or cannot divide this model over so many ranks.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, hidden_size=64, intermediate_size=128)
+        >>> weights_per_rank(config, tp=2, backend="hf", dtype=torch.bfloat16)
+        Weights(backend='hf', tp=2, replicated=640, sharded=4177920)
     """
     if backend not in BACKENDS:
         raise KVPolicyError(f"The backend {backend!r} is not known: use {' or '.join(BACKENDS)}.")
     if tp < 1:
         raise KVPolicyError(f"A model cannot be divided over {tp} ranks: give at least 1.")
     if dtype is None:
-        from kvpolicy.hf.model_spec import describe
-
         dtype = describe(config).shape.dtype
     model = _skeleton(config)
     rule = _whole if tp == 1 else {"deepspeed": _autotp, "hf": _own_plan}[backend]
@@ -130,8 +108,6 @@ def _own_plan(model: Any, tp: int) -> Iterator[Held]:
 
 def _check_plan(model: Any, tp: int) -> None:
     """Raise where the model's plan leaves the KV heads whole, or cannot divide them."""
-    from kvpolicy.hf.model_spec import describe
-
     heads, kind = describe(model.config).shape.heads, model.config.model_type
     projections = ("k_proj", "qkv_proj", "query_key_value")
     if not any(name.endswith(projections) and style == "colwise" for name, style in model.tp_plan.items()):
@@ -146,7 +122,7 @@ def _check_plan(model: Any, tp: int) -> None:
 
 def _autotp_can(config: Any, tp: int) -> bool:
     try:
-        check_family(config, "deepspeed", tp)
+        check_shardable(config, "deepspeed", tp)
     except ValueError:
         return False
     return True
@@ -169,9 +145,9 @@ def _dim(style: str, name: str, dims: int) -> int | None:
 
 def _autotp(model: Any, tp: int) -> Iterator[Held]:
     """As `kvpolicy_deepspeed` lets AutoTP divide it: linears of the layers, the head, and experts that are fused."""
-    check_family(model.config, "deepspeed", tp)
+    check_shardable(model.config, "deepspeed", tp)
     family = FAMILIES[model.config.model_type]
-    ranks = [slots(model, family, Heads.of(model.config, rank, tp), rank, tp) for rank in range(tp)]
+    ranks = [slots(model, family, heads_of(model.config, rank, tp), rank, tp) for rank in range(tp)]
     for name, slot in ranks[0].items():
         yield Held(tuple(math.prod(own[name].shape) for own in ranks), slot.part is None)
 

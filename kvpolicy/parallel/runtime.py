@@ -74,7 +74,7 @@ def share(model: nn.Module, group: Group = None, *, replicas: int = 1, weights: 
         model: The part of this rank.
         group: The `torch.distributed` group of the ranks; all by default.
         replicas: How many ranks hold each KV head; they stand next to each other.
-        weights: `kvpolicy.families.sample_weights` of the whole model, [64].
+        weights: `kvpolicy.hf.discovery.sample_weights` of the whole model, [64].
 
     Raises:
         KVPolicyError: Where the ranks are no multiple of `replicas`.

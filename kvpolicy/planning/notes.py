@@ -30,7 +30,7 @@ def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: T
     return "; ".join(filter(None, (_few(policy, keep, prompt), even, _exact(policy, layers))))
 
 
-def behind(prompt: Tensor, new: int, trained: int | None) -> str:
+def beyond_trained_length(prompt: Tensor, new: int, trained: int | None) -> str:
     """Rows whose text goes behind the positions that a rotary embedding was trained for."""
     late = prompt + new > (trained or prompt + new)
     if not bool(late.any()):

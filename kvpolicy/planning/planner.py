@@ -1,23 +1,20 @@
-"""How many tokens and bytes a policy takes, before anything runs."""
+"""Dividing a policy's budget among layers, and the bytes that this makes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.planning.memory import layer_bytes, planned_resident
-from kvpolicy.planning.notes import behind, remarks
-from kvpolicy.planning.result import CachePlan, LayerPlan
+from kvpolicy.engine.capacity import growth
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
+from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.sizes import MOST, check_sizes, each_row
-
-ROOM = 256
-"""Tokens of room that a growing cache takes at a time where it is not told how many will come."""
+from kvpolicy.spec.validation import MAX_SIZE
 
 START = 4096
 """Tokens behind the prompt that have slots at once, where the budget is larger and nobody said how many will come."""
@@ -62,7 +59,7 @@ def divide(
         return _divide_bytes(policy, metrics, prompt, end, shapes, other)
     floor = policy.selector.min_tokens
     if isinstance(policy.budget, int):
-        base = torch.full_like(prompt, min(policy.budget, MOST))
+        base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
     else:
         base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
@@ -98,7 +95,7 @@ def _divide_tokens(
     keep = policy.allocator.budgets(metrics, base * layers, floor, ceiling, layers)
     room = torch.zeros_like(prompt)
     if grows:
-        room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
+        room = growth(prompt) if end is None else (end - prompt).clamp_min(0)
     last = prompt + start if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
@@ -109,11 +106,11 @@ def _divide_bytes(
     """The most tokens per layer whose bytes fit, by bisection."""
     limit = bytes_of(str(policy.budget))
 
-    def attempt(base: int, start: int = MOST) -> tuple[Tokens, int]:  # all that it may ever hold must fit
+    def attempt(base: int, start: int = MAX_SIZE) -> tuple[Tokens, int]:  # all that it may ever hold must fit
         tokens = _divide_tokens(policy, metrics, torch.full_like(prompt, base), prompt, end, len(shapes), start)
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
-        return tokens, other + sum(sizes)
+        return tokens, other + DIGEST_NBYTES * len(prompt) + sum(sizes)
 
     low = policy.selector.min_tokens
     _, size = attempt(low)
@@ -122,7 +119,7 @@ def _divide_bytes(
             f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
             f"the smallest that works is {size}B, {low} token(s) per layer."
         )
-    high = min(limit, MOST) if end is None else int(end.max())
+    high = min(limit, MAX_SIZE) if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2
         if attempt(middle)[1] <= limit:
@@ -140,77 +137,7 @@ def plan_layers(
     for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
         layout = policy.codec.layout(most)
         sizes = dict(layer_bytes(policy, batch, shape, layout))
+        if not plans:
+            sizes["counters"] += DIGEST_NBYTES * batch
         plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
     return tuple(plans)
-
-
-def plan(
-    config: Any,
-    policy: Policy | str,
-    *,
-    batch: int = 1,
-    prompt: int | list[int] = 4096,
-    new: int = 0,
-    dtype: torch.dtype | None = None,
-    tp: int = 1,
-    backend: str | None = None,
-) -> CachePlan:
-    """Say from a config alone, without weights, what a policy's cache will hold.
-
-    Args:
-        config: A transformers config, a model, or a name that `config_of` finds.
-        policy: A policy or its words.
-        batch: Rows.
-        prompt: Tokens of each row's prompt, one number or one per row.
-        new: Tokens to be generated.
-        dtype: Of keys and values; the config's own by default.
-        tp: Ranks of tensor parallelism; the plan is of one rank, the fullest.
-        backend: Who divides the weights, `deepspeed` or `hf`, to count them too.
-
-    Returns:
-        The plan; `.nbytes` is what the cache then holds, `.weights` what the model holds beside it.
-
-    Raises:
-        KVPolicyError: If the budget is too small, a size is out of range, or the model cannot be used with a policy.
-        KVPolicyTypeError: Where a size is no whole number, or the config or the policy is none.
-
-    Examples:
-        >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
-        >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
-        >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
-        (250, 132048, 512000)
-        >>> on_two = plan(config, "window@0.25", prompt=1000, tp=2, backend="hf", dtype=torch.float32)
-        >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
-        (66048, 16696576, 16004, 4129)
-    """
-    from kvpolicy.hf.embedded import as_config
-    from kvpolicy.hf.model_spec import check_class, describe
-    from kvpolicy.hf.rotary_lookup import trained_positions
-    from kvpolicy.hf.weights import weights_per_rank
-
-    policy = Policy.of(policy)
-    config = as_config(config)
-    check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
-    lengths = each_row(prompt, batch)
-    model = describe(config, dtype, tp)
-    check_class(config)
-    policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
-    size = torch.tensor(lengths, dtype=torch.int64)
-    shapes = [model.shape] * len(model.evictable)
-    alone = model.alone_bytes(batch, max(lengths) + new)
-    online = bool(policy.allocator.layer_metric)
-    metrics = torch.ones(batch, len(shapes)) if online else None
-    tokens = divide(policy, metrics, size, size + new, shapes, sum(alone.values()))
-    full = model.token_bytes() * sum(n + new for n in lengths) * len(shapes) + sum(alone.values())
-    weights = weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None
-    layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
-    notes = (
-        remarks(policy, layers, tokens.keep, size, measured=not online),
-        behind(size, new, trained_positions(config)),
-    )
-    return CachePlan(
-        policy=policy, batch=batch, tp=tp, weights=weights, left_alone=alone, full_nbytes=full, measured=not online,
-        layers=layers, note="; ".join(filter(None, notes)),
-        resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
-    )  # fmt: skip

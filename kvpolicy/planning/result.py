@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
-from kvpolicy.hf.weights import Weights
+from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.reporting import rich_repr as notebook
+from kvpolicy.spec.tables import byte_cells, count, format_bytes, layer_table, resident_note, section, size_summary
+
+NOT_MEASURED = (
+    "layers are shown alike: the allocator measures them in the prompt; a row's tokens add up to the same, but bytes "
+    "may differ with a codec, and be more with several rows, since a layer has slots for the row with the most"
+)
+"""The note of a plan whose allocator has yet to measure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +90,11 @@ class CachePlan:
 
     def __repr__(self) -> str:
         """One line: policy, layers and bytes."""
-        return notebook.sizes_words(self)
+        layers = count(len(self.layers), "layer")
+        return f"CachePlan({self.policy}, {layers}, {size_summary(self.nbytes, self.full_nbytes)})"
 
     def _repr_html_(self) -> str:
-        return notebook.plan_html(self)
+        return plan_html(self)
 
     def __str__(self) -> str:
         """A table of tokens and bytes per layer."""
@@ -96,9 +104,9 @@ class CachePlan:
             lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
         lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
         if not self.measured:
-            lines.append(notebook.NOT_MEASURED)
+            lines.append(NOT_MEASURED)
         if self.resident_nbytes:
-            lines.append(f"beside the cache, calibrated and the model's own: {self.resident_nbytes:,} bytes")
+            lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
         if self.weights:
             lines.append(
                 f"weights on each of {self.tp} rank(s) by {self.weights.backend}: {self.weights.nbytes:,} bytes"
@@ -106,6 +114,28 @@ class CachePlan:
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
+
+
+def plan_html(plan: CachePlan) -> str:
+    """An HTML table of a plan by layer: tokens, bytes by kind, and their share of the full cache's."""
+    by_kind = plan.by_kind()
+    kinds = [kind for kind, size in by_kind.items() if size]
+    full = (plan.full_nbytes - sum(plan.left_alone.values())) // max(1, len(plan.layers))
+    rows = [(layer.layer_idx, (f"{layer.tokens:,}", *byte_cells(layer.nbytes, kinds, full))) for layer in plan.layers]
+    for index, size in plan.left_alone.items():
+        rows.append((index, ("left alone", *byte_cells({"left alone": size}, kinds, 0))))
+    head = ("layer", "budget", *kinds, "total", "of full")
+    last = ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+    notes = [] if plan.measured else [NOT_MEASURED]
+    if plan.resident_nbytes:
+        notes.append(resident_note(format_bytes(plan.resident_nbytes)))
+    if plan.note:
+        notes.append(escape(plan.note))
+    title = f"<code>{escape(str(plan.policy))}</code>, {count(plan.batch, 'row')}: "
+    title += size_summary(plan.nbytes, plan.full_nbytes)
+    if plan.tp > 1:
+        title += f" on each of {plan.tp} ranks"
+    return section(title, layer_table(head, sorted(rows), last), *notes)
 
 
 def _rows(memory: int, nbytes: int, batch: int) -> int:

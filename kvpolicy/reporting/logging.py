@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvpolicy.policy import Policy
+from kvpolicy.reporting.sources import CacheSource, ShapeSource
 from kvpolicy.spec.errors import KVPolicyWarning
-
-if TYPE_CHECKING:
-    from kvpolicy.hf.cache import PolicyCache
-    from kvpolicy.hf.model_spec import ModelShape
-    from kvpolicy.policy import Policy
 
 log: logging.Logger = logging.getLogger("kvpolicy")
 log.addHandler(logging.NullHandler())
 
 
-def tell_attached(model: Any, policy: Policy, shape: ModelShape) -> None:
+def tell_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
     """Log that a policy was attached, and which layers it leaves alone."""
     alone = f", {len(shape.left_alone)} sliding-window layers left alone" if shape.left_alone else ""
     log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), alone)
@@ -36,7 +33,7 @@ def tell_detached(model: Any, policy: Policy) -> None:
     log.info("detached %s from %s", policy, type(model).__name__)
 
 
-def tell_settled(cache: PolicyCache) -> None:
+def tell_settled(cache: CacheSource) -> None:
     """Log the tokens of each layer after a prompt, and the bytes."""
     plan = cache.plan
     if plan is not None and log.isEnabledFor(logging.DEBUG):

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.report import cache_of
+from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.sizes import place_of
+from kvpolicy.spec.validation import place_of
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ class Span:
     seen: bool = True
 
 
-def spans(source: Handle | PolicyCache, tokens: Sequence[str], *, row: int = 0) -> list[Span]:
+def spans(source: HandleSource | CacheSource, tokens: Sequence[str], *, row: int = 0) -> list[Span]:
     """Say of each token of a text which share of the KV heads keeps it, over all layers and in each.
 
     Args:
@@ -71,7 +69,7 @@ def spans(source: Handle | PolicyCache, tokens: Sequence[str], *, row: int = 0) 
     return [Span(text, at, sum(row) / len(row), row, at < seen) for at, (text, row) in pairs]
 
 
-def shares_kept(cache: PolicyCache, row: int = 0) -> tuple[list[Tensor], int]:
+def shares_kept(cache: CacheSource, row: int = 0) -> tuple[list[Tensor], int]:
     """The share of KV heads that keep each position, [N] float64 of each layer, and how many tokens N were seen.
 
     Args:

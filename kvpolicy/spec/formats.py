@@ -35,10 +35,9 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
         KVPolicyError: Where the format is newer, or no whole number.
 
     Examples:
-        >>> check_format({"format": 3, "kvpolicy": "9.0"}, 2, "t.json")
+        >>> check_format({"format": 3, "kvpolicy": "9.0"}, 2, "a.json")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-            ...
-        kvpolicy.KVPolicyError: t.json has format 3, written by kvpolicy 9.0, and this kvpolicy reads up to 2: update kvpolicy.
+        kvpolicy.KVPolicyError: a.json has format 3, written by ...
     """
     number = content.get("format", 0)
     if not isinstance(number, int) or isinstance(number, bool):

@@ -21,7 +21,7 @@ from kvpolicy.registry import Kind, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
-from kvpolicy.spec.fields import check_instance
+from kvpolicy.spec.validation import check_instance
 from kvpolicy.testing.part_checks import check_apart, check_budgets, check_layout, check_reading, check_words, watched
 from kvpolicy.testing.stage_checks import check_stages
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvpolicy.engine.rotary import Rope, SlotRotary
-from kvpolicy.hf.model_spec import find_sites
+from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -105,32 +105,40 @@ FAMILIES: dict[str, Family] = {
 """Families whose division is tested, by the `model_type` of their configs."""
 
 
-def check_family(config: Any, backend: str, size: int) -> None:
-    """Raise KVPolicyError where a backend is not known to give the right numbers for a model on so many ranks."""
-    from kvpolicy.hf.model_spec import describe
+def check_family(model_type: str, backend: str) -> None:
+    """Raise KVPolicyError where a backend is not tested with a family of models.
 
-    kind = config.model_type
+    Examples:
+        >>> check_family("llama", "hf")
+    """
     known = sorted(name for name, family in FAMILIES.items() if backend == "deepspeed" or family.native)
-    if kind not in known:
-        other = ': use backend="deepspeed".' if kind in FAMILIES else "; no other backend divides it either."
-        raise KVPolicyError(f'backend="{backend}" is tested with {", ".join(known)}, and not with {kind}{other}')
-    if getattr(config, "quantization_config", None):
-        raise KVPolicyError("Quantized weights cannot be divided: load a checkpoint in bfloat16, float16 or float32.")
-    queries, keys = int(config.num_attention_heads), describe(config).shape.heads
+    if model_type not in known:
+        other = ': use backend="deepspeed".' if model_type in FAMILIES else "; no other backend divides it either."
+        raise KVPolicyError(f'backend="{backend}" is tested with {", ".join(known)}, and not with {model_type}{other}')
+
+
+def check_heads(model_type: str, backend: str, *, queries: int, keys: int, size: int) -> None:
+    """Raise KVPolicyError where a backend cannot shard so many heads over so many ranks.
+
+    Args:
+        model_type: The family.
+        backend: `deepspeed` or `hf`.
+        queries: Query heads of the model.
+        keys: KV heads of the model.
+        size: The tensor parallel size.
+
+    Examples:
+        >>> check_heads("llama", "deepspeed", queries=8, keys=2, size=4)
+    """
     if backend == "hf" and keys % size:
         raise KVPolicyError(
             f"transformers cannot divide {keys} KV heads over {size} ranks: use "
             'backend="deepspeed", which replicates them, or another number of ranks.'
         )
-    if kind == "falcon":
-        _check_falcon(queries, keys, size)
-    if queries < size:
-        raise KVPolicyError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")
-
-
-def _check_falcon(queries: int, keys: int, size: int) -> None:
-    if keys < size and (size % keys or queries % size):
+    if model_type == "falcon" and keys < size and (size % keys or queries % size):
         raise KVPolicyError(
             f"A Falcon with {queries} query heads and {keys} KV head(s) cannot be divided over {size} ranks: use a "
             f"number of ranks that divides {queries} and is a multiple of {keys}."
         )
+    if queries < size:
+        raise KVPolicyError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.reporting.report import Report, cache_of
+from kvpolicy.reporting.report import Report, cache_of, make_report
+from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
-if TYPE_CHECKING:
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
-
-Source: TypeAlias = "Handle | PolicyCache | Report | CachePlan"
+Source: TypeAlias = HandleSource | CacheSource | Report | CachePlan
 """Whatever knows the tokens and bytes of a cache."""
 
 UNMANAGED = "left alone"
@@ -46,7 +43,7 @@ def settled(source: Any) -> Report | CachePlan:
         return source
     if not isinstance(source, Report):
         try:
-            return cache_of(source).report()
+            return make_report(cache_of(source))
         except TypeError:
             raise KVPolicyTypeError(
                 f"A {type(source).__name__} has no budgets: give a Handle, a PolicyCache, a Report, a CachePlan, or a "

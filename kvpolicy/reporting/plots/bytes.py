@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.plots._sources import UNMANAGED, Source, by_kind, named
 from kvpolicy.reporting.plots._style import GREY, KINDS, canvas, figure_of, legend_above
-from kvpolicy.reporting.rich_repr import in_words, unit_of
+from kvpolicy.spec.tables import byte_unit, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,13 @@ def bytes_by_kind(source: Source | Mapping[str, Source], *, axes: Axes | None = 
     """
     bars = _bars(named(source))
     most = max(sum(kinds.values()) for _, kinds in bars)
-    size, unit = unit_of(most)
+    size, unit = byte_unit(most)
     with canvas(axes, (8.0, 1.1 + 0.32 * len(bars))) as own:
         _draw(own, [kinds for _, kinds in bars], size)
         for place, (_, kinds) in enumerate(bars):
             total = sum(kinds.values())
             own.annotate(
-                in_words(total), (total / size, place), (3, 0), textcoords="offset points", va="center", size=8
+                format_bytes(total), (total / size, place), (3, 0), textcoords="offset points", va="center", size=8
             )
         own.set(xlabel=f"bytes, {unit}", xlim=(0, (most or 1) / size * 1.14), ylim=(len(bars) - 0.4, -0.6))
         own.set_yticks(range(len(bars)), [_fold(name) for name, _ in bars])

@@ -20,6 +20,7 @@ from kvpolicy.reporting.plots._style import (
 )
 from kvpolicy.reporting.plots.heat import heat
 from kvpolicy.reporting.report import cache_of
+from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -27,12 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
-
 
 def layer_similarity(
-    cosines: Handle | PolicyCache | Tensor | Sequence[Sequence[float]],
+    cosines: HandleSource | CacheSource | Tensor | Sequence[Sequence[float]],
     *,
     names: Sequence[str] | None = None,
     axes: Axes | None = None,
@@ -114,10 +112,7 @@ def budgets(source: Source | Mapping[str, Source], *, axes: Axes | None = None) 
 def _rows(cosines: Any) -> list[list[float]]:
     import torch
 
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
-
-    if isinstance(cosines, (Handle, PolicyCache)):
+    if isinstance(cosines, (HandleSource, CacheSource)):
         return _measured(cosines)
     if isinstance(cosines, torch.Tensor):
         cosines = cosines.tolist()
@@ -130,7 +125,7 @@ def _rows(cosines: Any) -> list[list[float]]:
     return rows
 
 
-def _measured(source: Handle | PolicyCache) -> list[list[float]]:
+def _measured(source: HandleSource | CacheSource) -> list[list[float]]:
     policy = source.policy
     if not policy.allocator.layer_metric:
         raise KVPolicyError(

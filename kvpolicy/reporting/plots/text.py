@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvpolicy.reporting.report import cache_of
+from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.reporting.text_rendering import LIGHT, NAMES, Piece, cells, ink, level, share_of, wrapped
 from kvpolicy.reporting.token_spans import pieces as pieces
 from kvpolicy.reporting.token_spans import spans as spans
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.path import Path
-
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
 
 COLUMNS = 80
 """Letters of a line."""
@@ -31,7 +29,7 @@ UNKNOWN = "□"
 
 
 def token_text(
-    source: Handle | PolicyCache,
+    source: HandleSource | CacheSource,
     tokens: Sequence[str],
     *,
     layer: int | None = None,
@@ -80,7 +78,7 @@ def token_text(
     return figure_of(own)
 
 
-def _place(cache: PolicyCache, layer: int) -> int:
+def _place(cache: CacheSource, layer: int) -> int:
     known = [slots.layer_idx for slots in cache.policy_layers]
     if layer not in known:
         raise KVPolicyError(f"There is no layer {layer} under the policy: there are {', '.join(map(str, known))}.")

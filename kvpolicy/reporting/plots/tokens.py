@@ -9,21 +9,19 @@ import numpy as np
 from kvpolicy.reporting.plots._style import SEQUENTIAL, canvas, figure_of, whole_numbers
 from kvpolicy.reporting.plots.heat import field
 from kvpolicy.reporting.report import cache_of
-from kvpolicy.spec.sizes import place_of
+from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.spec.validation import place_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from kvpolicy.hf.attach import Handle
-    from kvpolicy.hf.cache import PolicyCache
 
 COLUMNS = 1024
 """The most columns of a map; of a longer text, several positions share one."""
 
 
 def kept(
-    source: Handle | PolicyCache, *, row: int = 0, head: int | None = None, axes: Axes | None = None
+    source: HandleSource | CacheSource, *, row: int = 0, head: int | None = None, axes: Axes | None = None
 ) -> Figure:  # fmt: skip
     """Draw which positions each layer holds: layers down, positions from left to right.
 
@@ -69,7 +67,7 @@ def kept(
     return figure_of(own)
 
 
-def held_shares(cache: PolicyCache, row: int = 0, head: int | None = None, columns: int = COLUMNS) -> tuple[Any, int]:
+def held_shares(cache: CacheSource, row: int = 0, head: int | None = None, columns: int = COLUMNS) -> tuple[Any, int]:
     """The share of KV heads that hold each position, or the mean of several positions where there are many.
 
     Args:
