@@ -52,12 +52,13 @@ def test_transformers_is_right_on_two_ranks_or_says_what_to_use(tmp_path: Path) 
     assert all('use backend="deepspeed"' in found[name] for name in refused)
 
 
+@pytest.mark.full
 def test_two_kv_heads_are_held_twice_on_four_ranks(tmp_path: Path) -> None:
     found = _run(tmp_path, ["llama", "four experts"], "deepspeed", 4)
     assert all(map(_right, found.values())), found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_deepspeed_is_right_on_four_ranks(tmp_path: Path) -> None:
     found = _run(tmp_path, [*{*NAMED, *MORE} - {"no head"}], "deepspeed", 4)
     assert all(map(_right, found.values())), found

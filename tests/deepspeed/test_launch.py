@@ -15,6 +15,7 @@ import kvpolicy_deepspeed
 from kvpolicy_deepspeed.launch import _status
 from tests.deepspeed.checkpoints import save
 from tests.parallel.launchers import LIMIT, words
+from tests.sampling import product
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parent.parent.parent
@@ -36,7 +37,7 @@ def _launch(launcher: str, *arguments: str) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@product("launcher", ["torchrun", "deepspeed"], sample=[("deepspeed",)])
 def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     status, output = _launch(launcher, save("llama", tmp_path), "deepspeed")
@@ -46,7 +47,7 @@ def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
     assert "AssertionError" not in output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@product("launcher", ["torchrun", "deepspeed"], sample=[("torchrun",)])
 def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str) -> None:
     if launcher == "deepspeed":
         pytest.importorskip("deepspeed")

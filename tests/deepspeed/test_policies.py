@@ -15,9 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from tests.conformance.policies import CODECS, SELECTORS, every, every_pair, words
+from tests.conformance.access import ranks_of, stage_codes
+from tests.conformance.policies import CODECS, SELECTORS, every_pair, words
 from tests.deepspeed.checkpoints import make, save
 from tests.parallel.ranks import run_ranks
+from tests.sampling import pairwise, product
 
 pytest.importorskip("deepspeed")
 PROMPT, STEPS = 25, 8
@@ -25,10 +27,9 @@ BACKENDS = ["deepspeed", "hf"]
 MODELS = ["llama", "mixtral"]
 
 
-def _some() -> list[str]:
-    rows = every(SELECTORS, CODECS)
-    picked = [*rows[: len(CODECS)], ("squeeze", "tova", "plain"), ("squeeze", "kvcrush", "kivi")]
-    return [words(*row) for row in picked]
+ROWS = pairwise(SELECTORS, CODECS)[: len(CODECS)]
+SOME = [words(*row) for row in [*ROWS, ("squeeze", "tova", "plain"), ("squeeze", "kvcrush", "kivi")]]
+SAMPLE = pairwise(MODELS, BACKENDS, SOME)
 
 
 def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
@@ -54,7 +55,7 @@ def _share_of(one: PolicyCache, some: PolicyCache, held: slice) -> tuple[float, 
         for whole, part in zip(where.flatten(0, 1).tolist(), there.flatten(0, 1).tolist(), strict=True):
             kept += len({*whole} & {*part} - {-1})
             all_kept += len({*whole} - {-1})
-        for a, b in zip(left.store.codes, right.store.codes, strict=True):
+        for a, b in zip(stage_codes(left), stage_codes(right), strict=True):
             for x, y in zip(a, b, strict=True):
                 own = x[:, held] if x.shape[1] > 1 else x
                 if x.dtype in (torch.uint8, torch.int8, torch.int16) and own.shape == y.shape:
@@ -73,10 +74,8 @@ def _compare(
     for policy in policies:
         one, logits = _play(alone, policy)
         some, others = _play(model, policy)
-        found[policy] = (
-            *_share_of(one, some, some.policy_layers[0].store.ranks.held),
-            float((logits - others).abs().max()),
-        )
+        held = ranks_of(some.policy_layers[0]).held
+        found[policy] = (*_share_of(one, some, held), float((logits - others).abs().max()))
         planned = kvpolicy.plan(
             alone.config, policy, batch=2, prompt=[PROMPT, PROMPT - PROMPT // 2], new=STEPS, tp=world,
             dtype=getattr(torch, dtype),
@@ -109,7 +108,7 @@ def _check(results: Any) -> None:
         assert sum(share == 1 for share in positions) >= 0.95 * len(positions), found
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_method_keeps_the_same(name: str, world: int, tmp_path: Path) -> None:
@@ -119,12 +118,19 @@ def test_every_method_keeps_the_same(name: str, world: int, tmp_path: Path) -> N
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", MODELS)
 def test_methods_keep_the_same(name: str, backend: str, tmp_path: Path) -> None:
-    _check(_run(name, tmp_path, backend, "float32", _some()))
+    _check(_run(name, tmp_path, backend, "float32", [policy for *at, policy in SAMPLE if at == [name, backend]]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_all_methods_keep_the_same(name: str, backend: str, tmp_path: Path) -> None:
+    _check(_run(name, tmp_path, backend, "float32", SOME))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_keeps_nearly_the_same(backend: str, tmp_path: Path) -> None:
-    for found in _run("llama", tmp_path, backend, "bfloat16", _some()):
+    for found in _run("llama", tmp_path, backend, "bfloat16", SOME):
         shares = [values[0] for values in found.values()]
         assert sum(shares) / len(shares) >= 0.95, found
 
@@ -156,28 +162,29 @@ def test_generates_the_same(name: str, backend: str, tmp_path: Path) -> None:
     assert run_ranks(_generate, 2, name, save(name, tmp_path), backend) == [[], []]
 
 
-def _compiled(rank: int, world: int, folder: str, backend: str) -> list[int]:
-    """Graphs of compiled steps, for a policy that asks other ranks in each and one that does not."""
+ASKING, SILENT = words("tova"), words("snapkv", "kivi")
+"""Policies that ask other ranks in each step, and that do not."""
+
+
+def _compiled(rank: int, world: int, folder: str, backend: str, policy: str) -> int:
+    """The number of graphs of compiled steps."""
     import kvpolicy_deepspeed
 
     model = kvpolicy_deepspeed.load(folder, backend=backend)  # pyright: ignore[reportArgumentType]
     tokens = torch.randint(3, model.config.vocab_size, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    graphs: list[int] = []
-    for policy in (words("tova"), words("snapkv", "kivi")):
-        torch.compiler.reset()
-        counter = CompileCounterWithBackend("aot_eager")
-        with torch.no_grad(), kvpolicy.attach(model, policy):
-            cache = PolicyCache(model, new=12)
-            model(tokens, past_key_values=cache)
-            step = torch.compile(model, backend=counter, fullgraph=True)
-            for column in range(PROMPT, PROMPT + 12):
-                place = torch.full((2, 1), column)
-                step(tokens[:, :1].clone(), position_ids=place, past_key_values=cache, use_cache=True)
-                cache.tick()
-        graphs.append(counter.frame_count)
-    return graphs
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=12)
+        model(tokens, past_key_values=cache)
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        for column in range(PROMPT, PROMPT + 12):
+            place = torch.full((2, 1), column)
+            step(tokens[:, :1].clone(), position_ids=place, past_key_values=cache, use_cache=True)
+            cache.tick()
+    return int(counter.frame_count)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_step_is_one_graph(backend: str, tmp_path: Path) -> None:
-    assert run_ranks(_compiled, 2, save("llama", tmp_path), backend) == [[1, 1], [1, 1]]
+@product("backend,policy", BACKENDS, [ASKING, SILENT], sample=[("deepspeed", ASKING), ("hf", SILENT)])
+def test_a_compiled_step_is_one_graph(backend: str, policy: str, tmp_path: Path) -> None:
+    assert run_ranks(_compiled, 2, save("llama", tmp_path), backend, policy) == [1, 1]

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.conformance.replay import kept_positions
 from tests.robust.hostile import EACH, converse
 
 NAN, INF = float("nan"), float("inf")
