@@ -45,7 +45,7 @@ def test_tables_have_a_place(name: str) -> None:
 
 
 def test_the_front_page_of_the_site_has_the_same_table() -> None:
-    """One run of `kvpolicy_eval.table` fills both."""
+    """One run of `kvpolicy_eval.tables.accuracy` fills both."""
     place = re.compile(r"<!-- table:embedded -->\n(.*?)<!-- /table -->", re.DOTALL)
     site = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert place.findall(site) == place.findall(TEXT) != [""]

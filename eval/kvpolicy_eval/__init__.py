@@ -1,1 +1,1 @@
-"""Measure what a kvpolicy costs: prompts, tasks, reports and the training of the embedded model."""
+"""Evaluation of kvpolicy: prompts and tasks, sweeps and reports, benchmarks, and the training of the embedded model."""

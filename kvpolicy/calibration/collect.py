@@ -12,11 +12,11 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.config_swap import configs_of
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -124,7 +124,7 @@ class _Reader:
         shape = describe(model.config)
         self.sites, self.layers, self.heads = find_sites(model), shape.evictable, shape.heads
         own = [site for site in self.sites.layers if site.layer_idx in self.layers]
-        self.ropes = {site.layer_idx: Rope.of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
+        self.ropes = {site.layer_idx: rope_of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
 
     def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
         """Every token's vectors of one window [n], by part and layer, each [H, n, D]."""
@@ -152,7 +152,7 @@ class _Reader:
 
     def _undo(self, layer: int, keys: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.ropes[layer].undo(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
+            return self.ropes[layer].unrotate(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
 
     def _slopes(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
         """Gradients of the loss in keys and values; rotations turn a gradient back as they do a key."""

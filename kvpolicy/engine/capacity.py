@@ -1,85 +1,91 @@
-"""Room for the steps to come: how many are sure to fit, and slots for more."""
+"""How many decode steps fit into a layer, and how many slots must be added for more."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.slots import FAR, fix_addresses, lay_out, open_slots
-from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.reporting.logging import tell_extended
+from kvpolicy.engine.token_batch import BEYOND
 
-if TYPE_CHECKING:
-    from kvpolicy.hf.layer import PolicyLayer
-
-
-def exact_count(layer: PolicyLayer) -> Tensor:
-    """Exact tokens of each head, those in frozen slots left out, [B, H]."""
-    return ((layer.positions[..., : layer.layout.exact] >= 0) & open_slots(layer)).sum(-1)
+GROWTH_FACTOR = 8
+MIN_GROWTH = 16
+MAX_GROWTH = 256
 
 
-def free_steps(layer: PolicyLayer) -> float:
-    """Steps that are sure to fit: none is ever refused where each evicts a token in place."""
-    if not layer.can_run_out:
-        return math.inf
-    count = (layer.positions >= 0).sum(-1)
-    ends = torch.tensor(layer.ends, device=count.device)
-    limit = layer.budget if layer.grows else torch.where(layer.budget > ends, ends, FAR)  # else a row evicts
-    left = limit[:, None] - count
-    if layer.rows is not None:  # what a row evicts may be coded, and the new token is exact
-        exact = torch.minimum(open_slots(layer).sum(-1).expand_as(count), layer.rows.full)
-        left = torch.minimum(left, exact - exact_count(layer))
+def growth(tokens: Tensor) -> Tensor:
+    """Tokens that a growing cache adds at a time if the number of tokens to come is unknown.
+
+    An eighth of what each row holds, so that the reserve stays small beside short prompts, but no fewer than 16, so
+    that buffers are not copied every few steps, and no more than 256.
+
+    Args:
+        tokens: Tokens of each row, [B] int64.
+
+    Examples:
+        >>> growth(torch.tensor([10, 490, 100_000])).tolist()
+        [16, 61, 256]
+    """
+    return (tokens // GROWTH_FACTOR).clamp(MIN_GROWTH, MAX_GROWTH)
+
+
+def free_steps(
+    occupied: Tensor,
+    budget: Tensor,
+    expected_len: Sequence[int],
+    *,
+    grows: bool,
+    buffer_room: Tensor | None,
+) -> int:
+    """Decode steps that are guaranteed to fit.
+
+    Args:
+        occupied: Tokens of each head, [B, H] int64.
+        budget: The most tokens of each row, [B] int64.
+        expected_len: Tokens that each row has slots for.
+        grows: Whether generated tokens are kept in addition to the budget.
+        buffer_room: Tokens that each head's full-precision buffer can take before a block must be demoted, [B, H];
+            None without stages.
+    """
+    expected = torch.tensor(expected_len, device=occupied.device)
+    # Without `grows`, a row whose budget fits into its slots evicts in place for ever.
+    limit = budget if grows else torch.where(budget > expected, expected, BEYOND)
+    left = limit[:, None] - occupied
+    if buffer_room is not None:  # a new token is in full precision, even where the evicted one was coded
+        left = torch.minimum(left, buffer_room)
     return int(left.amin())
 
 
-def is_short(layer: PolicyLayer) -> bool:
-    """Whether a row may hold more than was expected of it, and has no slots for that yet."""
-    return not layer.grows and any(own < most for own, most in zip(layer.ends, layer.budget.tolist(), strict=True))
+def may_exceed_plan(expected_len: Sequence[int], budget: Sequence[int]) -> bool:
+    """Whether a row may hold more tokens than it has slots for."""
+    return any(expected < most for expected, most in zip(expected_len, budget, strict=True))
 
 
-def held_by(layer: PolicyLayer) -> list[int]:
-    """Tokens in each row's fullest head."""
-    return (layer.positions >= 0).sum(-1).amax(-1).tolist()
+def slots_needed(expected_len: Sequence[int], budget: Sequence[int], held: Sequence[int], *, grows: bool) -> list[int]:
+    """Slots to add per row before the next step; see `growth`.
+
+    Args:
+        expected_len: Tokens that each row has slots for.
+        budget: The most tokens of each row.
+        held: Tokens in each row's fullest head.
+        grows: Whether generated tokens are kept in addition to the budget.
+    """
+    steps = growth(torch.tensor(held)).tolist()
+    rows = zip(expected_len, budget, held, steps, strict=True)
+    if grows:
+        return [step if count >= limit else 0 for _, limit, count, step in rows]
+    return [min(step, limit - expected) if expected <= count < limit else 0 for expected, limit, count, step in rows]
 
 
-def lacking(layer: PolicyLayer, most: int) -> list[int]:
-    """Tokens, `most` at once, that each row needs room for before its next step: as if it were alone."""
-    each = zip(layer.ends, layer.budget.tolist(), held_by(layer), strict=True)
-    if layer.grows:
-        return [most if held >= budget else 0 for _, budget, held in each]
-    return [min(most, budget - end) if end <= held < budget else 0 for end, budget, held in each]
+def merge_expected(old: Sequence[int], new: Sequence[int], idle: Sequence[bool] | None) -> list[int]:
+    """The larger expected length of each row; the old one for rows that are `idle`."""
+    merged = [max(pair) for pair in zip(old, new, strict=True)]
+    if idle is None:
+        return merged
+    return [kept if skip else found for kept, found, skip in zip(old, merged, idle, strict=True)]
 
 
-def later(ends: list[int], others: Tensor, idle: Tensor | None) -> list[int]:
-    """The later end of each row; of rows that are `idle` [B], the old one."""
-    found = [max(pair) for pair in zip(ends, others.tolist(), strict=True)]
-    return found if idle is None else [a if own else b for a, b, own in zip(ends, found, idle.tolist(), strict=True)]
-
-
-def extend(layer: PolicyLayer, more: list[int]) -> None:
-    """Let each row hold so many tokens more, with slots where it takes them; in a growing cache they are budget too."""
-    layer.ends = [end + tokens for end, tokens in zip(layer.ends, more, strict=True)]
-    if max(layer.ends) > layer.tokens:
-        _lengthen(layer, max(layer.ends))
-    layer.set_budget(layer.budget + layer.budget.new_tensor(more) if layer.grows else layer.budget)
-    layer.short = is_short(layer)
-    fix_addresses(layer)
-
-
-def _lengthen(layer: PolicyLayer, tokens: int) -> None:
-    """Make slots for `tokens` in all."""
-    assert layer.keys is not None and layer.values is not None
-    old, more = layer.layout.exact, tokens - layer.tokens
-    exact_positions, exact_state = layer.positions[..., :old], map_state(lambda t: t[..., :old], layer.state)
-    layer.tokens = tokens
-    lay_out(layer, layer.policy.codec.layout(layer.tokens))
-    layer.positions[..., :old] = exact_positions
-    for now, then in zip(tensors(layer.state), tensors(exact_state), strict=True):
-        now[..., :old] = then
-    pad = (0, 0, 0, layer.layout.exact - old)
-    layer.keys, layer.values = (F.pad(t, pad) for t in (layer.keys, layer.values))
-    tell_extended(layer, more)
+UNLIMITED = math.inf
+"""Free steps of a layer in which every step evicts a token in place."""

@@ -1,4 +1,4 @@
-"""Work that belongs to the host: never part of a compiled graph."""
+"""Functions that run on the host and are never part of a compiled graph."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_host(fn: F) -> F:
-    """Keep `torch.compile` out of a function that reads sizes and decides; calling it breaks a graph."""
+    """Exclude a function that reads sizes and decides from `torch.compile`; a call to it breaks the graph."""
     return cast("F", torch.compiler.disable(fn))

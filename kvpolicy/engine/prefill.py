@@ -1,49 +1,48 @@
-"""A prompt: attended to in full, and what is remembered of it until a layer's budget is known."""
+"""A prompt: attended to in full, and what is kept of it until the layer's budget is known."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, Tail, attend, largest_queries, newest_queries
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, attend, largest_queries, newest_queries
 from kvpolicy.engine.probing import probe_queries
-from kvpolicy.protocols import Forward
-
-if TYPE_CHECKING:
-    from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.protocols import Forward, Needs
 
 
-class Prompt(NamedTuple):
-    """A prefill or chunk that was attended to, but not yet brought under the budget.
+class PendingPrompt(NamedTuple):
+    """A prefill or chunk that was attended to and awaits its budget. It holds no autograd graph.
 
     Attributes:
         keys: [B, H, P, D].
         values: [B, H, P, D].
-        valid: Which tokens are no padding, [B, P] bool; None where all are.
-        total: Attention summed over the queries, [B, Hq, S + P], where the selector needs it.
-        tail: The newest queries, where the selector needs them.
-        probes: The probes, where the selector needs them.
-        transform: What is done to the scores.
-        forward: What the attention module was called with, where the selector needs it.
+        valid: Which tokens are not padding, [B, P] bool; None if all are.
+        transform: From products to attention weights.
+        attn_sum: Attention summed over the queries, [B, Hq, S + P], if the selector needs it.
+        window: The newest queries, if the selector needs them.
+        probes: The probe queries, if the selector needs them.
+        query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
+        forward: The arguments of the attention module, if the selector needs them.
     """
 
     keys: Tensor
     values: Tensor
     valid: Tensor | None
-    total: Tensor | None
-    tail: Tail | None
     transform: ScoreTransform
-    probes: Tail | None = None
+    attn_sum: Tensor | None = None
+    window: QueryWindow | None = None
+    probes: QueryWindow | None = None
+    query_absmax: Tensor | None = None
     forward: Forward | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
-        """Tokens that each row has seen with this prompt, [B] int64, from those `seen` before."""
+        """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
         return seen + (self.keys.shape[2] if self.valid is None else self.valid.sum(-1))
 
     def positions(self, seen: Tensor) -> Tensor:
-        """Position of each token in its row, [B, P] int32, -1 for padding."""
+        """Position of each token in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
         if self.valid is None:
             return (seen[:, None] + torch.arange(self.keys.shape[2], device=seen.device)).to(torch.int32)
         count = seen[:, None] + self.valid.long().cumsum(-1) - 1
@@ -51,48 +50,70 @@ class Prompt(NamedTuple):
 
     @property
     def idle(self) -> Tensor | None:
-        """Rows that get nothing but padding, [B] bool; None where there are none."""
+        """Rows that have nothing but padding, [B] bool; None without padding."""
         return None if self.valid is None else ~self.valid.any(-1)
 
-    def owned(self) -> Prompt:
-        """The same, owning its memory, so that nothing larger stays alive behind a view."""
+    @property
+    def reads_past(self) -> bool:
+        """Whether the statistics of this prompt need the keys of the slots before it."""
+        return self.window is not None or self.probes is not None or self.forward is not None
+
+    def owned(self) -> PendingPrompt:
+        """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
         keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
         return self._replace(keys=keys, values=values)
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        parts = (self.keys, self.values, self.valid, self.total, *(self.tail or ()), *(self.probes or ()))
+        parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
+        parts.append(self.query_absmax)
         if self.forward is not None:
-            parts = (*parts, self.forward.hidden_states, self.forward.queries)
+            parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
 
 
 def attend_prompt(
-    layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform
-) -> tuple[Tensor, Prompt]:
-    """Attend from a prompt or chunk to a layer's slots and to itself, and note what the policy must see of it.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    valid: Tensor | None,
+    transform: ScoreTransform,
+    past: Past | None,
+    needs: Needs,
+    want_absmax: bool,
+    forward: Forward | None,
+) -> tuple[Tensor, PendingPrompt]:
+    """Attend from a prompt or chunk to past slots and to itself, and record what the policy needs of it.
 
     Args:
-        layer: Whose policy; the largest queries are noted in its rows.
         q: [B, Hq, P, D].
         k: [B, H, P, D].
         v: [B, H, P, D].
-        valid: Which of the P tokens are no padding, [B, P] bool; None where all are.
-        transform: What is done to the scores.
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        transform: From products to attention weights.
+        past: The slots of the layer, or None.
+        needs: What the selector needs.
+        want_absmax: Whether the codec needs the largest absolute queries.
+        forward: The arguments of the attention module, if the selector needs them.
 
     Returns:
-        The output [B, Hq, P, D], and the prompt, which holds no autograd graph.
+        The output [B, Hq, P, D], and the prompt.
     """
-    needs = layer.policy.selector.needs
-    out, total = attend(q, k, v, transform, layer.past(), valid, needs.attn_sum)
+    out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
     q = q.detach()
-    if layer.rows is not None and layer.policy.codec.traits.query_absmax:
-        largest = layer.ranks.largest(largest_queries(q, k.shape[1], valid))
-        layer.rows.query_absmax.copy_(torch.maximum(layer.rows.query_absmax, largest))
-    tail = newest_queries(q, valid, needs.window_queries) if needs.window_queries else None
-    probes = probe_queries(q, valid, needs.probes) if needs.probes else None
-    forward, layer.called = layer.called, None
     if forward is not None:
         forward = forward._replace(queries=q, valid=valid, **transform._asdict())
-    return out, Prompt(k.detach(), v.detach(), valid, total, tail, transform, probes, forward)
+    pending = PendingPrompt(
+        keys=k.detach(),
+        values=v.detach(),
+        valid=valid,
+        transform=transform,
+        attn_sum=attn_sum,
+        window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
+        probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
+        query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
+        forward=forward,
+    )
+    return out, pending

@@ -30,6 +30,12 @@ def tensors(state: State) -> Iterator[Tensor]:
 
 
 def join_states(first: State, second: State) -> State:
-    """Two states one behind the other, along the slots."""
+    """Concatenate two states along the slots."""
     following = tensors(second)
     return map_state(lambda t: torch.cat([t, next(following)], -1), first)
+
+
+def select_state(mask: Tensor, chosen: State, other: State) -> State:
+    """A state that is `chosen` where `mask` is set, else `other`."""
+    others = tensors(other)
+    return map_state(lambda t: torch.where(mask, t, next(others)), chosen)

@@ -235,7 +235,7 @@ def _matrix(call: Forward, keys: Tensor) -> Tensor:
     score = transform.scores(call.queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None])
     new, count = score.shape[3:]
     ahead = torch.ones(new, count, dtype=torch.bool, device=score.device).triu(count - new + 1)
-    return transform.share(score.masked_fill_(ahead, -torch.inf)).flatten(1, 2).to(keys.dtype)
+    return transform.weights(score.masked_fill_(ahead, -torch.inf)).flatten(1, 2).to(keys.dtype)
 
 
 @contextmanager

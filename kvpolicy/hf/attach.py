@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -13,34 +14,35 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
-from kvpolicy.engine.rotary import Rope, trained_positions
 from kvpolicy.hf import falcon
-from kvpolicy.hf.attachment import Link, links
+from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.forward_calls import (
-    bind_slots,
+    bind_cache,
     caches,
-    check_asked,
     check_step,
     check_stock,
     is_compiled,
     note_replaced,
-    prompt_columns,
-    row_lengths,
 )
-from kvpolicy.hf.forward_checks import by_name, check_call, own_mask
+from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
+from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr as notebook
-from kvpolicy.reporting.logging import check_caching, tell_attached, tell_detached, tell_settled
+from kvpolicy.reporting.logging import check_caching, tell_attached, tell_behind, tell_detached, tell_settled
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+_LOCK = threading.RLock()
+"""Held while a policy is attached or detached: both change configs and modules that threads share."""
 
 
 class Handle:
@@ -55,22 +57,26 @@ class Handle:
         """Attach; use `kvpolicy.attach`."""
         self.policy = policy
         self.cache: PolicyCache | None = None
-        self._model, self._undo, self._thread = model, list[Any](), threading.local()
-        sites, sharing = find_sites(model), sharing_of(model)
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+        self._thread = threading.local()
+        check_adapters(model)
+        sites = find_sites(model)
+        sharing = sharing_of(model)
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         unrotates = policy.codec.traits.key_space == "unrotated"
-        ropes = {site.layer_idx: Rope.of(sites.decoder, site) for site in sites.layers} if unrotates else {}
+        ropes = {site.layer_idx: rope_of(sites.decoder, site) for site in sites.layers} if unrotates else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
-        self._link = Link(policy, shape, info, ropes, sharing, rotary, trained)
+        self._attachment = Attachment(policy, shape, info, ropes, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:
             self.detach()
             raise
-        links[model] = self._link
+        attachments[model] = self._attachment
         tell_attached(model, policy, shape)
 
     @property
@@ -90,12 +96,13 @@ class Handle:
 
     def detach(self) -> None:
         """Leave the model as it was found; again does nothing."""
-        while self._undo:
-            self._undo.pop()()
-        self._link.active = False
-        if links.get(self._model) is self._link:
-            del links[self._model]
-            tell_detached(self._model, self.policy)
+        with _LOCK:
+            while self._undo:
+                self._undo.pop()()
+            self._attachment.active = False
+            if attachments.get(self._model) is self._attachment:
+                del attachments[self._model]
+                tell_detached(self._model, self.policy)
 
     def __enter__(self) -> Handle:
         """Nothing more to do: attaching is done."""
@@ -109,10 +116,10 @@ class Handle:
 
     def __repr__(self) -> str:
         """One line: policy, model, and what the newest cache holds."""
-        return notebook.handle_words(self, type(self._model).__name__, self._link.active)
+        return notebook.handle_words(self, type(self._model).__name__, self._attachment.active)
 
     def _repr_html_(self) -> str:
-        return notebook.handle_html(self, type(self._model).__name__, self._link.active)
+        return notebook.handle_html(self, type(self._model).__name__, self._attachment.active)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copied model has hooks that work for the original."""
@@ -135,40 +142,17 @@ class Handle:
         self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
         self._names = list(inspect.signature(sites.decoder.forward).parameters)
         for site in sites.layers:
-            self._undo.append(site.attention.register_forward_pre_hook(bind_slots, with_kwargs=True).remove)
+            self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
             if self.policy.allocator.layer_metric:
                 self._undo += measure(site, lambda: self._running)
-            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._link.model_shape.evictable:
+            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._attachment.model_shape.evictable:
                 self._look(site)
-        self._offer_cache()
+        self._undo += offer_cache(self._model, self._note_cache)
 
-    def _offer_cache(self) -> None:
-        """Let `generate` begin with a cache under the policy, told how many tokens will come."""
-        model: Any = self._model
-        if not hasattr(model, "_prepare_cache_for_generation"):
-            return
-        prepare = model._prepare_cache_for_generation
-
-        def prepare_cache(
-            generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
-        ) -> Any:
-            given = model_kwargs.get("past_key_values")
-            columns = prompt_columns(model_kwargs, generation_config)
-            new = max(length + 1 - columns, 0) if columns else None
-            check_asked(generation_config, mode)
-            if isinstance(given, PolicyCache):
-                given.expect(row_lengths(model_kwargs, columns), new or 0)
-            result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
-            if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
-                check_stock(model_kwargs["past_key_values"])
-                prompt = row_lengths(model_kwargs, columns)
-                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
-            return result
-
-        model._prepare_cache_for_generation = prepare_cache
-        self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
+    def _note_cache(self, cache: PolicyCache) -> None:
+        self.cache = cache
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,6 +188,13 @@ class Handle:
             self._check_own(cache)
             mask = own_mask(module, kwargs.get("attention_mask"))
             check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
+            limit = self._attachment.trained_positions
+            if (
+                limit is not None
+                and exceeds(cache, limit, tokens.shape[1], kwargs)
+                and self._attachment.first_warning()
+            ):
+                tell_behind(self._model, limit)
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan
@@ -211,7 +202,7 @@ class Handle:
         return args, kwargs
 
     def _check_own(self, cache: PolicyCache) -> None:
-        if cache.link.active and cache.link is not self._link:
+        if cache.attachment.active and cache.attachment is not self._attachment:
             raise KVPolicyError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -255,9 +246,10 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     policy = Policy.of(policy)
     if budget is not None:
         policy = dataclasses.replace(policy, budget=budget)
-    _check_fresh(model)
-    check_caching(model)
-    return Handle(model, policy)
+    with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
+        _check_fresh(model)
+        check_caching(model)
+        return Handle(model, policy)
 
 
 def _check_fresh(model: nn.Module) -> None:
@@ -265,7 +257,7 @@ def _check_fresh(model: nn.Module) -> None:
         raise KVPolicyTypeError(
             f"The model is {model!r} and no module: load it first, and pass what from_pretrained returns."
         )
-    if model in links or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
+    if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
         raise KVPolicyError("A policy is already attached to this model, or to one around it: detach it first.")
     if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
         raise KVPolicyError(

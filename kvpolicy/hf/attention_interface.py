@@ -43,16 +43,31 @@ def attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
-    kv_slots: Any = None,
+    policy_cache: Any = None,
+    policy_call: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend through a layer's slots, or as the stock function does where the layer has none.
+    """Attend through a layer's slots, or as the stock function does for a layer without.
+
+    Args:
+        stock: Name of the stock implementation.
+        module: The attention module.
+        query: [B, Hq, P, D].
+        key: [B, H, P, D].
+        value: [B, H, P, D].
+        attention_mask: Which of the P tokens are not padding, [B, P] bool; a stock mask for a layer without slots.
+        dropout: Probability of attention dropout.
+        scaling: Factor of the scores.
+        softcap: Cap of the scores, or None.
+        policy_cache: The `PolicyCache` that holds the layer's slots, or None.
+        policy_call: The module's arguments as a `Forward`, if the selector needs them.
+        **kwargs: Arguments that the stock function takes.
 
     Returns:
         The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
-    if kv_slots is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+    if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
         mask, run = attention_mask, _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
             mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
@@ -80,7 +95,7 @@ def attention_forward(
             "which a policy cannot pair: use a model with ordinary or grouped-query attention."
         )
     if kwargs.get("dropout"):
-        if kv_slots is not None:
+        if policy_cache is not None:
             raise KVPolicyError(
                 "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
                 "call model.eval(), or train with use_cache=False."
@@ -90,10 +105,11 @@ def attention_forward(
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)
     transform = ScoreTransform(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    if kv_slots is None:
+    if policy_cache is None:
         out, _ = attend(query, key, value, transform, None, attention_mask, False)
     else:
-        out = kv_slots.forward(query, key, value, attention_mask, transform)
+        layer_idx: Any = module.layer_idx
+        out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -18,28 +18,29 @@ _REPLACED = "_kvpolicy_replaced"
 """On a stock cache whose place a PolicyCache took; copies have it too, which no weak dictionary would know."""
 
 
-def bind_slots(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give an attention module the slots of the cache that this call carries."""
+def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass the cache that this call carries, and what its selector needs, on to the attention function."""
     for name in CACHE_NAMES:
         cache = kwargs.get(name)
         if isinstance(cache, PolicyCache):
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
-            if not layer.is_sliding:
-                kwargs["kv_slots"] = layer
-                if layer.listens and not torch.compiler.is_compiling():
-                    _note_call(layer, cache, module, args, kwargs)
+            if isinstance(layer, PolicyLayer):
+                if layer.store.selector.needs.forward and not torch.compiler.is_compiling():
+                    kwargs["policy_call"] = _module_call(layer, cache, module, args, kwargs)
+                kwargs["policy_cache"] = cache
     return args, kwargs
 
 
-def _note_call(
+def _module_call(
     layer: PolicyLayer, cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Let a selector know what a prompt's attention was called with; a decode step scores nothing."""
+) -> Forward | None:
+    """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    if hidden.shape[1] > 1 or not layer.is_initialized:
-        own = ("hidden_states", "attention_mask", "kv_slots", *CACHE_NAMES)
-        others = {name: value for name, value in kwargs.items() if name not in own}
-        layer.called = Forward(module, hidden.detach(), others, cache.link.rotary)
+    if hidden.shape[1] == 1 and layer.is_initialized:
+        return None
+    own = ("hidden_states", "attention_mask", *CACHE_NAMES)
+    others = {name: value for name, value in kwargs.items() if name not in own}
+    return Forward(module, hidden.detach(), others, cache.attachment.rotary)
 
 
 def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:

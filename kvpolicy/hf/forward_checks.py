@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX
-from kvpolicy.reporting.logging import tell_behind
+from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
-    from kvpolicy.hf.layer import PolicyLayer
 
 _TABLES = ("wpe", "embed_positions")
 """Names of learned position embeddings, which end somewhere."""
@@ -31,6 +30,22 @@ def own_mask(decoder: nn.Module, mask: Any) -> Any:
     """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3)."""
     kinds: Any = getattr(decoder.config, "layer_types", None)
     return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse PEFT's prefix tuning, which hands over keys and values of its own.
+
+    Raises:
+        KVPolicyError: If an active adapter is one.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind: Any = getattr(config, "peft_type", "")
+        if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
+            raise KVPolicyError(
+                "The model's adapter must not be prefix tuning, which passes keys and values of its own as the past; "
+                "try an adapter that changes weights, such as LoRA."
+            )
 
 
 def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
@@ -74,7 +89,6 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
     _check_limit(decoder, config, cache, new, call)
-    _warn_behind(model, cache, new, call)
 
 
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
@@ -96,12 +110,16 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
     if first.is_initialized and mask.shape[1] > new:
-        held = mask[:, :-new].bool().sum(-1).to(first.device)
-        said = "The attention mask does not show the earlier tokens that the cache has seen: start a new cache"
-        if new > 1 and bool((held != first.length).any()):
-            raise KVPolicyError(f"{said}, or pass the mask as it was, with the new columns behind it.")
+        seen = cache.mask_digest
+        assert seen is not None
+        same = mask_digest(mask[:, :-new]).to(seen.device) == seen
+        said = (
+            "The attention mask must show the same earlier tokens that the cache has seen, got others; try a new cache"
+        )
+        if new > 1 and not bool(same.all()):
+            raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
-            torch._assert_async((held == first.length).all(), f"{said}.")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            assert_async(same.all(), f"{said}.")
 
 
 def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
@@ -116,14 +134,11 @@ def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, 
         )
 
 
-def _warn_behind(model: nn.Module, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
-    """Rotary embeddings go on, into angles that the model has not met: say so once for each attachment."""
-    limit = cache.link.trained
-    if limit is None or cache.running.columns + new <= limit:  # without waiting for the device
-        return
-    if _end(cache, new, call) > limit:
-        cache.link.trained = None
-        tell_behind(model, limit)
+def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:
+    """Whether a call of `new` columns needs a position of at least `limit`."""
+    if cache.guard.columns + new <= limit:  # the host's count, without waiting for the device
+        return False
+    return _end(cache, new, call) > limit
 
 
 def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
@@ -138,13 +153,3 @@ def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
         return int(mask.bool().sum(-1).max())
     return end
-
-
-def check_kept(layer: PolicyLayer, keys: Tensor, values: Tensor) -> None:
-    """Refuse keys and values of another kind than a layer's slots hold."""
-    for held, new in ((layer.keys, keys), (layer.values, values)):
-        if held is not None and (held.dtype != new.dtype or held.device != new.device):
-            raise KVPolicyError(
-                f"The cache holds {held.dtype} on {held.device}, and the model now makes {new.dtype} on {new.device}: "
-                "start a new cache, since the model was moved or autocast was switched."
-            )

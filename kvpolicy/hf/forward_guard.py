@@ -2,97 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 
-if TYPE_CHECKING:
-    from kvpolicy.hf.layer import PolicyLayer
 
-
-class Running:
-    """Whether a forward runs on a cache, and what is held until it ends.
+class ForwardGuard:
+    """Whether a forward runs on a cache, which layers it has still to reach, and what is kept until it ends.
 
     Attributes:
-        now: Whether one does.
-        residuals: Inputs of layers that are being measured, [B, P, D].
-        columns: Columns of all forwards in eager mode; counted here, where no device is waited for.
+        running: Whether one runs.
+        columns: Columns of all eager forwards, counted on the host so that nothing waits for the device.
+        residuals: Inputs of layers that are being measured, [B, P, hidden], by layer.
+        massive: Tokens with the largest activations, [B, P] bool, by layer.
     """
 
     def __init__(self) -> None:
         """None runs."""
-        self.now: bool = False
+        self.running = False
+        self.columns = 0
         self.residuals: dict[int, Tensor] = {}
-        self.columns: int = 0
+        self.massive: dict[int, Tensor] = {}
+        self._pending: set[int] = set()
 
-    def begin(self, layers: Sequence[PolicyLayer], columns: int) -> None:
-        """Note that a forward of so many columns begins, in which every layer must attend.
+    def begin(self, layers: Iterable[int], columns: int) -> None:
+        """Record that a forward of `columns` columns begins, in which every layer of `layers` must attend.
 
         Raises:
-            KVPolicyStateError: Where another has not ended.
+            KVPolicyStateError: If another has not ended.
         """
-        if self.now:
+        if self.running:
             raise KVPolicyStateError(
-                "A forward on this cache was broken off, or still runs in another thread, so that its layers do not "
-                "agree: start a new cache, or call its reset()."
+                "A forward on this cache was interrupted, or still runs in another thread, so its layers do not agree; "
+                "try a new cache, or call its reset()."
             )
-        self.now = True
+        self.running = True
         self.columns += columns
         self.residuals.clear()
-        for layer in layers:
-            layer.waits = True
-            if layer.is_initialized and layer.length.is_inference() and not torch.is_inference_mode_enabled():
-                layer.revive()
+        self.massive.clear()
+        self._pending = set(layers)
 
-    def check(self, layers: Sequence[PolicyLayer]) -> None:
-        """Raise KVPolicyStateError where a layer was left out: its answer was not the policy's."""
-        for layer in layers:
-            waits, layer.waits = layer.waits, None
-            if waits:
-                raise KVPolicyStateError(
-                    f"Layer {layer.layer_idx} did not attend to the cache's slots, as it does where it checkpoints "
-                    "gradients in training mode, or was replaced after attaching: call model.eval(), or attach last."
-                )
+    def end(self) -> None:
+        """Record that the forward has ended.
 
-    def check_update(self) -> None:
-        """Raise KVPolicyError where no forward of the cache's own model hands over keys."""
-        if not self.now and not torch.compiler.is_compiling():
-            raise KVPolicyError(
-                "This cache belongs to a model with a policy, and the model that was called has none: attach one to "
-                "it, and make its cache with kvpolicy.PolicyCache(model)."
+        Raises:
+            KVPolicyStateError: If a layer was left out: the output is not the policy's.
+        """
+        left_out = sorted(self._pending)
+        self._pending.clear()
+        if left_out:
+            raise KVPolicyStateError(
+                f"Every layer must attend to the cache's slots, got a forward without layer {left_out[0]}, which "
+                "checkpoints gradients in training mode, or was replaced after attaching; try model.eval(), or attach "
+                "last."
             )
 
+    def check_update(self) -> None:
+        """Refuse keys outside a forward of the cache's own model.
 
-def check_first(layer: PolicyLayer) -> None:
-    """Raise KVPolicyStateError where a layer attends again in one forward: its tokens would be taken in again."""
-    if layer.waits is False and not torch.compiler.is_compiling():
-        raise KVPolicyStateError(
-            f"Layer {layer.layer_idx} attended twice in one forward, and every token would be taken in twice: use a "
-            "model whose layers attend once."
-        )
+        Raises:
+            KVPolicyError: If no such forward runs.
+        """
+        if not self.running and not torch.compiler.is_compiling():
+            raise KVPolicyError(
+                "The model must be the one whose policy the cache belongs to, got one without a policy; try to attach "
+                "one to it, and to make its cache with kvpolicy.PolicyCache(model)."
+            )
+
+    def note_attention(self, layer_idx: int) -> None:
+        """Record that a layer attends.
+
+        Raises:
+            KVPolicyStateError: If it has already attended in this forward: its tokens would be stored twice.
+        """
+        if torch.compiler.is_compiling():  # a compiled step changes nothing on the host
+            return
+        if self.running and layer_idx not in self._pending:
+            raise KVPolicyStateError(
+                f"Every layer must attend once in a forward, got layer {layer_idx} twice, which would store every "
+                "token twice; try a model whose layers attend once."
+            )
+        self._pending.discard(layer_idx)
 
 
-def note_attended(layer: PolicyLayer, out: Tensor, reads: bool) -> Tensor:
-    """Note that a layer has attended, to its slots where `reads`: no gradient may come back from these.
-
-    Args:
-        layer: The layer.
-        out: Its output, which is returned.
-        reads: Whether it had slots to attend to.
-    """
-    if layer.waits is not None:  # it is in a compiled step, which shall write to nothing on the host
-        layer.waits = False
-    if reads and out.requires_grad and not torch.compiler.is_compiling():
+def refuse_gradients(out: Tensor) -> None:
+    """Let a backward pass through attention to slots fail: the slots hold no graph."""
+    if out.requires_grad and not torch.compiler.is_compiling():
         out.register_hook(_refuse)
-    return out
 
 
 def _refuse(gradient: Tensor) -> NoReturn:
     raise KVPolicyStateError(
-        "Gradients cannot flow through a cache under a policy, whose slots hold no graph: run the whole text in one "
-        "forward, or detach the policy."
+        "Gradients cannot flow through a cache under a policy, whose slots hold no graph; try to run the whole text in "
+        "one forward, or detach the policy."
     )

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvpolicy.engine.rotary import trained_positions
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe
+from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.memory import planned_resident
 from kvpolicy.planning.notes import beyond_trained_length, remarks

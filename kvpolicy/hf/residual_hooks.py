@@ -22,11 +22,11 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = running()
         if cache is not None and cache.wants_metrics:
-            cache.running.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
+            cache.guard.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
 
     def observe(added: Callable[[Tensor], Tensor]) -> None:
         cache = running()
-        residual = None if cache is None else cache.running.residuals.pop(site.layer_idx, None)
+        residual = None if cache is None else cache.guard.residuals.pop(site.layer_idx, None)
         if cache is not None and residual is not None:
             cache.observe(site.layer_idx, residual, added(residual))
 

@@ -36,7 +36,7 @@ class Sharing(NamedTuple):
         """The number of ranks."""
         return dist.get_world_size(self.group)
 
-    def meet(self, queries: int, heads: int, device: torch.device) -> Ranks:
+    def resolve_ranks(self, queries: int, heads: int, device: torch.device) -> Ranks:
         """Gather the heads of every rank; all ranks must call this.
 
         Args:

@@ -7,34 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvpolicy.engine.row_limits import alloc_rows
+from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout
 
-
-def bytes_by_kind(
-    exact: tuple[Any, ...], codes: tuple[Any, ...], positions: Tensor, state: Any, counters: tuple[Tensor, ...]
-) -> dict[str, int]:
-    """Bytes by kind of one layer's tensors.
-
-    Args:
-        exact: Keys and values of the full-precision buffer.
-        codes: The codes of each stage; fields whose name contains `scale` or `zero` count as scales.
-        positions: The position of each slot.
-        state: The selector's state.
-        counters: Lengths, budgets and other tensors per row.
-    """
-    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
-    for stage in codes:
-        for name, tensor in zip(stage._fields, stage, strict=True):
-            kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
-    kinds["positions"] = positions.nbytes
-    kinds["statistics"] = sum(t.nbytes for t in tensors(state))
-    kinds["counters"] = sum(t.nbytes for t in counters)
-    return kinds
+DIGEST_NBYTES = 8
+"""Bytes of each row's mask digest, which the first layer of a cache holds."""
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +31,7 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     exact = torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device="meta")
     stages = zip(policy.codec.stages, layout.coded, strict=False)
     codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
-    rows = alloc_rows(policy.codec, batch, heads, dim, "meta")
+    rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, heads, slots, dtype=torch.int32, device="meta")
     state = policy.selector.alloc(batch, heads, slots, "meta")
     # The length and the budget of each row, and the columns seen.

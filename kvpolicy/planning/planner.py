@@ -7,16 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.planning.memory import layer_bytes
+from kvpolicy.engine.capacity import growth
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
-
-ROOM = 256
-"""Tokens by which a growing cache is extended at a time if the number of new tokens is unknown."""
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
@@ -108,7 +106,7 @@ def _divide_tokens(
     keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
     room = torch.zeros_like(prompt)
     if grows:
-        room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
+        room = growth(prompt) if end is None else (end - prompt).clamp_min(0)
     # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
@@ -133,7 +131,7 @@ def _divide_bytes(
         layouts = [policy.codec.layout(most) for most in tokens.most]
         pairs = zip(shapes, layouts, strict=True)
         sizes = [sum(layer_bytes(policy, batch, shape, layout).values()) for shape, layout in pairs]
-        return tokens, unmanaged_nbytes + sum(sizes)
+        return tokens, unmanaged_nbytes + DIGEST_NBYTES * batch + sum(sizes)
 
     low = policy.selector.min_tokens
     _, smallest = attempt(low)
@@ -169,5 +167,7 @@ def plan_layers(
     for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
         layout = policy.codec.layout(most)
         sizes = dict(layer_bytes(policy, batch, shape, layout))
+        if not plans:
+            sizes["counters"] += DIGEST_NBYTES * batch
         plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
     return tuple(plans)

@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 from kvpolicy.policy import Policy
-from kvpolicy.reporting.sources import CacheSource, LayerSource, ShapeSource
+from kvpolicy.reporting.sources import CacheSource, ShapeSource
 from kvpolicy.spec.errors import KVPolicyWarning
 
 log: logging.Logger = logging.getLogger("kvpolicy")
@@ -43,9 +43,10 @@ def tell_settled(cache: CacheSource) -> None:
         log.debug(message, plan.policy, tokens, plan.batch, f"{plan.nbytes:,}", f"{plan.full_nbytes:,}", note)
 
 
-def tell_extended(layer: LayerSource, tokens: int) -> None:
-    """Log that slots were added to a layer."""
-    log.debug("layer %d extended by %d tokens to %d", layer.layer_idx, tokens, layer.tokens)
+def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
+    """Log that slots for `tokens` more tokens were added to a layer, if any were."""
+    if tokens:
+        log.debug("layer %d extended by %d tokens to %d", layer_idx, tokens, capacity)
 
 
 def tell_behind(model: Any, limit: int) -> None:

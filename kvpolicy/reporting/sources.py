@@ -43,11 +43,6 @@ class LayerSource(Protocol):
         """Tokens that each row has seen, [B]."""
         ...
 
-    @property
-    def tokens(self) -> int:
-        """The most tokens that the layer has slots for."""
-        ...
-
     def held(self) -> dict[str, int]:
         """Bytes by kind."""
         ...

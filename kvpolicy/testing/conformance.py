@@ -160,7 +160,7 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
         full = model(ids).past_key_values.layers[0]
-        check_reading(policy.codec, cache.layers[0], full.keys, full.values)
+        check_reading(policy.codec, cache.layers[0].store, full.keys, full.values)
     return kept
 
 
@@ -186,7 +186,7 @@ def _rows(model: Any, policy: Policy, ids: Tensor) -> None:
         for one, two in zip(alone.layers, together.layers, strict=True):
             same = _kept(one) == _kept(two, row=1)
             assert same, f"{policy}: padding, or the other row, changes which tokens a row keeps"
-        check_apart(policy.codec, alone.layers[0], together.layers[0], row=1)
+        check_apart(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
 
 
 def _exact(model: Any, policy: Policy, ids: Tensor) -> None:

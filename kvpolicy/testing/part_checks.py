@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.codec_view import store_of
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, View
 
@@ -118,7 +117,7 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
         keys: Of every token, as attention sees them, [B, H, N, D].
         values: Likewise.
     """
-    coded = layer.coded()
+    coded = layer.coded_view()
     if coded is None:
         return
     stages = [coded.read(torch.float32), coded.read(torch.float32)]
@@ -135,7 +134,7 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
 
 def _check_products(part: Codec, layer: Any) -> None:
     """What attention asks of a codec is what reading the vectors would give."""
-    coded, starts = layer.coded(), layer.layout.starts()
+    coded, starts = layer.coded_view(), layer.layout.starts()
     if coded is None:
         return
     stages = [stage for stage, size in enumerate(layer.layout.coded) if size]
@@ -146,7 +145,7 @@ def _check_products(part: Codec, layer: Any) -> None:
     queries = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     found = zip(stages, coded.score(queries), coded.mix(shares), read, shares, lives, strict=True)
     for stage, score, mixed, (keys, values), share, occupied in found:
-        raw = part.stages[stage].keys(store_of(layer, stage), slice(0, occupied.shape[-1]))
+        raw = part.stages[stage].keys(layer.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", raw), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} returns fp32, and not {_told(tensor)}"
         wanted, seen = queries @ keys.mT, occupied[:, :, None] & (score > -torch.inf)

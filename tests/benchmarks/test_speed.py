@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvpolicy
-from kvpolicy_eval.bench.common import llama, tokens
+from kvpolicy_eval.bench.models import llama, tokens
 
 POLICIES = ["full", "window@0.2", "h2o@0.2", "snapkv@0.2", "kvcrush@0.2", "squeeze+snapkv@0.2", "snapkv+kivi@0.2"]
 

@@ -27,7 +27,8 @@ AXES = (
 
 def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recode: str, key_space: str) -> Fake:
     return Fake(
-        caps=CAPS[caps], group_size=int(group_size), demote_by=order, residual=int(residual),
+        caps=CAPS[caps], group_size=int(group_size), residual=int(residual),
+        demote_by=order,  # pyright: ignore[reportArgumentType]
         pins=PINS[pins][0], pinned=PINS[pins][1], recode_all=recode == "recode",  # pyright: ignore[reportArgumentType]
         key_space=key_space, query_absmax=key_space == "rotated",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip

@@ -38,7 +38,8 @@ def held(cache: PolicyCache) -> list[int]:
     for layer in cache.policy_layers:
         assert layer.keys is not None and layer.values is not None
         found += [t.data_ptr() for t in (layer.keys, layer.values, layer.positions, layer.length, layer.budget)]
-        parts = (layer.state, layer.codes, layer.calibrations, layer.rows or ())
+        store = layer.store
+        parts = (store.state, store.codes, store.calibrations, store.limits or ())
         found += [t.data_ptr() for part in parts for t in tensors(part)]
     return found
 

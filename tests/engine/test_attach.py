@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.hf.layer import PolicyLayer
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 
@@ -59,15 +58,15 @@ class Boom(Exception):
 def test_no_trace_after_an_exception_inside_a_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     before, stock = trace(model), logits(model)
-    real, calls = PolicyLayer.forward, list[int]()
+    real, calls = PolicyCache.attend, list[int]()
 
-    def forward(self: PolicyLayer, *args: Any) -> Any:
-        calls.append(self.layer_idx)
+    def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
+        calls.append(layer_idx)
         if len(calls) == 2:
             raise Boom
-        return real(self, *args)
+        return real(self, layer_idx, *args)
 
-    monkeypatch.setattr(PolicyLayer, "forward", forward)
+    monkeypatch.setattr(PolicyCache, "attend", attend)
     with pytest.raises(Boom), kvpolicy.attach(model, POLICY):
         logits(model, use_cache=True)
     assert trace(model) == before
@@ -81,14 +80,14 @@ def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -
         want = logits(model, use_cache=True)
         kept = handle.cache.policy_layers[2].positions.clone() if handle.cache else None
         with monkeypatch.context() as patch:
-            real = PolicyLayer.forward
+            real = PolicyCache.attend
 
-            def forward(self: PolicyLayer, *args: Any) -> Any:
-                if self.layer_idx == 1:
+            def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
+                if layer_idx == 1:
                     raise Boom
-                return real(self, *args)
+                return real(self, layer_idx, *args)
 
-            patch.setattr(PolicyLayer, "forward", forward)
+            patch.setattr(PolicyCache, "attend", attend)
             with pytest.raises(Boom):
                 logits(model, use_cache=True)
         assert torch.equal(logits(model, use_cache=True), want)
@@ -176,7 +175,7 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
 
 
 def test_a_cache_needs_an_attached_model() -> None:
-    with pytest.raises(ValueError, match="No policy is attached"):
+    with pytest.raises(ValueError, match="must have a policy attached"):
         PolicyCache(build("llama"))
 
 
@@ -231,7 +230,9 @@ def test_slots_hold_no_graph() -> None:
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
     layer = cache.policy_layers[0]
-    assert not any(t.requires_grad for t in (layer.keys, layer.values, *layer.state) if isinstance(t, torch.Tensor))
+    assert not any(
+        t.requires_grad for t in (layer.keys, layer.values, *layer.store.state) if isinstance(t, torch.Tensor)
+    )
 
 
 def test_report_before_anything_ran() -> None:

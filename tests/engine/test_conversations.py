@@ -87,8 +87,8 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
     with kvpolicy.attach(model, "window@0.5"):
         cache, budgets = PolicyCache(model), list[int]()
         model.generate(ids[:, :20], past_key_values=cache, **chunked)
-        settle = cache.settle
-        cache.settle = lambda: (settle(), budgets.append(int(cache.policy_layers[0].budget)))[0]
+        finish = cache.finish
+        cache.finish = lambda: (finish(), budgets.append(int(cache.policy_layers[0].budget)))[0]
         model.generate(ids, past_key_values=cache, **chunked)
     assert budgets and set(budgets) == {22}
 

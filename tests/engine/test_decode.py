@@ -23,8 +23,8 @@ def buffers(cache: PolicyCache) -> list[Tensor]:
     """Every tensor of every layer."""
     found: list[Any] = []
     for layer in cache.policy_layers:
-        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
-        found += [*tensors(layer.state), *tensors(layer.codes)]
+        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.store.columns]
+        found += [*tensors(layer.store.state), *tensors(layer.store.codes)]
     return found
 
 
@@ -93,11 +93,11 @@ def test_h2o_goes_on_accumulating() -> None:
     with kvpolicy.attach(model, "h2o@200"):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
-        before = cache.policy_layers[1].state.score.sum(-1)
+        before = cache.policy_layers[1].store.state.score.sum(-1)
         for column in range(PROMPT, PROMPT + 20):
             forward(model, ids, mask, column, column + 1, cache)
     assert torch.allclose(before, torch.full_like(before, PROMPT))
-    assert torch.allclose(cache.policy_layers[1].state.score.sum(-1), before + 20)
+    assert torch.allclose(cache.policy_layers[1].store.state.score.sum(-1), before + 20)
 
 
 def test_a_heavy_hitter_among_generated_tokens_stays() -> None:

@@ -77,7 +77,8 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
             for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
-                if mine.rows is not None and ours.rows is not None:
-                    assert torch.equal(mine.rows.pins[0], ours.rows.pins[row])
+                limits = mine.store.limits, ours.store.limits
+                if limits[0] is not None and limits[1] is not None:
+                    assert torch.equal(limits[0].pins[0], limits[1].pins[row])
             if allocator == "squeeze":
                 assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)

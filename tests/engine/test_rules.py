@@ -21,16 +21,16 @@ from tests.conformance.replay import kept_positions
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
-    from kvpolicy.engine import decode
+    from kvpolicy.engine import store
 
     seen: list[Tensor] = []
-    real = decode.attend_slots
+    real = store.attend_slots
 
     def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any) -> Any:
         seen.append(live.sum(-1))
         return real(q, exact, coded, live, *rest)
 
-    monkeypatch.setattr(decode, "attend_slots", attend_slots)
+    monkeypatch.setattr(store, "attend_slots", attend_slots)
     model = build("llama")
     with kvpolicy.attach(model, words("squeeze", selector, codec)):
         cache = PolicyCache(model)
@@ -62,7 +62,7 @@ def test_scores_are_fp32(selector: str, dtype: torch.dtype) -> None:
     with kvpolicy.attach(model, f"{selector}@0.5"):
         cache = PolicyCache(model)
         logits = talk(model, *make_batch([26, 17]), TURNS, cache)
-    kinds = {t.dtype for layer in cache.policy_layers for t in tensors(layer.state) if t.is_floating_point()}
+    kinds = {t.dtype for layer in cache.policy_layers for t in tensors(layer.store.state) if t.is_floating_point()}
     assert kinds == {torch.float32}
     assert logits.dtype == dtype and torch.isfinite(logits).all()
 

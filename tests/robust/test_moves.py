@@ -94,7 +94,7 @@ def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> No
         fresh = PolicyCache(model)
         ids, mask = (t.cuda() for t in make_batch([26, 17]))
         assert torch.isfinite(talk(model, ids, mask, TURNS, fresh)[0]).all()
-    assert all(layer.device.type == "cuda" for layer in fresh.policy_layers)
+    assert all(layer.positions.device.type == "cuda" for layer in fresh.policy_layers)
 
 
 @EACH

@@ -1,1 +1,1 @@
-"""Side-by-side measurements of the engine against the stock cache, in one process."""
+"""Benchmarks on a CPU: times and memory under a policy, compared with the stock cache."""

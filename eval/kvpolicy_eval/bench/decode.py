@@ -1,4 +1,4 @@
-"""Decode time per step under a policy against the stock cache, at a long prompt."""
+"""Time of decode steps under a policy over those of the stock cache, after a long prompt."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicCache
 
 import kvpolicy
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy_eval.bench.common import Row, compare, llama, tokens
 from kvpolicy_eval.bench.floor import Work, decode_work
+from kvpolicy_eval.bench.models import llama, tokens
+from kvpolicy_eval.bench.timing import Row, compare
 
 POLICIES: dict[str, bool] = {
     "window@0.1": True,
@@ -20,60 +21,90 @@ POLICIES: dict[str, bool] = {
     "h2o@0.1": True,
     "snapkv+kivi:bits=4@0.1": False,
 }
-"""Policies, and whether there are bars for them: codes are decoded, which is slower than reading."""
-STEPS, LAYERS, WIDTH = 8, 8, 512
-FASTER, OF_BYTES = 10, 0.7
-"""Bars: a step is so many times as fast as the stock cache's, and so much of what the bytes read would allow."""
+"""Policies, and whether limits apply to them; decoding codes is slower than reading dense tensors, so none applies."""
+STEPS = 8
+LAYERS = 8
+HEADS = 8
+WIDTH = 512
+SPEEDUP = 10
+"""Limit: a step is this many times as fast as with the stock cache."""
+BYTES_SHARE = 0.7
+"""Limit: the speedup is at least this share of the ratio of bytes read."""
 
 
 def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
-    """Time decode steps after a prompt whose keys and values are random."""
-    (model, stock, theirs), ours, one = stock_side(length), llama(layers=LAYERS), tokens(1)
-    for policy, barred in POLICIES.items():
-        with torch.inference_mode(), kvpolicy.attach(ours, policy):
-            cache = filled(ours, length)
-            ratio = compare(lambda: steps(model, one, stock), lambda cache=cache: steps(ours, one, cache), rounds)
+    """Time decode steps after a prompt with random keys and values."""
+    stock_model, stock_cache, stock_step = _stock(length)
+    model = llama(layers=LAYERS)
+    token = tokens(1)
+    for policy, limited in POLICIES.items():
+        with torch.inference_mode(), kvpolicy.attach(model, policy):
+            cache = filled(model, length)
+            ratio = compare(
+                lambda: steps(stock_model, token, stock_cache), lambda cache=cache: steps(model, token, cache), rounds
+            )
             kept = 2 * WIDTH * sum(layer.layout.slots for layer in cache.policy_layers)
-            own = decode_work(ours, cache.nbytes, kept)
-        bytes_ratio, both = theirs.nbytes / own.nbytes, (theirs.times(STEPS), own.times(STEPS))
-        what = f"decode {STEPS} steps at {length}"
-        yield Row(what, policy, ratio, 1 / FASTER if barred else None, *both, f"{FASTER}x as fast")
-        if barred:
-            why = f"{OF_BYTES} of {bytes_ratio:.2f}x fewer bytes read"
-            yield Row(what, policy, ratio, 1 / (OF_BYTES * bytes_ratio), *both, why)
+            step = decode_work(model, cache.nbytes, kept)
+        bytes_ratio = stock_step.nbytes / step.nbytes
+        row = Row(
+            what=f"decode {STEPS} steps at {length}",
+            policy=policy,
+            ratio=ratio,
+            limit=1 / SPEEDUP if limited else None,
+            base_work=stock_step.times(STEPS),
+            work=step.times(STEPS),
+            reason=f"{SPEEDUP}x as fast",
+        )
+        yield row
+        if limited:
+            yield row._replace(
+                limit=1 / (BYTES_SHARE * bytes_ratio), reason=f"{BYTES_SHARE} of {bytes_ratio:.2f}x fewer bytes read"
+            )
 
 
-def least(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
-    """Time the stock model with no past at all: what a step takes even if a cache cost nothing."""
-    (model, stock, theirs), alone, one = stock_side(length), llama(layers=LAYERS), tokens(1)
-    both = theirs.times(STEPS), decode_work(alone, 0, 0).times(STEPS)
+def without_past(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
+    """Time the stock model with an empty cache: what a step takes even if the cache cost nothing."""
+    stock_model, stock_cache, stock_step = _stock(length)
+    model = llama(layers=LAYERS)
+    token = tokens(1)
     with torch.inference_mode():
         ratio = compare(
-            lambda: steps(model, one, stock), lambda: steps(alone, one, DynamicCache(config=alone.config)), rounds
+            lambda: steps(stock_model, token, stock_cache),
+            lambda: steps(model, token, DynamicCache(config=model.config)),
+            rounds,
         )
-    yield Row(f"decode {STEPS} steps, stock without a past", "", ratio, None, *both)
+    yield Row(
+        what=f"decode {STEPS} steps, stock without a past",
+        policy="",
+        ratio=ratio,
+        limit=None,
+        base_work=stock_step.times(STEPS),
+        work=decode_work(model, 0, 0).times(STEPS),
+    )
 
 
-def stock_side(length: int) -> tuple[Any, DynamicCache, Work]:
-    """A model, the stock cache after a prompt of random keys and values, and what a step must do."""
+def _stock(length: int) -> tuple[Any, DynamicCache, Work]:
+    """A model, the stock cache after a prompt with random keys and values, and the work of a step."""
     model = llama(layers=LAYERS)
     cache = DynamicCache(config=model.config)
     for layer in range(LAYERS):
-        cache.update(torch.randn(1, 8, length, 64), torch.randn(1, 8, length, 64), layer)
-    full = 2 * LAYERS * WIDTH * length
-    return model, cache, decode_work(model, 4 * full, full)
+        cache.update(
+            torch.randn(1, HEADS, length, WIDTH // HEADS), torch.randn(1, HEADS, length, WIDTH // HEADS), layer
+        )
+    elements = 2 * LAYERS * WIDTH * length
+    return model, cache, decode_work(model, 4 * elements, elements)
 
 
-def steps(model: torch.nn.Module, one: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache) -> None:
+def steps(model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache | kvpolicy.PolicyCache) -> None:
     """Decode a few tokens."""
     for _ in range(STEPS):
-        model(one, past_key_values=cache)
+        model(token, past_key_values=cache)
 
 
 def filled(model: torch.nn.Module, length: int) -> kvpolicy.PolicyCache:
-    """A cache after a prompt that only the attention layers saw: the rest of the model would take minutes."""
+    """A cache after a prompt that only the attention layers processed: the whole model would take minutes."""
     cache = kvpolicy.PolicyCache(model)
     for layer in cache.policy_layers:
-        q, k, v = (torch.randn(1, 8, length, 64) for _ in range(3))
-        layer.forward(q, k, v, None, ScoreTransform(0.125))
+        q, k, v = (torch.randn(1, HEADS, length, WIDTH // HEADS) for _ in range(3))
+        cache.attend(layer.layer_idx, q, k, v, None, ScoreTransform(0.125))
     return cache

@@ -1,4 +1,4 @@
-"""What a step cannot do without: bytes that must move, operations that must be done, and how fast this machine is."""
+"""Lower bounds of times, as in a roofline model: bytes that must be moved, operations, and the machine's rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 
 
 class Machine(NamedTuple):
-    """What this machine reaches at its best: bytes read per second, and operations of fp32 matrices per second."""
+    """The highest rates of a machine.
+
+    Attributes:
+        bandwidth: Bytes read per second.
+        rate: Operations of fp32 matrix products per second.
+    """
 
     bandwidth: float
     rate: float
@@ -21,40 +26,41 @@ class Machine(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Bytes that must move and operations that must be done."""
+    """Bytes that must be moved, and operations that must be done."""
 
     nbytes: int
     operations: int
 
     def floor(self, machine: Machine) -> float:
-        """Seconds that it must take, whichever of the two takes longer."""
+        """Least seconds on a machine: the longer of moving the bytes and doing the operations."""
         return max(self.nbytes / machine.bandwidth, self.operations / machine.rate)
 
     def __add__(self, other: object) -> Work:
-        """One after the other."""
+        """The sum of both."""
         assert isinstance(other, Work)
         return Work(self.nbytes + other.nbytes, self.operations + other.operations)
 
     def times(self, count: int) -> Work:
-        """The same several times over."""
+        """The same work `count` times."""
         return Work(self.nbytes * count, self.operations * count)
 
 
 def measure_machine(nbytes: int = 1 << 28, size: int = 1536, rounds: int = 8) -> Machine:
-    """Measure memory bandwidth and matrix rate, the best of some rounds; takes a few seconds.
+    """Measure memory bandwidth and matrix rate, the best of several rounds; takes a few seconds.
 
     Args:
-        nbytes: Of the matrix that is read, more than any cache holds.
-        size: Of the square matrices that are multiplied.
-        rounds: How often.
+        nbytes: Size of the matrix that is read, larger than any CPU cache.
+        size: Rows and columns of the matrices that are multiplied.
+        rounds: Number of rounds.
     """
     wide = torch.ones(nbytes // 4096 // 4, 4096)
-    vector, square = torch.ones(4096), torch.ones(size, size)
-    read = min(_seconds(lambda: wide @ vector, rounds), _seconds(wide.sum, rounds))
-    return Machine(nbytes / read, 2 * size**3 / _seconds(lambda: square @ square, rounds))
+    vector = torch.ones(4096)
+    square = torch.ones(size, size)
+    read = min(_best_seconds(lambda: wide @ vector, rounds), _best_seconds(wide.sum, rounds))
+    return Machine(nbytes / read, 2 * size**3 / _best_seconds(lambda: square @ square, rounds))
 
 
-def _seconds(run: Callable[[], object], rounds: int) -> float:
+def _best_seconds(run: Callable[[], object], rounds: int) -> float:
     times: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -64,21 +70,21 @@ def _seconds(run: Callable[[], object], rounds: int) -> float:
 
 
 def weight_numbers(model: Any) -> tuple[int, int]:
-    """Numbers in the matrices of a model's layers, and in its head's."""
+    """Number of parameters of a model's layers, and of its output embedding."""
     head = model.get_output_embeddings().weight
     table = model.get_input_embeddings().weight
-    own = {id(head), id(table)}
-    return sum(p.numel() for p in model.parameters() if id(p) not in own), head.numel()
+    embeddings = {id(head), id(table)}
+    return sum(p.numel() for p in model.parameters() if id(p) not in embeddings), head.numel()
 
 
 def decode_work(model: Any, kv_bytes: int, kv_numbers: int, rows: int = 1) -> Work:
-    """One step: every weight and every kept key and value is read once, and used once for each row.
+    """Work of one decode step: all weights and all kept keys and values are read once, and used once per row.
 
     Args:
         model: A causal language model.
-        kv_bytes: Bytes of its cache, of all rows.
-        kv_numbers: Numbers of the keys and values that a row attends to, in all layers.
-        rows: Of the batch.
+        kv_bytes: Bytes of the cache, of all rows.
+        kv_numbers: Elements of the keys and values that a row attends to, in all layers.
+        rows: Rows of the batch.
     """
     layers, head = weight_numbers(model)
     size = next(model.parameters()).element_size()
@@ -88,10 +94,11 @@ def decode_work(model: Any, kv_bytes: int, kv_numbers: int, rows: int = 1) -> Wo
 
 
 def prefill_work(model: Any, tokens: int) -> Work:
-    """A prompt of one row: every weight is used for every token, every key and value by those behind it; one logit."""
+    """Work of the prompt of one row: all weights for all tokens, causal attention, and the logits of one token."""
     layers, head = weight_numbers(model)
-    size, config = next(model.parameters()).element_size(), model.config
-    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
+    size = next(model.parameters()).element_size()
+    config = model.config
+    kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
     group = config.num_attention_heads // config.num_key_value_heads
-    attention = 2 * group * kv * (tokens + 1) // 2
-    return Work((layers + head + kv) * size, 2 * (layers * tokens + head) + attention)
+    attention = 2 * group * kv_numbers * (tokens + 1) // 2
+    return Work((layers + head + kv_numbers) * size, 2 * (layers * tokens + head) + attention)

@@ -1,8 +1,8 @@
 """`python -m kvpolicy_eval.bench.longrun`: many decoded tokens at a fixed budget.
 
-Bytes must be the same to the last step, the last 1,000 steps as fast as the first, and a compiled step compiled once.
-A machine's speed drifts over minutes, so a copy of the cache as it was after the prompt takes 10 steps beside every
-100, and the times are ratios to those.
+Bytes must stay constant, the last 1,000 steps must be as fast as the first, and a compiled step must be compiled once.
+The speed of a machine drifts over minutes, so a copy of the cache as it was after the prompt decodes 10 steps along
+with every 100, and times are divided by those of this reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,37 +20,59 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
-from kvpolicy_eval.bench.common import resident_memory
-from kvpolicy_eval.markdown import fill, table
+from kvpolicy_eval.bench.output import collect
+from kvpolicy_eval.bench.timing import resident_memory
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
-BLOCK, PIECE, BESIDE, SLOWER = 1000, 100, 10, 1.05
+BLOCK = 1000
+"""Steps of a block, whose times are summarized."""
+PIECE = 100
+"""Steps that are timed between two measurements of the reference."""
+REFERENCE_STEPS = 10
+LIMIT = 1.05
+"""Largest ratio of the last block's time to the first block's that passes."""
 POLICIES = ["streaming@512", "h2o@512", "snapkv+kivi:bits=4@512"]
-HEAD = [
-    "policy", "step", "tokens", "bytes, first and last", "step time, first 1,000", "step time, last 1,000",
-    "last over first", "compiled", "process grew by", "",
-]  # fmt: skip
+COLUMNS = [
+    "policy",
+    "step",
+    "tokens",
+    "bytes, first and last",
+    "step time, first 1,000",
+    "step time, last 1,000",
+    "last over first",
+    "compiled",
+    "process grew by",
+    "",
+]
 
 Step = Callable[[Tensor, Any], Tensor]
 
 
 class Block(NamedTuple):
-    """A thousand steps.
+    """A block of steps.
 
     Attributes:
-        nbytes: The cache's bytes at their end.
-        seconds: The median step's.
-        over_young: The same over the young copy's, the median over pieces that are neighbours in time.
+        nbytes: Bytes of the cache after the block.
+        seconds: Median seconds of a step.
+        over_reference: Step time over that of the reference, the median over pieces.
         memory: Bytes of the process.
     """
 
     nbytes: int
     seconds: float
-    over_young: float
+    over_reference: float
     memory: int
 
 
 class Run(NamedTuple):
-    """All blocks of a policy, and how often the step was compiled (0 where it was not)."""
+    """All blocks of a policy.
+
+    Attributes:
+        policy: Spec of the policy.
+        backend: Backend of `torch.compile`; empty for eager.
+        blocks: The blocks.
+        compiled: How often the step was compiled; 0 for eager.
+    """
 
     policy: str
     backend: str
@@ -59,37 +80,47 @@ class Run(NamedTuple):
     compiled: int
 
     @property
-    def slower(self) -> float:
-        """The last thousand steps over the first, each over the young copy beside it."""
-        return self.blocks[-1].over_young / self.blocks[0].over_young
+    def slowdown(self) -> float:
+        """Time of the last block over the first, each over the reference."""
+        return self.blocks[-1].over_reference / self.blocks[0].over_reference
 
     @property
     def passes(self) -> bool:
-        """Whether bytes are constant, the end is as fast as the beginning, and nothing was compiled again."""
+        """Whether bytes are constant, the last block is as fast as the first, and the step is compiled at most once."""
         constant = len({block.nbytes for block in self.blocks}) == 1
-        return constant and self.slower <= SLOWER and self.compiled <= 1
+        return constant and self.slowdown <= LIMIT and self.compiled <= 1
 
     def line(self, size: int) -> list[str]:
-        """A line of the table."""
-        first, last = self.blocks[0], self.blocks[-1]
-        grew = (last.memory - first.memory) / 2**20
+        """A row of the table.
+
+        Args:
+            size: Steps of a block.
+        """
+        first = self.blocks[0]
+        last = self.blocks[-1]
         return [
-            f"`{self.policy}`", self.backend or "eager", f"{len(self.blocks) * size:,}",
-            f"{first.nbytes:,} and {last.nbytes:,}", f"{1000 * first.seconds:.2f} ms", f"{1000 * last.seconds:.2f} ms",
-            f"{self.slower:.3f}x", f"{self.compiled}x" if self.backend else "", f"{grew:.1f} MiB",
+            f"`{self.policy}`",
+            self.backend or "eager",
+            f"{len(self.blocks) * size:,}",
+            f"{first.nbytes:,} and {last.nbytes:,}",
+            f"{1000 * first.seconds:.2f} ms",
+            f"{1000 * last.seconds:.2f} ms",
+            f"{self.slowdown:.3f}x",
+            f"{self.compiled}x" if self.backend else "",
+            f"{(last.memory - first.memory) / 2**20:.1f} MiB",
             "pass" if self.passes else "miss",
-        ]  # fmt: skip
+        ]
 
 
 def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt: int = 1024) -> Run:
     """Decode greedily with the embedded model.
 
     Args:
-        policy: Words of a policy with a fixed budget.
-        tokens: How many to decode.
-        backend: Of `torch.compile`; empty for none.
-        block: Steps that are timed together, a multiple of 100.
-        prompt: Tokens of the prompt, random ones.
+        policy: Spec of a policy with a fixed budget.
+        tokens: Tokens to decode.
+        backend: Backend of `torch.compile`; empty for eager.
+        block: Steps of a block, a multiple of 100.
+        prompt: Random tokens of the prompt.
     """
     model, _ = kvpolicy.tiny()
     ids = torch.randint(3, 700, (1, prompt), generator=torch.Generator().manual_seed(0))
@@ -99,19 +130,22 @@ def run(policy: str, tokens: int, backend: str = "", block: int = BLOCK, prompt:
         cache = kvpolicy.PolicyCache(model, new=tokens)
         token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
         step = _compiled_step(called) if backend else _eager_step(called)
-        young, start = copy.deepcopy(cache), token
-        _times(step, copy.deepcopy(young), start, PIECE)  # compiles, and warms up
+        reference_start = copy.deepcopy(cache)
+        first_token = token
+        _times(step, copy.deepcopy(reference_start), first_token, PIECE)  # compiles and warms up
         blocks: list[Block] = []
         for _ in range(tokens // block):
-            own, ratios, other, at = list[float](), list[float](), copy.deepcopy(young), start
+            seconds: list[float] = []
+            ratios: list[float] = []
+            reference = copy.deepcopy(reference_start)
+            reference_token = first_token
             for _ in range(block // PIECE):
-                beside, at = _times(step, other, at, BESIDE)
+                reference_times, reference_token = _times(step, reference, reference_token, REFERENCE_STEPS)
                 times, token = _times(step, cache, token, PIECE)
-                own += times
-                ratios.append(statistics.median(times) / statistics.median(beside))
-            gc.collect()  # copies of the young cache, or they would count as the process' growth
-            seconds, over = statistics.median(own), statistics.median(ratios)
-            blocks.append(Block(cache.nbytes, seconds, over, resident_memory()))
+                seconds += times
+                ratios.append(statistics.median(times) / statistics.median(reference_times))
+            gc.collect()  # otherwise copies of the reference would count as growth of the process
+            blocks.append(Block(cache.nbytes, statistics.median(seconds), statistics.median(ratios), resident_memory()))
     return Run(policy, backend, blocks, counter.frame_count if backend else 0)
 
 
@@ -129,6 +163,7 @@ def _compiled_step(model: Any) -> Step:
 
 
 def _times(step: Step, cache: Any, token: Tensor, count: int) -> tuple[list[float], Tensor]:
+    """Seconds of each of `count` steps, and the last token."""
     times: list[float] = []
     for _ in range(count):
         start = time.perf_counter()
@@ -138,33 +173,27 @@ def _times(step: Step, cache: Any, token: Tensor, count: int) -> tuple[list[floa
 
 
 def main() -> None:
-    """Run every policy, print the table, and fill a page with it where asked."""
+    """Run every policy, print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.longrun", description=__doc__)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--backend", nargs="+", default=[""], help="of torch.compile, such as inductor; '' for eager")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--fill", type=Path, help="a page with a place for the table 'longrun'")
+    add_fill_argument(parser, "longrun")
     args = parser.parse_args()
     if args.tokens < 2 * BLOCK:
-        parser.error(
-            f"--tokens is {args.tokens}: give at least {2 * BLOCK}, to compare the last {BLOCK} with the first"
-        )
+        parser.error(f"--tokens must be at least {2 * BLOCK}, to compare the last {BLOCK} with the first")
     torch.set_num_threads(args.threads)
-    lines: list[list[str]] = []
-    for backend in args.backend:
-        for policy in args.policies:
-            lines.append(run(policy, args.tokens, backend).line(BLOCK))
-            print(" | ".join(lines[-1]), flush=True)
-    text = table(HEAD, lines)
+    rows = collect(
+        run(policy, args.tokens, backend).line(BLOCK) for backend in args.backend for policy in args.policies
+    )
+    text = table(COLUMNS, rows)
     text += (
         f"\n\nThe embedded model, prompt of 1,024 tokens, torch {torch.__version__}, CPU, {args.threads} thread(s). "
-        f"Times are medians; the ratio is of times over those of a young cache beside them. Passes at {SLOWER}x or "
+        f"Times are medians; the ratio is of times over those of a young cache beside them. Passes at {LIMIT}x or "
         "less, with constant bytes, compiled at most once."
     )
-    print("\n" + text)
-    if args.fill:
-        fill(args.fill, "longrun", text)
+    publish(text, "longrun", args.fill)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Words, texts and prompts shared by the training of the embedded model and by the evaluation tasks."""
+"""Words, texts and prompts that the training of the embedded model and the evaluation tasks share."""

@@ -1,15 +1,15 @@
 """Prompts as plain text, each with its answer, drawn from a seeded `random.Random`.
 
-All share one question form: `?key=` asks for the value of `key`, `?word:` for
-the label of a word's category. A prompt ends right after the `=` or `:`, so
-the answer is what comes next, up to a newline. In the embedded tokenizer a
-record with four digits costs 7 tokens, a question with its answer 8, a
-labelled word 4, and two characters of source text about one token.
-Records hidden in source text, `#key = value`, are written unlike plain
-records, `key=value`, because each kind of task is to have a retrieval layer
-of its own in the embedded model.
+All prompts share one question form: `?key=` asks for the value of `key`,
+`?word:` for the label of a word's category. A prompt ends right after the `=`
+or `:`, so the answer is what comes next, up to a newline. In the tokenizer of
+the embedded model a record with four digits costs 7 tokens, a question with its
+answer 8, a labelled word 4, and two characters of source text about one token.
+Records hidden in source text are written `#key = value`, plain records
+`key=value`: the two formats let the embedded model learn a separate retrieval
+layer for each kind of task.
 
-`document, question = split(prompt)` gives the parts for evaluations that
+`document, question = split(prompt)` separates the parts for evaluations that
 compress the document before the question is known.
 """
 
@@ -25,18 +25,18 @@ Prompt = tuple[str, str]
 
 
 def split(prompt: str) -> tuple[str, str]:
-    r"""Cut a prompt before its last question: (document, question).
+    r"""Split a prompt before its last question: (document, question).
 
     >>> split("tiger=4821\n?tiger=")
     ('tiger=4821\n', '?tiger=')
     """
-    at = prompt.rindex("\n?") + 1
-    return prompt[:at], prompt[at:]
+    start = prompt.rindex("\n?") + 1
+    return prompt[:start], prompt[start:]
 
 
-def _count(name: str, value: int, low: int, high: int) -> None:
+def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; choose {low} to {high}.")
+        raise ValueError(f"{name} must be from {low} to {high}, got {value}.")
 
 
 def _digits(rng: Random, count: int) -> str:
@@ -44,14 +44,15 @@ def _digits(rng: Random, count: int) -> str:
 
 
 def _records(rng: Random, count: int, digits: int) -> dict[str, str]:
-    """Draw keys with values; the values differ, so that a value names its key."""
-    _count("The number of records", count, 1, min(len(WORDS), 10**digits // 2))
+    """Draw keys with distinct values, so that a value identifies its key."""
+    _check_range("The number of records", count, 1, min(len(WORDS), 10**digits // 2))
     values: set[str] = set()
     while len(values) < count:
         values.add(_digits(rng, digits))
-    drawn = sorted(values)
-    rng.shuffle(drawn)
-    return dict(zip(rng.sample(WORDS, count), drawn, strict=True))
+    # A set of strings has no reproducible order, so it is sorted before it is shuffled.
+    shuffled = sorted(values)
+    rng.shuffle(shuffled)
+    return dict(zip(rng.sample(WORDS, count), shuffled, strict=True))
 
 
 def _lines(records: dict[str, str]) -> str:
@@ -59,10 +60,10 @@ def _lines(records: dict[str, str]) -> str:
 
 
 def recall(rng: Random, records: int, digits: int = 4) -> Prompt:
-    """Ask for the value of one of many records; the value stands in the prompt once.
+    """Ask for the value of one of many records; the value occurs in the prompt once.
 
     Args:
-        rng: Source of everything random.
+        rng: Source of randomness.
         records: Records in the prompt, at most 256; about 70 fill 512 tokens, 140 fill 1,024.
         digits: Digits of a value.
     """
@@ -70,26 +71,28 @@ def recall(rng: Random, records: int, digits: int = 4) -> Prompt:
 
 
 def multi_query(rng: Random, records: int, queries: int, digits: int = 4) -> Prompt:
-    """Ask for several records one after the other, the earlier ones answered.
+    """Ask for several records in sequence; all questions but the last one are answered in the prompt.
 
-    The last question's value stands in the prompt once, in its record.
+    The value of the last question occurs in the prompt once, in its record.
 
     Args:
-        rng: Source of everything random.
+        rng: Source of randomness.
         records: Records in the prompt, at most 256.
-        queries: Questions, each about another record; the last one is open.
+        queries: Questions, each about a different record; the last one is open.
         digits: Digits of a value.
     """
     table = _records(rng, records, digits)
-    _count("The number of queries", queries, 1, records)
-    *earlier, last = rng.sample(sorted(table), queries)
-    asked = "".join(f"?{key}={table[key]}\n" for key in earlier)
-    return f"{_lines(table)}{asked}?{last}=", table[last]
+    _check_range("The number of queries", queries, 1, records)
+    *answered, last = rng.sample(sorted(table), queries)
+    questions = "".join(f"?{key}={table[key]}\n" for key in answered)
+    return f"{_lines(table)}{questions}?{last}=", table[last]
 
 
 def _hide(rng: Random, table: dict[str, str], chars: int) -> str:
+    """Insert records at random places of a source text."""
     text = excerpt(rng, chars)
-    parts, start = [], 0
+    parts: list[str] = []
+    start = 0
     for (key, value), cut in zip(table.items(), sorted(rng.sample(range(chars + 1), len(table))), strict=True):
         parts += [text[start:cut], f"\n#{key} = {value}\n"]
         start = cut
@@ -100,7 +103,7 @@ def passkey(rng: Random, chars: int, digits: int = 5) -> Prompt:
     """Hide a pass key in source text and ask for it.
 
     Args:
-        rng: Source of everything random.
+        rng: Source of randomness.
         chars: Characters of source text; about 900 fill 512 tokens, 1,800 fill 1,024.
         digits: Digits of the key.
     """
@@ -112,9 +115,9 @@ def needles(rng: Random, chars: int, count: int, digits: int = 4) -> Prompt:
     """Hide several records in source text and ask for one of them.
 
     Args:
-        rng: Source of everything random.
+        rng: Source of randomness.
         chars: Characters of source text.
-        count: Records hidden.
+        count: Hidden records.
         digits: Digits of a value.
     """
     table = _records(rng, count, digits)
@@ -123,20 +126,20 @@ def needles(rng: Random, chars: int, count: int, digits: int = 4) -> Prompt:
 
 
 def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
-    """Label words by category early, put source text between, and ask for another word's label.
+    """Label words by category, insert source text, then ask for the label of another word.
 
-    Nothing near the question gives the answer away: it takes the examples at
-    the start and the categories learned in training. The asked word itself
-    is not among the examples.
+    Nothing near the question reveals the answer: it takes the examples at the
+    start and the categories learned in training. The queried word itself is not
+    among the examples.
 
     Args:
-        rng: Source of everything random.
-        classes: Categories, each with a label of its own, 2 to 6.
+        rng: Source of randomness.
+        classes: Categories, each with a distinct label, 2 to 6.
         shots: Examples per category, 1 to 8.
         chars: Characters of source text between examples and question.
     """
-    _count("The number of classes", classes, 2, 6)
-    _count("The number of shots", shots, 1, 8)
+    _check_range("The number of classes", classes, 2, 6)
+    _check_range("The number of shots", shots, 1, 8)
     chosen = rng.sample(sorted(CATEGORIES), classes)
     labels = dict(zip(chosen, rng.sample(LABELS, classes), strict=True))
     words = {name: rng.sample(CATEGORIES[name], shots + 1) for name in chosen}
@@ -148,22 +151,21 @@ def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
 
 
 def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4) -> Prompt:
-    """Ask a few hot keys again and again, then show fresh records, then ask a hot key once more.
+    """Ask about a few hot keys repeatedly, then list fresh records, then ask about a hot key again.
 
-    Every hot key is asked about equally often, and its last earlier answer
-    stands before all fresh records: a recent window misses it, while heavy
-    hitters keep it.
+    Every hot key is queried equally often, and its last answered question
+    precedes all fresh records: a recent window misses it, heavy hitters keep it.
 
     Args:
-        rng: Source of everything random.
+        rng: Source of randomness.
         records: Records at the start, the hot ones among them.
         hot: Hot keys.
         asks: Answered questions about hot keys, all before the fresh records.
-        fresh: Records after the questions; none of them is asked.
+        fresh: Records after the questions; none of them is queried.
         digits: Digits of a value.
     """
-    _count("The number of hot keys", hot, 1, records)
-    _count("The number of asks", asks, hot, 10_000)
+    _check_range("The number of hot keys", hot, 1, records)
+    _check_range("The number of asks", asks, hot, 10_000)
     table = list(_records(rng, records + fresh, digits).items())
     keys = rng.sample(table[:records], hot)
     order = [keys[i % hot] for i in range(asks)]

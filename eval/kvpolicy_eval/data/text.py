@@ -1,9 +1,9 @@
-"""Source text of Python's standard library: what the embedded model reads, and what it never read.
+"""Source text of Python's standard library: the training texts of the embedded model, and its held-out text.
 
-The library differs between Python versions, so the held-out part is shipped as
-`heldout.txt` and training leaves out the same files by name.
+The library differs between Python versions, so the held-out part ships as
+`heldout.txt`, and training excludes the same files by name.
 
-Rewrite the shipped file with `python -m kvpolicy_eval.data.text`.
+`python -m kvpolicy_eval.data.text` rewrites the shipped file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,34 @@ from importlib.resources import files
 from pathlib import Path
 
 FOLDERS = (
-    "", "asyncio", "collections", "concurrent/futures", "ctypes", "dbm", "email", "html", "http", "importlib",
-    "json", "logging", "multiprocessing", "sqlite3", "unittest", "urllib", "wsgiref", "xml/dom",
-)  # fmt: skip
+    "",
+    "asyncio",
+    "collections",
+    "concurrent/futures",
+    "ctypes",
+    "dbm",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "multiprocessing",
+    "sqlite3",
+    "unittest",
+    "urllib",
+    "wsgiref",
+    "xml/dom",
+)
+"""Folders of the standard library that are read, without their subfolders; the empty name is its root."""
+
 NOTICE = "# Excerpts of CPython's standard library, Copyright (c) Python Software Foundation, PSF License Version 2.\n"
 HELD_OUT_CHARS = 190_000
 _SHIPPED = "heldout.txt"
 
 
 def is_held_out(name: str) -> bool:
-    """Say whether a library file is held out; one in twenty is, by a hash of its name.
+    """Whether a library file is held out; one in twenty is, selected by a hash of its name.
 
     >>> is_held_out("json/decoder.py"), is_held_out("zipfile.py")
     (False, False)
@@ -42,40 +60,40 @@ def library() -> dict[str, str]:
 
 
 def training_texts() -> list[str]:
-    """List the sources that training may read, without every held-out file."""
+    """Sources that training may read: all files that are not held out."""
     return [text for name, text in library().items() if not is_held_out(name)]
 
 
 def held_out_texts() -> list[str]:
-    """List the sources of this Python's library that training never reads."""
+    """Sources of the running Python's library that training never reads."""
     return [text for name, text in library().items() if is_held_out(name)]
 
 
 @cache
 def held_out() -> str:
-    """Read the shipped held-out text, without its one-line notice."""
+    """The shipped held-out text, without the copyright notice in its first line."""
     return files("kvpolicy_eval.data").joinpath(_SHIPPED).read_text(encoding="ascii").split("\n", 1)[1]
 
 
 def excerpt(rng: random.Random, chars: int) -> str:
-    """Cut about `chars` characters of whole lines from the held-out text.
+    """An excerpt of `chars` characters of the held-out text, from the start of a random line.
 
     Args:
-        rng: Source of the place of the cut.
-        chars: Length in characters; the last line may be cut short.
+        rng: Source of the random position.
+        chars: Length in characters; the last line may be truncated.
     """
     text = held_out()
     if not 0 <= chars < len(text) // 2:
-        raise ValueError(f"An excerpt of {chars} characters was asked for; ask for 0 to {len(text) // 2 - 1}.")
+        raise ValueError(f"The length of an excerpt must be from 0 to {len(text) // 2 - 1} characters, got {chars}.")
     start = text.index("\n", rng.randrange(len(text) // 2)) + 1
     return text[start : start + chars]
 
 
 def write_held_out(path: Path) -> int:
-    """Write the shipped held-out file, an even part of each held-out source, and count its characters."""
+    """Write the shipped held-out file, an equal part of each held-out source, and return its length in characters."""
     texts = held_out_texts()
-    share = HELD_OUT_CHARS // len(texts)
-    parts = [text[: text.rfind("\n", 0, share) + 1] if len(text) > share else text for text in texts]
+    limit = HELD_OUT_CHARS // len(texts)
+    parts = [text[: text.rfind("\n", 0, limit) + 1] if len(text) > limit else text for text in texts]
     body = "\n".join(parts)
     path.write_text(NOTICE + body, encoding="ascii", newline="\n")
     return len(body)

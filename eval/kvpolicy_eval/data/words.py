@@ -1,4 +1,4 @@
-"""The 256 words of the prompts: 16 categories of 16, each one token of the embedded tokenizer."""
+"""The 256 words of the prompts: 16 categories of 16, each a single token of the embedded tokenizer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ weather: rain snow wind storm cloud fog hail thunder frost sleet drizzle mist bl
 CATEGORIES: dict[str, tuple[str, ...]] = {
     name: tuple(members.split()) for name, members in (line.split(":") for line in _LISTS.strip().splitlines())
 }
-"""Category name to its 16 words. Few-shot prompts ask for the label of a word's category."""
+"""Category name to its 16 words; few-shot prompts ask for the label of a word's category."""
 
 WORDS: tuple[str, ...] = tuple(word for members in CATEGORIES.values() for word in members)
-"""Every word, category by category; the keys of all records."""
+"""All words, ordered by category: the keys of records are drawn from these."""
 
 LABELS: str = "ABCDEFGHJKLMNPQRSTUVWXYZ"
-"""One-letter labels of the few-shot prompts; I and O are left out because they look like digits."""
+"""One-letter labels of few-shot prompts, without I and O, which resemble digits."""

@@ -1,1 +1,1 @@
-"""What each method does to the embedded model's answers, measured for the method's page of the docs."""
+"""Measurements of each method on the embedded model, for the table on its documentation page."""

@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.methods`: measure each method on the embedded model, for the table of its page."""
+"""`python -m kvpolicy_eval.methods`: measure methods on the embedded model, for the tables on their pages."""
 
 from __future__ import annotations
 
@@ -8,33 +8,38 @@ from pathlib import Path
 import torch
 
 from kvpolicy import registry
-from kvpolicy_eval.markdown import fill
+from kvpolicy_eval.common.markdown import publish
 from kvpolicy_eval.methods.measure import Bench
 from kvpolicy_eval.methods.plan import methods
 from kvpolicy_eval.methods.tables import budget_tables, codec_table
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables, and fill pages with them where asked."""
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.methods", description="Measure the methods.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which methods; all by default")
+    """Print the tables, and fill the pages with them on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.methods", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of methods; all by default")
     parser.add_argument("--n", type=int, default=32, help="prompts per task for allocators and selectors")
     parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs")
-    parser.add_argument("--cache", type=Path, help="a folder for results: a run that was stopped goes on from there")
-    parser.add_argument("--fill", type=Path, help="a folder of pages, each with a place for the table 'measured'")
+    parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
+    parser.add_argument(
+        "--fill",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with a page NAME.md for each method, with a place for measured",
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.names if name not in methods()]:
-        parser.error(f"There is no method {unknown[0]!r}: choose from {', '.join(methods())}.")
-    choosing = Bench(args.n, torch.float32, args.cache)
-    storing = Bench(args.n_codecs, torch.bfloat16, args.cache, text=True)
+        parser.error(f"There is no method {unknown[0]!r}; choose from {', '.join(methods())}.")
+    selections = Bench(args.n, torch.float32, args.cache)
+    codecs = Bench(args.n_codecs, torch.bfloat16, args.cache, text=True)
     for name in args.names or methods():
-        text = codec_table(storing, name) if name in registry.CODECS else budget_tables(choosing, name)
-        print(f"{name}\n\n{text}\n", flush=True)
-        if args.fill:
-            try:
-                fill(args.fill / f"{name}.md", "measured", text)
-            except (OSError, ValueError) as error:
-                parser.error(str(error))
+        text = codec_table(codecs, name) if name in registry.CODECS else budget_tables(selections, name)
+        print(f"{name}\n")
+        try:
+            publish(text, "measured", args.fill and args.fill / f"{name}.md")
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+        print()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""What is measured for each method's page."""
+"""Which policies are measured for the page of each method."""
 
 from __future__ import annotations
 
 from kvpolicy import registry
-from kvpolicy_eval.codecs import short_windows, with_ranking
+from kvpolicy_eval.common.codecs import short_windows, with_ranking
 
 BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
-OVER = ["window", "h2o", "snapkv:kernel=7"]
-"""Selectors that allocators are measured with."""
-CHOOSER = "snapkv:kernel=7"
-"""Who chooses tokens where a codec is measured under eviction, and at which budget."""
-CHOSEN = 0.2
+ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv:kernel=7"]
+"""Selectors with which allocators are measured."""
+CODEC_SELECTOR = "snapkv:kernel=7"
+"""Selector with which codecs are measured under eviction."""
+CODEC_BUDGET = 0.2
+"""Budget at which codecs are measured under eviction."""
 
 SELECTORS = {
     "full": ["full"],
@@ -23,7 +24,7 @@ SELECTORS = {
     "probe": ["probe"],
     "kvcrush": ["kvcrush/snapkv:kernel=7", "snapkv:kernel=7", "kvcrush/h2o", "h2o"],
 }
-"""Policies of a selector's page, without a budget; the baseline is added."""
+"""Policies of a selector's page, without budgets and without the baseline."""
 
 CODECS = {
     "plain": [],
@@ -39,11 +40,11 @@ CODECS = {
     "mikv": ["mikv"],
     "zipcache": ["zipcache:recode_every=16"],
 }
-"""Codecs of a codec's page; exact tokens are added."""
+"""Codecs of a codec's page; policies without a codec are added for comparison."""
 
 
 def methods() -> list[str]:
-    """Every method that has a page, allocators first, codecs last.
+    """All methods that have a page: allocators, selectors, codecs.
 
     >>> methods()[:4]
     ['uniform', 'pyramid', 'squeeze', 'full']
@@ -51,27 +52,28 @@ def methods() -> list[str]:
     return [*registry.ALLOCATORS, *registry.SELECTORS, *registry.CODECS]
 
 
-def chosen(name: str) -> list[str]:
+def selection_policies(name: str) -> list[str]:
     """Policies of the page of an allocator or a selector, without budgets.
 
-    >>> chosen("streaming")
+    >>> selection_policies("streaming")
     ['streaming', 'window']
-    >>> chosen("pyramid")[:2]
+    >>> selection_policies("pyramid")[:2]
     ['window', 'pyramid+window']
     """
-    if name in registry.ALLOCATORS:
-        with_it = [f"{name}+{selector}" for selector in OVER if name != "uniform"]
-        return [policy for pair in zip(OVER, with_it or OVER, strict=True) for policy in dict.fromkeys(pair)]
-    return list(dict.fromkeys([*SELECTORS[name], BASELINE]))
+    if name not in registry.ALLOCATORS:
+        return list(dict.fromkeys([*SELECTORS[name], BASELINE]))
+    if name == "uniform":  # it is the default, so that there is nothing to compare it with
+        return list(ALLOCATOR_SELECTORS)
+    return [policy for selector in ALLOCATOR_SELECTORS for policy in (selector, f"{name}+{selector}")]
 
 
-def coded(name: str) -> list[str]:
-    """Policies of a codec's page: exact tokens, the codec alone, and the same under eviction.
+def codec_policies(name: str) -> list[str]:
+    """Policies of the page of a codec: without a codec, the codec alone, and the codec under eviction.
 
-    >>> coded("zipcache")
+    >>> codec_policies("zipcache")
     ['full', 'snapkv:kernel=7@0.2', 'h2o+zipcache:recode_every=16', 'snapkv:kernel=7+zipcache:recode_every=16@0.2']
     """
-    policies = ["full", f"{CHOOSER}@{CHOSEN}"]
+    policies = ["full", f"{CODEC_SELECTOR}@{CODEC_BUDGET}"]
     for codec in map(short_windows, CODECS[name]):
-        policies += [with_ranking(codec), f"{CHOOSER}+{codec}@{CHOSEN}"]
+        policies += [with_ranking(codec), f"{CODEC_SELECTOR}+{codec}@{CODEC_BUDGET}"]
     return policies

@@ -1,46 +1,50 @@
-"""The tables of a method's page."""
+"""The tables on the page of a method."""
 
 from __future__ import annotations
 
-from kvpolicy_eval.markdown import table
-from kvpolicy_eval.methods.measure import Bench, Result, mean
-from kvpolicy_eval.methods.plan import BUDGETS, chosen, coded
+from kvpolicy_eval.common.accuracy import mean
+from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.methods.measure import Bench, Result
+from kvpolicy_eval.methods.plan import BUDGETS, codec_policies, selection_policies
 
-MIDDLE = 0.2
-"""The budget of the table by task."""
+TASK_BUDGET = 0.2
+"""Budget of the table by task."""
 
 
 def budget_tables(bench: Bench, name: str) -> str:
-    """Of an allocator or a selector: answers by budget and bytes, then answers by task at one budget."""
-    rows = {policy: [bench.result(at(policy, budget)) for budget in BUDGETS] for policy in chosen(name)}
-    head = ["policy", *(f"answers at {budget:.0%}" for budget in BUDGETS), f"bytes at {BUDGETS[-1]:.0%}"]
-    means = [
-        [f"`{policy}`", *(f"{mean(one):.2f}" for one in row), f"{row[-1]['share']:.2f}"] for policy, row in rows.items()
+    """Tables of an allocator or a selector: accuracy by budget with bytes, and accuracy by task at one budget."""
+    results = {policy: [bench.result(at(policy, budget)) for budget in BUDGETS] for policy in selection_policies(name)}
+    names = ["policy", *(f"answers at {budget:.0%}" for budget in BUDGETS), f"bytes at {BUDGETS[-1]:.0%}"]
+    rows = [
+        [f"`{policy}`", *(f"{mean(one['tasks']):.2f}" for one in by_budget), f"{by_budget[-1]['share']:.2f}"]
+        for policy, by_budget in results.items()
     ]
-    middle = {policy: row[BUDGETS.index(MIDDLE)] for policy, row in rows.items()}
-    return f"{table(head, means)}\n\n{task_table(middle)}\n\n{note(bench)}"
+    by_task = {policy: by_budget[BUDGETS.index(TASK_BUDGET)] for policy, by_budget in results.items()}
+    return f"{table(names, rows)}\n\n{task_table(by_task)}\n\n{note(bench)}"
 
 
 def task_table(results: dict[str, Result]) -> str:
-    """Right answers of each task."""
-    names = list(next(iter(results.values()))["tasks"])
-    rows = [[f"`{policy}`", *(f"{result['tasks'][name]:.2f}" for name in names)] for policy, result in results.items()]
-    return table([f"by task, at {MIDDLE:.0%}", *names], rows)
+    """Accuracy by task."""
+    tasks = list(next(iter(results.values()))["tasks"])
+    rows = [[f"`{policy}`", *(f"{result['tasks'][task]:.2f}" for task in tasks)] for policy, result in results.items()]
+    return table([f"by task, at {TASK_BUDGET:.0%}", *tasks], rows)
 
 
 def codec_table(bench: Bench, name: str) -> str:
-    """Of a codec: answers, bytes, errors and perplexity, beside exact tokens."""
-    head = ["policy", "answers", "bytes", "error K", "error V", "perplexity"]
+    """Table of a codec: accuracy, bytes, errors and perplexity, with and without the codec."""
+    names = ["policy", "answers", "bytes", "error K", "error V", "perplexity"]
     rows: list[list[str]] = []
-    for policy in coded(name):
-        one, evicts = bench.result(policy), "@" in policy  # what is kept changes nothing of a coded token's error
-        errors = ["" if evicts or one[side] is None else f"{one[side]:.3f}" for side in ("keys", "values")]
-        rows.append([f"`{policy}`", f"{mean(one):.2f}", f"{one['share']:.2f}", *errors, f"{one['perplexity']:.2f}"])
-    return f"{table(head, rows)}\n\n{note(bench)}"
+    for policy in codec_policies(name):
+        result = bench.result(policy)
+        evicts = "@" in policy  # the error of an encoded token does not depend on which tokens are kept
+        errors = ["" if evicts or result[side] is None else f"{result[side]:.3f}" for side in ("keys", "values")]
+        accuracy = f"{mean(result['tasks']):.2f}"
+        rows.append([f"`{policy}`", accuracy, f"{result['share']:.2f}", *errors, f"{result['perplexity']:.2f}"])
+    return f"{table(names, rows)}\n\n{note(bench)}"
 
 
 def note(bench: Bench) -> str:
-    """What the numbers are."""
+    """How the numbers were measured."""
     text = (
         f"Answers: share of right ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one is "
         f"{1 / (6 * bench.docs):.3f}. Bytes: held after the prompt, of the full cache's, in "

@@ -1,1 +1,1 @@
-"""Side by side with the peers, each in its own environment and process."""
+"""Comparison with other libraries, each in a separate environment and process."""

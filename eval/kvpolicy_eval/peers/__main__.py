@@ -1,4 +1,4 @@
-"""`python -m kvpolicy_eval.peers`."""
+"""`python -m kvpolicy_eval.peers`: the same as `kvpolicy-eval peers`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from kvpolicy_eval.peers import command
 
 
 def main() -> int:
-    """Run the command; what the user can put right is told in one sentence."""
+    """Run the command; errors that the user can fix are printed as one sentence.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.peers", description=command.__doc__)
     command.add(parser)
     try:

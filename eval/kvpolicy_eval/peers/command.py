@@ -1,6 +1,7 @@
-"""`python -m kvpolicy_eval.peers`: compare with kvpress and transformers' QuantizedCache, each in its environment.
+"""`python -m kvpolicy_eval.peers`: compare with kvpress and with transformers' QuantizedCache.
 
-`make-env` makes the peers' environment with pip; `run` asks both sides and writes JSON; `table` shows it as Markdown.
+Both sides run in separate processes and environments. `make-env` creates the peers' environment with pip; `run`
+measures both sides and writes JSON; `table` prints existing results as Markdown.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.spec.formats import check_format, stamp
-from kvpolicy_eval.markdown import fill
+from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.peers import env
+from kvpolicy_eval.peers.pair import Options, Pair
 from kvpolicy_eval.peers.process import Process
-from kvpolicy_eval.peers.runs import RUNS, Options, Pair
+from kvpolicy_eval.peers.runs import RUNS
 from kvpolicy_eval.peers.runs import run as run_all
 from kvpolicy_eval.peers.tables import TABLES, text_of
 
@@ -24,24 +26,28 @@ FORMAT = 2
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
-    usual = Options()
+    """Add the arguments."""
+    default = Options()
     parser.add_argument("what", choices=["make-env", "run", "table"])
-    parser.add_argument("--env", help="folder of the peers' environment; by default in the user's cache")
+    parser.add_argument("--env", help="folder of the peers' environment; in the user's cache by default")
     parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="all by default")
-    parser.add_argument("--out", type=Path, default=Path("peers.json"), help="results; what is there is kept")
-    parser.add_argument("--n", type=int, default=usual.n, help="prompts per task")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(usual.lengths), help="prompts that are timed")
-    parser.add_argument("--rounds", type=int, default=usual.rounds, help="times that each is timed, in turn")
-    parser.add_argument("--threads", type=int, default=usual.threads, help="of torch, on each side")
-    parser.add_argument("--layers", type=int, default=usual.layers, help="of the random Llama that is timed")
-    parser.add_argument("--hidden", type=int, default=usual.hidden, help="its hidden size")
-    parser.add_argument("--log", type=Path, help="where the sides' own output goes")
-    parser.add_argument("--fill", type=Path, help="a page with places for the tables 'peers-...'")
+    parser.add_argument("--out", type=Path, default=Path("peers.json"), help="results; other results in it are kept")
+    parser.add_argument("--n", type=int, default=default.n, help="prompts per task")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(default.lengths), help="timed prompt lengths")
+    parser.add_argument("--rounds", type=int, default=default.rounds, help="repetitions of each timing")
+    parser.add_argument("--threads", type=int, default=default.threads, help="threads of torch, on each side")
+    parser.add_argument("--layers", type=int, default=default.layers, help="layers of the random Llama that is timed")
+    parser.add_argument("--hidden", type=int, default=default.hidden, help="its hidden size")
+    parser.add_argument("--log", type=Path, help="file for the output of both processes")
+    add_fill_argument(parser, *(f"peers-{name}" for name in TABLES))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked."""
+    """Run the command.
+
+    Returns:
+        The exit code.
+    """
     if args.what == "make-env":
         print(env.make(args.env))
         return 0
@@ -49,10 +55,8 @@ def run(args: argparse.Namespace) -> int:
         _measure(args)
     results = read(args.out)
     for name in (name for name in args.only if name in results):
-        text = text_of(name, results)
-        print(f"{text}\n")
-        if args.fill:
-            fill(args.fill, f"peers-{name}", text)
+        publish(text_of(name, results), f"peers-{name}", args.fill)
+        print()
     return 0
 
 
@@ -60,39 +64,46 @@ def read(path: Path) -> dict[str, Any]:
     """Results of an earlier run.
 
     Raises:
-        ValueError: Where there are none, or a newer kvpolicy wrote them.
+        ValueError: If the file holds none, or a newer kvpolicy wrote it.
     """
+    advice = "run `python -m kvpolicy_eval.peers run` first."
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no results: write it with `python -m kvpolicy_eval.peers run`.") from error
+        raise ValueError(f"{path} holds no results; {advice}") from error
     if not isinstance(results, dict) or "versions" not in results or not set(results) & set(TABLES):
-        raise ValueError(f"{path} holds no results of a comparison: `python -m kvpolicy_eval.peers run` writes them.")
+        raise ValueError(f"{path} holds no results of a comparison; {advice}")
     check_format(results, FORMAT, path)
     return results
 
 
 def _measure(args: argparse.Namespace) -> None:
     options = Options(
-        args.n, tuple(args.lengths), args.rounds, args.threads, args.layers, args.hidden
-    )  # fmt: skip
+        n=args.n,
+        lengths=tuple(args.lengths),
+        rounds=args.rounds,
+        threads=args.threads,
+        layers=args.layers,
+        hidden=args.hidden,
+    )
     python = env.find(args.env)
-    before: dict[str, Any] = read(args.out) if args.out.exists() else {}
+    results: dict[str, Any] = read(args.out) if args.out.exists() else {}
     with (
         (args.log or Path(os.devnull)).open("w", encoding="utf-8") as log,
         Process("kvpolicy_eval.peers.ours", log=log) as ours,
         Process("kvpolicy_eval.peers.theirs", python, log) as theirs,
     ):
-        for name in args.only:  # what is done stays, should the next be interrupted
-            found = run_all([name], Pair(ours, theirs), options)
-            before["versions"] = before.get("versions", {}) | {name: found.pop("versions")}
-            before |= found
-            before["options"] = before.get("options", {}) | {name: describe(name, options)}
-            args.out.write_text(json.dumps(before | stamp(FORMAT), indent=1) + "\n", encoding="utf-8")
+        for name in args.only:
+            measured = run_all([name], Pair(ours, theirs), options)
+            results["versions"] = results.get("versions", {}) | {name: measured.pop("versions")}
+            results |= measured
+            results["options"] = results.get("options", {}) | {name: describe(name, options)}
+            # Written after each part, so that an interrupted run keeps the finished ones.
+            args.out.write_text(json.dumps(results | stamp(FORMAT), indent=1) + "\n", encoding="utf-8")
 
 
 def describe(name: str, options: Options) -> str:
-    """How something was measured, in a sentence."""
+    """How a part was measured."""
     if name == "speed":
         return (
             f"A random Llama of {options.layers} layers, hidden size {options.hidden}, heads of 64 and a quarter as "

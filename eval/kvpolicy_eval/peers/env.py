@@ -1,4 +1,4 @@
-"""The peers' own environment: a virtual one, since kvpress needs an older transformers than ours."""
+"""The virtual environment of the peers: kvpress needs an older transformers than kvpolicy does."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 KVPRESS = "0.5.5"
 PACKAGES = (f"kvpress=={KVPRESS}", "transformers==5.2.0", "optimum-quanto==0.2.7", "hqq==0.2.8.post1")
-"""What is compared with; torch is the one at hand."""
-WARM = "import torch, optimum.quanto, kvpress; torch.ops.quanto.unpack(torch.zeros(8, dtype=torch.uint8), 4)"
-"""Lets quanto compile its extension now, and not within a measurement."""
+"""Packages of the environment, in addition to the torch of this one."""
+WARM_UP = "import torch, optimum.quanto, kvpress; torch.ops.quanto.unpack(torch.zeros(8, dtype=torch.uint8), 4)"
+"""Makes quanto compile its extension now, and not during a measurement."""
 
 
 def folder(given: str | Path | None = None) -> Path:
-    """Where the environment is: as given, or in the user's cache."""
+    """Folder of the environment: the given one, or one in the user's cache."""
     if given is not None:
         return Path(given).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -24,42 +24,47 @@ def folder(given: str | Path | None = None) -> Path:
 
 
 def python_of(environment: Path) -> Path:
-    """Its interpreter."""
+    """Interpreter of an environment."""
     return environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
 def find(given: str | Path | None = None) -> Path:
-    """The interpreter of an environment that was made.
+    """Interpreter of an existing environment.
 
     Raises:
-        ValueError: Where there is none.
+        ValueError: If the environment does not exist.
     """
     python = python_of(folder(given))
     if not python.exists():
         raise ValueError(
-            f"There is no environment of the peers in {folder(given)}: make one with "
-            "`python -m kvpolicy_eval.peers make-env`, or name another with --env."
+            f"There is no environment of the peers in {folder(given)}; create one with "
+            "`python -m kvpolicy_eval.peers make-env`, or give another with --env."
         )
     return python
 
 
 def make(given: str | Path | None = None) -> Path:
-    """Make the environment with pip, or complete it where it was begun.
+    """Create the environment with pip, or complete one that was interrupted.
+
+    Returns:
+        Its interpreter.
 
     Raises:
-        RuntimeError: Where it cannot be made.
+        RuntimeError: If a step fails.
     """
-    place = folder(given)
+    environment = folder(given)
+    python = python_of(environment)
     torch = version("torch").partition("+")[0]
     steps = [
-        [sys.executable, "-m", "venv", str(place)],
-        [str(python_of(place)), "-m", "pip", "install", "--quiet", f"torch=={torch}", *PACKAGES],
+        [sys.executable, "-m", "venv", str(environment)],
+        [str(python), "-m", "pip", "install", "--quiet", f"torch=={torch}", *PACKAGES],
+        [str(python), "-c", WARM_UP],
     ]
-    steps.append([str(python_of(place)), "-c", WARM])
-    for step in steps[1 if python_of(place).exists() else 0 :]:
-        for lock in place.rglob("optimum/quanto/library/extensions/*/build/lock"):
-            lock.unlink()  # left by a build that was killed, and waited for without end
-        done = subprocess.run(step, check=False)
-        if done.returncode:
-            raise RuntimeError(f"The environment in {place} could not be made: `{' '.join(step)}` failed, see above.")
-    return python_of(place)
+    for step in steps[1 if python.exists() else 0 :]:
+        for lock in environment.rglob("optimum/quanto/library/extensions/*/build/lock"):
+            lock.unlink()  # a build that was killed leaves its lock, and the next one would wait for it forever
+        if subprocess.run(step, check=False).returncode:
+            raise RuntimeError(
+                f"The environment in {environment} could not be created: `{' '.join(step)}` failed, see its output."
+            )
+    return python

@@ -1,4 +1,4 @@
-"""Our side: kvpolicy in the environment at hand."""
+"""Our side: kvpolicy in the running environment."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from kvpolicy_eval.peers.side import Answer, Side, serve, storage_bytes
 
 
 class KeyNorm:
-    """Keys of small norm are kept: the formula of Knorm (arXiv:2406.11430), as a scorer."""
+    """Keeps keys of small norm: the formula of Knorm (arXiv:2406.11430), as a scorer of kvpress."""
 
     def score(self, module: Any, hidden_states: Any, keys: Tensor, values: Any, attentions: Any, kwargs: Any) -> Tensor:
-        """The negative norm of each key, [B, H, N]."""
+        """Negative norm of each key, [B, H, N]."""
         return -keys.float().norm(dim=-1)
 
 
-class Averaged:
-    """Keep what is attended to most by the queries that can see it: H2O's sums over their number."""
+class MeanAttention:
+    """Keeps tokens with the highest mean attention: H2O's sums over the number of queries that attend to a token."""
 
     def score(self, module: Any, hidden_states: Any, keys: Tensor, values: Any, attentions: Any, kwargs: Any) -> Tensor:
-        """The mean of each column of the attention matrix, [B, H, N]."""
+        """Mean of each column of the attention matrix below the diagonal, [B, H, N]."""
         queries = torch.arange(keys.shape[2], 0, -1)
         return (attentions.sum(2) / queries).unflatten(1, (keys.shape[1], -1)).mean(2)
 
 
-SCORERS = {"knorm": KVPressScorer(KeyNorm()), "averaged": KVPressScorer(Averaged(), attentions=True)}
-"""Methods that are no selectors of ours."""
+SCORERS = {"knorm": KVPressScorer(KeyNorm()), "averaged": KVPressScorer(MeanAttention(), attentions=True)}
+"""Methods that kvpolicy has no selector for, by name."""
 
 
-def policy_of(words: str, budget: int | float | str | None = None) -> kvpolicy.Policy:
-    """A policy from its words, or of one of the scorers above."""
-    if words in SCORERS:
-        return kvpolicy.Policy(selector=SCORERS[words], budget=0.5 if budget is None else budget)
-    return kvpolicy.Policy.parse(words if budget is None or words == "full" else f"{words}@{budget}")
+def policy_of(method: str, budget: int | float | str | None = None) -> kvpolicy.Policy:
+    """A policy from its spec, or from the name of a scorer."""
+    if method in SCORERS:
+        return kvpolicy.Policy(selector=SCORERS[method], budget=0.5 if budget is None else budget)
+    return kvpolicy.Policy.parse(method if budget is None or method == "full" else f"{method}@{budget}")
 
 
 class Ours(Side):
@@ -47,20 +47,28 @@ class Ours(Side):
     packages = ("torch", "transformers")
 
     def versions(self) -> Answer:
-        """Versions, and this package's own where it is not installed."""
+        """Versions, with that of kvpolicy even if it is not installed."""
         return {"kvpolicy": kvpolicy.__version__} | super().versions()
 
     def kept(self, ids: list[list[int]], method: str, keep: int) -> Answer:
-        """Positions kept of a prompt, by layer and head."""
+        """Kept positions of a prompt, by layer and KV head."""
         with kvpolicy.attach(self.model, policy_of(method, keep)):
             cache = kvpolicy.PolicyCache(self.model)
             self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1)
-        return {"kept": [[_places(head) for head in layer.positions[0]] for layer in cache.policy_layers]}
+        return {"kept": [[_occupied(head) for head in layer.positions[0]] for layer in cache.policy_layers]}
 
     def answer(self, ids: list[list[int]], method: str, limit: int | None, new: int, after: int = 0) -> Answer:
-        """Greedy tokens after a prompt, under a limit of bytes at the end, or the method as it is.
+        """Answer to a prompt.
 
-        The last `after` tokens of the prompt are read once the others are compressed.
+        Args:
+            ids: Token ids, one row.
+            method: Spec of the policy.
+            limit: Bytes of the cache after the answer; None for the spec's budget.
+            new: Tokens of the answer.
+            after: Tokens at the end of the prompt that are fed after the others have been compressed.
+
+        Returns:
+            The tokens, the bytes that the cache reports, and the bytes of its storages.
         """
         tokens = torch.tensor(ids)
         policy = policy_of(method, None if limit is None else f"{limit}B")
@@ -72,7 +80,7 @@ class Ours(Side):
         return {"ids": out, "held": cache.nbytes, "walked": storage_bytes(list(cache.policy_layers))}
 
     def time(self, method: str, length: int, share: float, steps: int) -> Answer:
-        """Times of a prompt and of the steps after it."""
+        """Times of a prompt and of the decode steps after it."""
         if method == "full":
             from transformers import DynamicCache
 
@@ -83,7 +91,7 @@ class Ours(Side):
             )
 
     def under(self, method: str, share: float) -> AbstractContextManager[Any]:
-        """The model under a method that keeps a share of the prompt."""
+        """Context manager that applies a method, which keeps a share of the prompt, to the model."""
         return kvpolicy.attach(self.model, policy_of(method, share))
 
     def _trap_sinks(self, ids: list[int], steps: int, keep: int) -> Answer:
@@ -92,10 +100,10 @@ class Ours(Side):
             self.model(torch.tensor([ids]), past_key_values=cache)
             for step in range(steps):
                 self.model(torch.tensor([[step % 500 + 3]]), past_key_values=cache)
-        alive = [
-            sum(p in _places(head) for p in range(4)) for layer in cache.policy_layers for head in layer.positions[0]
+        kept = [
+            sum(p in _occupied(head) for p in range(4)) for layer in cache.policy_layers for head in layer.positions[0]
         ]
-        return {"value": min(alive), "of": 4, "held": cache.policy_layers[0].positions.shape[-1]}
+        return {"value": min(kept), "of": 4, "held": cache.policy_layers[0].positions.shape[-1]}
 
     def _trap_chunks(self, ids: list[int], chunk: int, method: str) -> Answer:
         row = torch.tensor([ids])
@@ -108,14 +116,15 @@ class Ours(Side):
     def _trap_two(self, first: list[int], second: list[int], method: str) -> Answer:
         one = torch.tensor([[5]])
         with kvpolicy.attach(self.model, policy_of(method, 0.5)):
-            alone, other = kvpolicy.PolicyCache(self.model), kvpolicy.PolicyCache(self.model)
+            alone = kvpolicy.PolicyCache(self.model)
+            other = kvpolicy.PolicyCache(self.model)
             self.model(torch.tensor([first]), past_key_values=alone)
-            wanted = self.model(one, past_key_values=alone).logits
-            again = kvpolicy.PolicyCache(self.model)
-            self.model(torch.tensor([first]), past_key_values=again)
+            expected = self.model(one, past_key_values=alone).logits
+            interrupted = kvpolicy.PolicyCache(self.model)
+            self.model(torch.tensor([first]), past_key_values=interrupted)
             self.model(torch.tensor([second]), past_key_values=other)
-            got = self.model(one, past_key_values=again).logits
-        return {"value": float((got - wanted).abs().max())}
+            logits = self.model(one, past_key_values=interrupted).logits
+        return {"value": float((logits - expected).abs().max())}
 
     def _trap_compiled(self, ids: list[int], method: str) -> Answer:
         model: Any = self.fresh()
@@ -127,7 +136,7 @@ class Ours(Side):
                 compiled(row)
                 held = int((handle.cache.policy_layers[0].positions[0, 0] >= 0).sum()) if handle.cache else len(ids)
         except ValueError as error:
-            return {"value": "refused", "said": str(error), "of": len(ids) // 2}
+            return {"value": "refused", "error_message": str(error), "of": len(ids) // 2}
         return {"value": held, "of": len(ids) // 2}
 
     def _trap_bytes(self, ids: list[int], method: str) -> Answer:
@@ -137,8 +146,9 @@ class Ours(Side):
         return {"value": storage_bytes(list(cache.policy_layers)) / cache.full_nbytes}
 
 
-def _places(head: Tensor) -> list[int]:
-    return sorted(place for place in head.tolist() if place >= 0)
+def _occupied(head: Tensor) -> list[int]:
+    """Positions in the occupied slots of a head."""
+    return sorted(position for position in head.tolist() if position >= 0)
 
 
 def _stock_bytes(cache: Any) -> int:

@@ -1,4 +1,4 @@
-"""A side in a process of its own, asked in JSON."""
+"""A library of the comparison in a separate process, which answers requests in JSON."""
 
 from __future__ import annotations
 
@@ -15,52 +15,71 @@ START = (
     "import runpy, sys, types; package = types.ModuleType('kvpolicy_eval'); package.__path__ = [sys.argv[1]]; "
     "sys.modules['kvpolicy_eval'] = package; runpy.run_module(sys.argv[2], run_name='__main__')"
 )
-"""What a peer's interpreter runs: it sees our files, and none of our other packages."""
+"""Code that a peer's interpreter runs: it can import the files of this package, and no other package of ours."""
 QUIET = {
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "TQDM_DISABLE": "1",
-}  # fmt: skip
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Environment variables that suppress the output of libraries."""
 
 
 class Failed(RuntimeError):
-    """What a side said went wrong."""
+    """The error of a request."""
 
 
 class Process:
-    """A side at work; a context manager that ends its process.
+    """A running process, as a context manager that ends it.
 
     Args:
-        module: Which side, such as `kvpolicy_eval.peers.ours`.
-        python: Its interpreter, by default the one at hand.
-        log: Where its stderr goes; nowhere by default.
+        module: Module that serves the requests, such as `kvpolicy_eval.peers.ours`.
+        python: Interpreter; the running one by default.
+        log: File for its stderr; discarded by default.
     """
 
     def __init__(self, module: str, python: Path | None = None, log: IO[str] | int = subprocess.DEVNULL) -> None:
         """Start the process."""
-        own = [sys.executable, "-m", module]
-        command = own if python is None else [str(python), "-c", START, str(PACKAGE), module]
-        paths = os.pathsep.join(filter(None, sys.path)) if python is None else ""
+        if python is None:
+            command = [sys.executable, "-m", module]
+            paths = os.pathsep.join(filter(None, sys.path))
+        else:
+            command = [str(python), "-c", START, str(PACKAGE), module]
+            paths = ""
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, encoding="utf-8",
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            encoding="utf-8",
             env=os.environ | QUIET | {"PYTHONPATH": paths},
-        )  # fmt: skip
+        )
         self._name = module.rpartition(".")[2]
 
-    def ask(self, do: str, **question: Any) -> dict[str, Any]:
-        """Ask one question.
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer.
+
+        Args:
+            do: Name of the method, see `kvpolicy_eval.peers.side.Side`.
+            **arguments: Arguments of the method.
 
         Raises:
-            Failed: Where the side could not answer, with what it said.
+            Failed: If the method raised an error, with its message.
+            RuntimeError: If the process ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, **question}) + "\n")
+            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"The side {self._name!r} ended when asked to {do!r}: run it with --log to see why.")
+            raise RuntimeError(f"The process {self._name!r} ended during {do!r}; run with --log to see its output.")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise Failed(reply["error"])
@@ -78,7 +97,7 @@ class Process:
             self._process.wait()
 
     def __enter__(self) -> Process:
-        """The process runs already."""
+        """The process, which is already running."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -1,6 +1,6 @@
-"""One side of the comparison, in a process of its own: it answers questions in JSON, one line each.
+"""One side of the comparison, in a separate process: it answers requests in JSON, one per line.
 
-Both sides load this file, each with its own transformers: it imports nothing of kvpolicy and nothing of kvpress.
+Both sides import this file, with different versions of transformers, so it imports neither kvpolicy nor kvpress.
 """
 
 from __future__ import annotations
@@ -22,57 +22,71 @@ from torch import Tensor
 
 Answer = dict[str, Any]
 
+_WITHOUT_STORAGE = (torch.nn.Module, type, torch.dtype, torch.device, str, int, float)
+"""Objects that `storage_bytes` does not search; a cache refers to modules, whose weights are not part of it."""
+
 
 class Side:
-    """What both sides do alike.
+    """The requests that both sides answer in the same way; subclasses add `kept`, `answer`, `time` and `_trap_...`.
 
     Attributes:
-        packages: Whose versions are told.
-        model: The model at hand, after `load`.
+        packages: Packages whose versions are reported.
+        model: The loaded model.
+        path: Its folder.
+        options: Its arguments of `from_pretrained`.
     """
 
     packages: tuple[str, ...] = ("torch", "transformers")
     model: Any = None
     path: str = ""
+    options: dict[str, Any]
 
     def versions(self) -> Answer:
-        """Versions of what is at work."""
-        found: Answer = {"python": sys.version.split()[0]}
+        """Versions of the packages."""
+        result: Answer = {"python": sys.version.split()[0]}
         for name in self.packages:
             try:
-                found[name] = version(name)
+                result[name] = version(name)
             except PackageNotFoundError:
-                found[name] = "not installed"
-        return found
+                result[name] = "not installed"
+        return result
 
     def load(self, path: str, dtype: str = "float32", threads: int = 1, attention: str = "sdpa") -> Answer:
         """Load a model from a folder."""
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        how: Any = {"dtype": getattr(torch, dtype), "attn_implementation": attention, "local_files_only": True}
-        self.path, self.how = path, how
-        self.model = AutoModelForCausalLM.from_pretrained(path, **how).eval()
+        self.path = path
+        self.options = {"dtype": getattr(torch, dtype), "attn_implementation": attention, "local_files_only": True}
+        self.model = AutoModelForCausalLM.from_pretrained(path, **self.options).eval()
         return {"parameters": sum(p.numel() for p in self.model.parameters())}
 
     def fresh(self) -> Any:
-        """Another copy of the model, that nothing was done to yet."""
+        """A fresh copy of the model."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.path, **self.how).eval()
+        return AutoModelForCausalLM.from_pretrained(self.path, **self.options).eval()
 
-    def ask(self, question: Answer) -> Answer:
-        """Answer one question: `do` names a method, the rest are its arguments."""
-        do = question.pop("do")
+    def ask(self, request: Answer) -> Answer:
+        """Answer one request.
+
+        Args:
+            request: `do`, the name of a method, and its arguments.
+
+        Raises:
+            ValueError: If there is no such method.
+        """
+        do = request.pop("do")
         if do.startswith("_") or not callable(getattr(self, do, None)):
-            raise ValueError(f"This side cannot {do!r}.")
-        with torch.inference_mode() if do != "trap" else torch.no_grad():
-            return getattr(self, do)(**question)
+            raise ValueError(f"There is no request {do!r}.")
+        with torch.no_grad() if do == "trap" else torch.inference_mode():
+            return getattr(self, do)(**request)
 
-    def greedy(self, ids: Tensor, new: int, cache: Any, **more: Any) -> list[int]:
-        """The next `new` tokens, by `generate`."""
-        how: Any = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0} | more
-        out = self.model.generate(input_ids=ids, past_key_values=cache, **how)
+    def greedy(self, ids: Tensor, new: int, cache: Any) -> list[int]:
+        """The next `new` tokens, decoded greedily by `generate`."""
+        out = self.model.generate(
+            input_ids=ids, past_key_values=cache, max_new_tokens=new, do_sample=False, pad_token_id=0
+        )
         return out[0, ids.shape[1] :].tolist()
 
     def timed(
@@ -83,66 +97,73 @@ class Side:
         held: Callable[[Any], int],
         prefill: AbstractContextManager[Any] | None = None,
     ) -> Answer:
-        """Seconds of a prefill and of a decode step, most memory over what was there before, and bytes held.
+        """Seconds of a prefill and of a decode step, memory that the prefill adds to the peak, and bytes of the cache.
 
         Args:
-            length: Of the prompt.
-            steps: How many tokens are decoded.
+            length: Length of the prompt.
+            steps: Decoded tokens.
             start: Makes a cache.
-            held: Bytes of a cache.
-            prefill: Entered for the prompt alone.
+            held: Returns the bytes of a cache.
+            prefill: Context manager that is entered for the prefill only.
         """
         ids = torch.randint(1, 1000, (1, length), generator=torch.Generator().manual_seed(length))
         gc.collect()
         idle = reset_peak()
         cache = start()
-        begin = time.perf_counter()
+        prefill_start = time.perf_counter()
         with prefill or nullcontext():
             self.model(ids, past_key_values=cache, logits_to_keep=1)
-        middle = time.perf_counter()
+        prefill_end = time.perf_counter()
         peak = peak_bytes()
         token = torch.ones(1, 1, dtype=torch.int64)
         for step in range(steps):
-            at = torch.tensor([[length + step]])  # after pruning, only the caller knows the position
-            self.model(token, past_key_values=cache, position_ids=at)
+            position = torch.tensor([[length + step]])  # the length of a pruned cache is not the position
+            self.model(token, past_key_values=cache, position_ids=position)
         end = time.perf_counter()
         return {
-            "prefill": middle - begin,
-            "step": (end - middle) / steps,
+            "prefill": prefill_end - prefill_start,
+            "step": (end - prefill_end) / steps,
             "peak": None if idle is None or peak is None else peak - idle,
             "held": held(cache),
         }
 
     def under(self, method: str, share: float) -> AbstractContextManager[Any]:
-        """The model under a method that keeps a share of the prompt; each side has its own way."""
+        """Context manager that applies a method, which keeps a share of the prompt, to the model."""
         raise NotImplementedError
 
-    def trap(self, name: str, **how: Any) -> Answer:
-        """One question about behaviour."""
-        return getattr(self, f"_trap_{name}")(**how)
+    def trap(self, name: str, **arguments: Any) -> Answer:
+        """One question about behaviour, see `kvpolicy_eval.peers.traps`.
+
+        Args:
+            name: Name of the question.
+            **arguments: Arguments of its method.
+        """
+        return getattr(self, f"_trap_{name}")(**arguments)
 
     def _trap_padding(self, ids: list[int], pad: int, new: int, method: str) -> Answer:
+        """Number of tokens that a row has in common with itself in a padded batch."""
         row = torch.tensor([ids])
         rows = torch.cat([torch.zeros(1, pad, dtype=torch.int64), row], 1).repeat(2, 1)
         rows[1] = torch.arange(rows.shape[1]) % 500 + 3
         mask = torch.ones_like(rows)
         mask[0, :pad] = 0
-        how: Any = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        options: Any = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with self.under(method, 0.5):
-            alone = self.model.generate(row, **how)[0, row.shape[1] :]
+            alone = self.model.generate(row, **options)[0, row.shape[1] :]
         with self.under(method, 0.5):
-            both = self.model.generate(rows, attention_mask=mask, **how)[0, rows.shape[1] :]
-        return {"value": int((alone == both).sum()), "of": new}
+            in_batch = self.model.generate(rows, attention_mask=mask, **options)[0, rows.shape[1] :]
+        return {"value": int((alone == in_batch).sum()), "of": new}
 
 
 def serve(side: Side) -> None:
-    """Answer questions until there are no more; what libraries print goes to stderr."""
+    """Answer the requests on stdin until it is closed."""
+    # Answers go to the original stdout, and whatever libraries print goes to stderr.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
         try:
             reply: Answer = {"answer": side.ask(json.loads(line))}
-        except Exception as error:  # a peer's failure is a result
+        except Exception as error:  # an error of a library is a result
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         out.write(json.dumps(reply) + "\n")
@@ -150,35 +171,43 @@ def serve(side: Side) -> None:
 
 
 def storage_bytes(thing: Any) -> int:
-    """Bytes of every storage that a cache holds on to, packed and quantized tensors included, each counted once."""
+    """Bytes of all storages that an object refers to, counted once each; tensor subclasses are unpacked.
+
+    Args:
+        thing: Cache layers, or containers of them or of tensors.
+    """
     storages: dict[int, int] = {}
-    seen: set[int] = set()
-    left = [thing]
-    while left:
-        one = left.pop()
-        if id(one) in seen or isinstance(one, torch.nn.Module | type | torch.dtype | torch.device | str | int | float):
+    visited: set[int] = set()
+    pending = [thing]
+    while pending:
+        item = pending.pop()
+        if id(item) in visited or isinstance(item, _WITHOUT_STORAGE):
             continue
-        seen.add(id(one))
-        parts: Any = getattr(one, "__tensor_flatten__", None) if isinstance(one, Tensor) else None
-        if parts is not None:
-            left += [getattr(one, name) for name in parts()[0]]
-        elif isinstance(one, Tensor):
-            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
-        elif isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
-        elif type(one).__name__.endswith("Layer"):
-            left += vars(one).values()
+        visited.add(id(item))
+        # Quantized tensors are subclasses that hold their packed data and scales in other tensors.
+        flatten: Any = getattr(item, "__tensor_flatten__", None) if isinstance(item, Tensor) else None
+        if flatten is not None:
+            pending += [getattr(item, name) for name in flatten()[0]]
+        elif isinstance(item, Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list | tuple):
+            pending += item
+        elif type(item).__name__.endswith("Layer"):
+            pending += vars(item).values()
     return sum(storages.values())
 
 
 def reset_peak() -> int | None:
-    """Begin to watch the process' peak memory, and tell what it has now, in bytes; None where it cannot be known.
+    """Reset the peak memory of the process.
 
-    What was freed goes back to the system first: what is then made would lie in it, and would not be seen.
+    Freed memory is first returned to the system: otherwise later allocations would reuse it without raising the peak.
+
+    Returns:
+        Bytes that the process holds now; None if the system does not report them.
     """
-    with suppress(AttributeError, OSError, TypeError):  # glibc alone has it
+    with suppress(AttributeError, OSError, TypeError):  # only glibc has this function
         ctypes.CDLL(None).malloc_trim(0)
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
@@ -189,7 +218,7 @@ def reset_peak() -> int | None:
 
 
 def peak_bytes() -> int | None:
-    """The most memory that the process had since then."""
+    """Peak memory of the process since `reset_peak`, in bytes."""
     return _status("VmHWM")
 
 

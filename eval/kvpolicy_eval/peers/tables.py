@@ -1,15 +1,15 @@
-"""What was measured, as Markdown."""
+"""Results of the comparison as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from kvpolicy_eval.markdown import table
+from kvpolicy_eval.common.markdown import table
 
 Line = dict[str, Any]
 
-WHY = {
+REASONS = {
     "SnapKV": "our window shrinks to half the budget, theirs stays at 64 tokens",
     "SnapKV, window 16": "our pooling sees the window beside its last two neighbours, theirs sees zeros: "
     "{edge:.0%} of differences",
@@ -17,7 +17,7 @@ WHY = {
     "H2O and ObservedAttention": "half of our budget is the newest tokens; they divide sums by the number of queries",
     "H2O without its window": "they divide sums by the number of queries",
 }
-"""Why positions differ, where they do; numbers are measured."""
+"""Reasons for different positions, with measured shares."""
 
 
 def kept(lines: list[Line]) -> str:
@@ -26,26 +26,35 @@ def kept(lines: list[Line]) -> str:
     shares = sorted({line["share"] for line in lines}, reverse=True)
     rows: list[list[str]] = []
     for method in methods:
-        own = {line["share"]: line for line in lines if line["method"] == method}
-        cells = [f"{own[share]['overlap']:.3f} ({own[share]['same']:.0%})" if share in own else "" for share in shares]
-        one = own[min(own, key=lambda share: own[share]["overlap"])]
-        why = "" if one["overlap"] == 1 else WHY.get(method, "").format(**one)
-        rows.append([method, f"`{one['ours']}`", f"`{one['theirs']}`", *cells, why])
+        by_share = {line["share"]: line for line in lines if line["method"] == method}
+        cells = [_agreement(by_share.get(share)) for share in shares]
+        least = min(by_share.values(), key=lambda line: line["overlap"])
+        reason = "" if least["overlap"] == 1 else REASONS.get(method, "").format(**least)
+        rows.append([method, f"`{least['ours']}`", f"`{least['theirs']}`", *cells, reason])
     return table(["method", "ours", "kvpress", *[f"budget {share:.0%}" for share in shares], "why not"], rows)
 
 
+def _agreement(line: Line | None) -> str:
+    return "" if line is None else f"{line['overlap']:.3f} ({line['same']:.0%})"
+
+
 def recall(lines: list[Line]) -> str:
-    """Right answers at equal bytes."""
-    names = {"ours": "kvpolicy", "theirs": "kvpress"}
+    """Accuracy at equal bytes."""
     rows: list[list[str]] = []
     for side, method in dict.fromkeys((line["side"], line["method"]) for line in lines):
-        own = {line["share"]: line for line in lines if (line["side"], line["method"]) == (side, method)}
-        name = "transformers" if side == "theirs" and method.startswith(("full", "quanto", "hqq")) else names[side]
-        rows.append([name, f"`{method}`", *[_mark(own.get(share)) for share in (None, 0.3, 0.2, 0.1)]])
+        by_share = {line["share"]: line for line in lines if (line["side"], line["method"]) == (side, method)}
+        cells = [_accuracy(by_share.get(share)) for share in (None, 0.3, 0.2, 0.1)]
+        rows.append([_library(side, method), f"`{method}`", *cells])
     return table(["side", "method", "as it is", "30% of the bytes", "20%", "10%"], rows)
 
 
-def _mark(line: Line | None) -> str:
+def _library(side: str, method: str) -> str:
+    if side == "ours":
+        return "kvpolicy"
+    return "transformers" if method.startswith(("full", "quanto", "hqq")) else "kvpress"
+
+
+def _accuracy(line: Line | None) -> str:
     if line is None:
         return ""
     return "fails" if "error" in line else f"{line['right']:.2f} (held {line['held']:.2f})"
@@ -65,27 +74,30 @@ def _trap(answer: Line | None) -> str:
     if "error" in answer:
         return f"fails: {answer['error'].partition(':')[0]}"
     value = answer["value"]
-    text = f"{value:.3g}" if isinstance(value, float) else str(value)
-    text += f", should be {answer['of']}" if isinstance(value, int) and answer["of"] < value else ""
-    return f"{text} of {answer['of']}" if isinstance(value, int) and answer["of"] >= value else text
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, int):
+        return f"{value}, should be {answer['of']}" if answer["of"] < value else f"{value} of {answer['of']}"
+    return str(value)
 
 
 def speed(lines: list[Line]) -> str:
-    """Times and memory, and how long our steps take where both sides have the method."""
+    """Times and memory, and our step time over theirs if both sides have the method."""
     rows: list[list[str]] = []
     for line in lines:
         steps = [line[side]["step"] for side in ("ours", "theirs") if "step" in line.get(side, {})]
-        of_theirs = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
-        for side, name, part in (("ours", "kvpolicy", of_theirs), ("theirs", "kvpress", "")):
+        ratio = f"{steps[0] / steps[1]:.2f}" if len(steps) == 2 else ""
+        for side, library, cell in (("ours", "kvpolicy", ratio), ("theirs", "kvpress", "")):
             if side in line:
-                rows.append([line["method"], f"{line['length']:,}", name, *_times(line[side], part)])
+                rows.append([line["method"], f"{line['length']:,}", library, *_times(line[side], cell)])
     return table(["method", "prompt", "side", "prefill, s", "step, ms", "of theirs", "peak, MiB", "held, MiB"], rows)
 
 
-def _times(got: Line, of_theirs: str) -> list[str]:
-    if "error" in got:
+def _times(result: Line, ratio: str) -> list[str]:
+    if "error" in result:
         return ["fails", "", "", "", ""]
-    return [f"{got['prefill']:.2f}", f"{got['step'] * 1e3:.1f}", of_theirs, _mib(got["peak"]), _mib(got["held"])]
+    step = f"{result['step'] * 1e3:.1f}"
+    return [f"{result['prefill']:.2f}", step, ratio, _mib(result["peak"]), _mib(result["held"])]
 
 
 def _mib(size: float | None) -> str:
@@ -96,8 +108,8 @@ TABLES: dict[str, Callable[[list[Line]], str]] = {"kept": kept, "recall": recall
 
 
 def text_of(name: str, results: Line) -> str:
-    """A table and the versions under it."""
-    versions = results["versions"].get(name, results["versions"])  # format 1 had one set for all of a file
+    """A table, with the options and versions of its results below it."""
+    versions = results["versions"].get(name, results["versions"])  # format 1 has one set of versions for all tables
     ours, theirs = (", ".join(f"{k} {v}" for k, v in versions[side].items()) for side in ("ours", "theirs"))
     options = results.get("options", {}).get(name, "")
     return f"{TABLES[name](results[name])}\n\n{options}Ours: {ours}. Theirs: {theirs}."

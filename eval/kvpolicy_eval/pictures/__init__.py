@@ -1,1 +1,1 @@
-"""The pictures of the docs, each drawn by a command from a run of the engine."""
+"""The pictures of the documentation, drawn from runs of the engine on the embedded model."""

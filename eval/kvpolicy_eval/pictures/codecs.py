@@ -1,11 +1,11 @@
-"""Pictures of codecs: each on real keys and values of the embedded model, as the codec gives them back."""
+"""Pictures of codecs, drawn from keys and values of the embedded model as the codec reconstructs them."""
 
 from __future__ import annotations
 
 from kvpolicy_eval.pictures.codecs_grid import bfp, gear, kivi, tokenwise
 from kvpolicy_eval.pictures.codecs_levels import csr, kvquant, rotate, turboquant
 from kvpolicy_eval.pictures.codecs_tiers import mikv, plain, staircase, zipcache
-from kvpolicy_eval.pictures.common import Draw
+from kvpolicy_eval.pictures.style import Draw
 
 PICTURES: dict[str, Draw] = {
     "plain": plain,
@@ -21,3 +21,4 @@ PICTURES: dict[str, Draw] = {
     "mikv": mikv,
     "zipcache": zipcache,
 }
+"""Pictures by the name of the codec."""

@@ -1,4 +1,4 @@
-"""Pictures of codecs whose point is where their levels or atoms lie: kvquant, rotate, turboquant, csr."""
+"""Pictures of codecs that differ in their levels or atoms: kvquant, rotate, turboquant, csr."""
 
 from __future__ import annotations
 
@@ -10,36 +10,39 @@ from torch import Tensor
 
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.turboquant import normal_levels
-from kvpolicy.engine.codec_view import store_of
-from kvpolicy_eval.pictures.common import BLUE, GREEN, GREY, INK, ORANGE, VERMILION
 from kvpolicy_eval.pictures.panels import canvas, heat
-from kvpolicy_eval.pictures.tensors import HEAD, after, lost, originals, read
+from kvpolicy_eval.pictures.style import BLUE, GREEN, GREY, INK, ORANGE, VERMILION
+from kvpolicy_eval.pictures.tensors import HEAD, after, originals, read, relative_error
 
 KVQUANT = "kvquant:bits=3:residual_length=8:block_size=8"
 CHANNEL = 4
-"""A channel of keys that the rotary embedding turns visibly within the prompt."""
-UNEVEN = 0, 2
-"""The layer and the KV head whose channels differ most in size."""
-BITS, SEED = 3, 0
-"""Of the levels that turboquant's picture shows, and of its random signs."""
+"""A channel of keys that the rotary embedding rotates visibly within the prompt."""
+UNEVEN_LAYER = 0
+UNEVEN_HEAD = 2
+"""KV head whose channels differ most in size, and its layer."""
+BITS = 3
+"""Bits of the levels in the picture of turboquant."""
+SEED = 0
+"""Seed of its random signs."""
 CSR = "csr:s={}:online=16:block_size=8"
 TOKEN = 200
-"""The position of the key that is written in atoms."""
+"""Position of the key that is written as a sum of atoms."""
 PAIRS = (2, 4, 6, 8)
+"""Numbers of pairs of an atom and its coefficient, the `s` of CSR."""
 WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "white", "framealpha": 1}
-"""Of a legend that stands on lines."""
+"""Style of a legend that covers lines."""
 
 
 def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
-    """One channel over positions as attention sees it and unrotated, and the middle and half width of its range."""
+    """One channel over positions, rotated and unrotated, and the center and half width of its calibrated range."""
     calibration = after(KVQUANT).calibrations[0]
-    middle, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
-    held = originals()
-    return held.keys[HEAD, :, CHANNEL], held.unrotated[HEAD, :, CHANNEL], middle, half
+    center, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
+    tensors = originals()
+    return tensors.keys[HEAD, :, CHANNEL], tensors.unrotated[HEAD, :, CHANNEL], center, half
 
 
-def kvquant_normalised() -> tuple[Tensor, Tensor]:
-    """Unrotated keys of the layer in the units of their calibrated ranges, and the levels that they go to."""
+def kvquant_normalized() -> tuple[Tensor, Tensor]:
+    """Unrotated keys of the layer in units of their calibrated ranges, and the levels that they are rounded to."""
     calibration = after(KVQUANT).calibrations[0]
     return (
         (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
@@ -47,19 +50,19 @@ def kvquant_normalised() -> tuple[Tensor, Tensor]:
 
 
 def kvquant() -> Figure:
-    """Why keys are coded unrotated, and where the levels lie."""
+    """Rotated and unrotated keys, and the calibrated levels."""
     figure, (first, second) = canvas(2, ["kvquant:bits=2", "kvquant", "kvquant:bits=4"])
-    turned, still, middle, half = kvquant_channel()
-    first.plot(turned, color=GREY, linewidth=0.8, label="as attention sees it")
-    first.plot(still, color=BLUE, linewidth=0.8, label="unrotated")
-    first.axhspan(middle - half, middle + half, color=ORANGE, alpha=0.25, linewidth=0, label="calibrated range")
+    rotated, unrotated, center, half = kvquant_channel()
+    first.plot(rotated, color=GREY, linewidth=0.8, label="as attention sees it")
+    first.plot(unrotated, color=BLUE, linewidth=0.8, label="unrotated")
+    first.axhspan(center - half, center + half, color=ORANGE, alpha=0.25, linewidth=0, label="calibrated range")
     first.set_xlabel("position (tokens)")
     first.set_ylabel("number")
     first.set_title(f"channel {CHANNEL} of the keys")
     first.legend(ncols=3, loc="lower left", columnspacing=1)
     first.margins(x=0)
-    first.set_ylim(bottom=min(float(turned.min()), middle - half) - 2)
-    x, levels = kvquant_normalised()
+    first.set_ylim(bottom=min(float(rotated.min()), center - half) - 2)
+    x, levels = kvquant_normalized()
     second.hist(x.clamp(-1.5, 1.5), bins=90, color=BLUE, density=True)
     for number, level in enumerate(levels.tolist()):
         second.axvline(level, color=VERMILION, linewidth=1.2, label=None if number else "calibrated levels")
@@ -74,12 +77,12 @@ def kvquant() -> Figure:
 
 
 def peak(x: Tensor) -> Tensor:
-    """Largest absolute number of each vector over its root mean square."""
+    """Largest absolute element of each vector over its root mean square."""
     return x.abs().amax(-1) / x.square().mean(-1).sqrt()
 
 
 def rotate_peaks() -> tuple[Tensor, Tensor]:
-    """The mean of `peak` over the keys of every KV head of the model, by layer, before and after mixing."""
+    """Mean of `peak` over the keys of each KV head, ordered by layer, before and after mixing."""
     model_layers = range(8)
     keys = torch.stack([originals(layer_idx).unrotated for layer_idx in model_layers])
     return peak(keys).mean(-1).flatten(), peak(mix(keys)).mean(-1).flatten()
@@ -90,14 +93,16 @@ def rotate() -> Figure:
     figure, (first, second, third) = canvas(
         3, ["rotate", "rotate:bits=3", "rotate:bits=4"], width_ratios=[1, 1.15, 0.95]
     )
-    keys = originals(UNEVEN[0]).unrotated[UNEVEN[1]]
+    keys = originals(UNEVEN_LAYER).unrotated[UNEVEN_HEAD]
     limit = float(keys.abs().max())
     heat(first, keys[:128], "keys without rotary embedding", limit)
     heat(second, mix(keys)[:128], "the same, mixed", limit, bar="number")
     before, mixed = rotate_peaks()
     third.scatter(before, mixed, s=12, color=BLUE, label="a KV head")
-    at = UNEVEN[0] * originals().keys.shape[0] + UNEVEN[1]
-    third.scatter(before[at : at + 1], mixed[at : at + 1], s=24, color=VERMILION, label="the one on the left")
+    index = UNEVEN_LAYER * originals().keys.shape[0] + UNEVEN_HEAD
+    third.scatter(
+        before[index : index + 1], mixed[index : index + 1], s=24, color=VERMILION, label="the one on the left"
+    )
     third.axline((2.2, 2.2), slope=1, color=GREY, linewidth=0.8, linestyle=":")
     third.set_xlim(2, 3.2)
     third.set_ylim(2, 3.2)
@@ -109,14 +114,14 @@ def rotate() -> Figure:
 
 
 def turboquant_channels() -> tuple[Tensor, Tensor]:
-    """Every channel of every key over the key's root mean square: as it is, and after random signs and mixing."""
-    keys = originals(UNEVEN[0]).keys[UNEVEN[1]]
+    """Channels of all keys over the key's root mean square, before and after random signs and mixing."""
+    keys = originals(UNEVEN_LAYER).keys[UNEVEN_HEAD]
     scaled = keys / keys.square().mean(-1, keepdim=True).sqrt()
     return scaled, mix(scaled, SEED)
 
 
 def turboquant() -> Figure:
-    """Channels before and after mixing, the normal distribution and its levels."""
+    """Channels before and after mixing, and the levels of the normal distribution."""
     figure, (first, second) = canvas(2, ["turboquant:bits=2", "turboquant:bits=3", "turboquant"])
     plain, mixed = turboquant_channels()
     for x, color, label in ((plain, GREY, "as they are"), (mixed, BLUE, "after random signs and mixing")):
@@ -141,27 +146,29 @@ def turboquant() -> Figure:
 
 
 def csr_pairs() -> tuple[Tensor, Tensor]:
-    """Atoms and coefficients of one key, [s] each, as they are stored."""
+    """Atoms and coefficients of one key as stored, [s] each."""
     layer = after(CSR.format(PAIRS[-1]))
     slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
-    codes = store_of(layer, 0).codes
+    codes = layer.stage_store(0).codes
     return codes.key_index[0, HEAD, slot].long(), codes.key_coef[0, HEAD, slot].float()
 
 
 def csr_sums() -> dict[int, Tensor]:
-    """The key as it is read back with 2, 4, 6 and 8 pairs."""
+    """The key as decoded from 2, 4, 6 and 8 pairs."""
     return {s: read(after(CSR.format(s)))[0][TOKEN] for s in PAIRS}
 
 
 def csr_errors() -> tuple[list[float], list[float]]:
-    """Error of keys and of values of the head with so many pairs."""
-    held = originals()
-    both = [read(after(CSR.format(s))) for s in PAIRS]
-    return [lost(k, held.unrotated[HEAD]) for k, _ in both], [lost(v, held.values[HEAD]) for _, v in both]
+    """Errors of the head's keys and values by number of pairs."""
+    tensors = originals()
+    decoded = [read(after(CSR.format(s))) for s in PAIRS]
+    key_errors = [relative_error(keys, tensors.unrotated[HEAD]) for keys, _ in decoded]
+    value_errors = [relative_error(values, tensors.values[HEAD]) for _, values in decoded]
+    return key_errors, value_errors
 
 
 def csr() -> Figure:
-    """One key, its pairs, and how the error falls."""
+    """One key, its pairs, and the error by number of pairs."""
     figure, (first, second, third) = canvas(
         3, ["csr:s=4", "csr:s=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
     )

@@ -1,4 +1,4 @@
-"""What pictures of codecs share: panels above bars of bits, and heat maps of channels over positions."""
+"""Layout of the pictures of codecs: panels above bars of bits, and heat maps of channels over positions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from kvpolicy_eval.pictures.common import blank
 from kvpolicy_eval.pictures.stored import bars
+from kvpolicy_eval.pictures.style import blank
 
 
 def canvas(panels: int, codecs: list[str], height: float = 2.5, **layout: Any) -> tuple[Figure, list[Any]]:
-    """A figure with `panels` axes in a row, and under them a bar of what each of `codecs` stores."""
+    """A figure with a row of panels, and below it a bar for what each codec stores.
+
+    Args:
+        panels: Number of panels.
+        codecs: Specs of codecs.
+        height: Height of the panels in inches.
+        **layout: Arguments of `subplots`.
+    """
     below = 0.95 + 0.27 * len(codecs)
     figure = blank(height + below)
     engine: Any = figure.get_layout_engine()
@@ -25,10 +32,25 @@ def canvas(panels: int, codecs: list[str], height: float = 2.5, **layout: Any) -
 
 
 def heat(axes: Any, x: Tensor, title: str, limit: float, signed: bool = True, bar: str = "") -> None:
-    """Numbers [positions, channels] as colours, nan left white; with a colour bar where `bar` names them."""
-    colors, least = ("PuOr", -limit) if signed else ("viridis", 0.0)
-    how: Any = {"aspect": "auto", "interpolation": "none", "origin": "lower"}
-    image = axes.imshow(x.T.numpy(), cmap=colors, vmin=least, vmax=limit, **how)
+    """Draw elements [positions, channels] as colours; NaN is white.
+
+    Args:
+        axes: Of matplotlib.
+        x: The elements.
+        title: Title of the panel.
+        limit: Largest absolute element.
+        signed: Whether elements may be negative.
+        bar: Label of the colour bar; there is none without a label.
+    """
+    image = axes.imshow(
+        x.T.numpy(),
+        cmap="PuOr" if signed else "viridis",
+        vmin=-limit if signed else 0.0,
+        vmax=limit,
+        aspect="auto",
+        interpolation="none",
+        origin="lower",
+    )
     axes.set_title(title)
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("channel")

@@ -1,4 +1,4 @@
-"""What `kvpolicy.plots` draws, of runs of the embedded model."""
+"""Pictures by `kvpolicy.plots`, from runs of the embedded model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import kvpolicy
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.reporting import plots
 from kvpolicy.reporting.token_spans import pieces
+from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.prompts import recall
-from kvpolicy_eval.pictures.common import Draw
 from kvpolicy_eval.pictures.scene import BUDGET, SEED, embedded, scene
-from kvpolicy_eval.table import Examiner
+from kvpolicy_eval.pictures.style import Draw
 
 POLICY = f"squeeze+snapkv@{BUDGET}"
 KIVI = "kivi:bits=4:group_size=16:residual_length=8"
-EXAMINED = (
-    "full", KIVI,
-    *(f"{method}@{share}" for method in ("streaming", "snapkv", "squeeze+snapkv") for share in (0.4, 0.2, 0.1)),
-    *(f"squeeze+snapkv+{KIVI}@{share}" for share in (0.4, 0.2)),
-)  # fmt: skip
+EVALUATED = (
+    "full",
+    KIVI,
+    *(f"{method}@{budget}" for method in ("streaming", "snapkv", "squeeze+snapkv") for budget in (0.4, 0.2, 0.1)),
+    *(f"squeeze+snapkv+{KIVI}@{budget}" for budget in (0.4, 0.2)),
+)
+"""Policies whose accuracy is drawn."""
 DOCS = 16
-"""Prompts of each task."""
+"""Prompts per task."""
 
 
 @functools.cache
@@ -43,29 +45,31 @@ def cache_under(policy: str) -> Any:
 
 @torch.inference_mode()
 def similarity() -> Figure:
-    """Cosines on the first prompt of each task."""
-    examiner, rows = exam(), list[Any]()
-    with kvpolicy.attach(examiner.model, "squeeze+window@1.0"):
-        for texts in examiner.exam.values():
-            cache = kvpolicy.PolicyCache(examiner.model)
-            examiner.model(examiner.tokenizer(texts[0][0], return_tensors="pt").input_ids, past_key_values=cache)
+    """Cosines of the layers on the first prompt of each task."""
+    evaluator = task_evaluator()
+    rows: list[Any] = []
+    with kvpolicy.attach(evaluator.model, "squeeze+window@1.0"):
+        for prompts in evaluator.prompts.values():
+            cache = kvpolicy.PolicyCache(evaluator.model)
+            ids = evaluator.tokenizer(prompts[0][0], return_tensors="pt").input_ids
+            evaluator.model(ids, past_key_values=cache)
             rows += cache.cosines().tolist()
-    return plots.layer_similarity(rows, names=list(examiner.exam))
+    return plots.layer_similarity(rows, names=list(evaluator.prompts))
 
 
 def budgets() -> Figure:
-    """Three allocators' budgets."""
+    """Budgets of three allocators."""
     return plots.budgets({name: cache_under(f"{name}+snapkv@{BUDGET}") for name in ("uniform", "pyramid", "squeeze")})
 
 
 def kept() -> Figure:
-    """Where tokens are kept."""
+    """Kept positions of each layer."""
     return plots.kept(cache_under(POLICY))
 
 
 @torch.inference_mode()
 def text() -> Figure:
-    """Which tokens of a short text are kept."""
+    """Kept tokens of a short text."""
     model, tokenizer = embedded()
     ids = tokenizer(recall(Random(SEED), 10)[0], return_tensors="pt").input_ids
     with kvpolicy.attach(model, POLICY) as handle:
@@ -74,42 +78,48 @@ def text() -> Figure:
 
 
 def sizes() -> Figure:
-    """Bytes of a large model's cache."""
-    config, policies = config_of("llama-3-70b"), ["h2o@0.2", "kivi:bits=4", "h2o+kivi:bits=4@0.2"]
-    return plots.bytes_by_kind({words: kvpolicy.plan(config, words, prompt=4096, new=512) for words in policies})
+    """Bytes of a large model's cache by kind."""
+    config = config_of("llama-3-70b")
+    policies = ["h2o@0.2", "kivi:bits=4", "h2o+kivi:bits=4@0.2"]
+    return plots.bytes_by_kind({policy: kvpolicy.plan(config, policy, prompt=4096, new=512) for policy in policies})
 
 
 def accuracy() -> Figure:
-    """What each policy still answers, and the bytes that it holds."""
-    return plots.accuracy_against_bytes([row for policy in EXAMINED for row in marked(policy)])
+    """Accuracy and bytes of each policy."""
+    return plots.accuracy_against_bytes([row for policy in EVALUATED for row in accuracy_rows(policy)])
 
 
 @functools.cache
-def exam() -> Examiner:
-    """The model and prompts of every task."""
-    return Examiner(DOCS, 512)
+def task_evaluator() -> TaskEvaluator:
+    """The model with prompts of every task."""
+    return TaskEvaluator(DOCS, 512)
 
 
-def marked(policy: str) -> list[dict[str, Any]]:
-    """A row for each task."""
-    marks, share = exam().marks(policy)
+def accuracy_rows(policy: str) -> list[dict[str, Any]]:
+    """One row per task, in the format of `accuracy_against_bytes`."""
+    by_task, byte_share = task_evaluator().accuracy(policy)
     rows: list[dict[str, Any]] = []
-    for task, right in marks.items():
+    for task, right in by_task.items():
         low, high = wilson(right, DOCS)
-        rows.append({"policy": policy, "task": task, "accuracy": right, "low": low, "high": high, "share": share})
+        rows.append({"policy": policy, "task": task, "accuracy": right, "low": low, "high": high, "share": byte_share})
     return rows
 
 
 def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of `count` answers.
+    """Wilson's interval of a share of right answers, 95 % by default.
+
+    Args:
+        share: Share of right answers.
+        count: Number of answers.
+        z: Quantile of the normal distribution.
 
     Examples:
         >>> [round(end, 2) for end in wilson(0.5, 16)]
         [0.28, 0.72]
     """
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    reach = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
-    return middle - reach, middle + reach
+    center = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half_width = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count**2)) / (1 + z * z / count)
+    return center - half_width, center + half_width
 
 
 PICTURES: dict[str, Draw] = {
@@ -120,3 +130,4 @@ PICTURES: dict[str, Draw] = {
     "plot-bytes": sizes,
     "plot-accuracy": accuracy,
 }
+"""Pictures by name."""

@@ -1,4 +1,4 @@
-"""One prompt, the same in every picture, and what a policy keeps of it in a run of the engine."""
+"""The prompt that the pictures share, and what a policy keeps of it in a run of the engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy_eval.data import prompts
 
-SEED, RECORDS = 6, 35
-"""Of the prompt; its asked fact stands in the middle, and methods differ on it."""
+SEED = 6
+"""Seed of the prompt, with which the record asked for is in the middle and methods differ on it."""
+RECORDS = 35
 BUDGET = 0.25
 RETRIEVES = 1
-"""The layer that looks up records in the embedded model, as its card says."""
+"""The layer of the embedded model that looks up records, see its model card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class Scene:
     """The prompt, as text and as tokens.
 
     Attributes:
-        ids: Its tokens, [1, P].
-        answer: What is right.
-        fact: First and last position of the record that is asked for.
-        question: Where the question begins.
+        ids: Token ids, [1, P].
+        answer: The right answer.
+        fact: First and last position of the record asked for.
+        question: Position of the question.
     """
 
     ids: Tensor
@@ -38,7 +39,7 @@ class Scene:
 
     @property
     def length(self) -> int:
-        """P."""
+        """Tokens of the prompt, P."""
         return self.ids.shape[1]
 
 
@@ -46,11 +47,11 @@ class Kept(NamedTuple):
     """What a policy keeps of the scene.
 
     Attributes:
-        share: Share of the KV heads that hold a position, [L, P].
-        mark: Share of them in which it is a representative of `kvcrush`, [L, P].
-        budgets: Tokens of each layer.
-        answer: What the model then says, up to the end of the line.
-        score: What the selector remembers of each position, mean over KV heads, [L, P]; nan where nothing.
+        share: Share of the KV heads that keep a position, [L, P].
+        mark: Share of the KV heads in which a position is a representative of `kvcrush`, [L, P].
+        budgets: Budget of each layer in tokens.
+        answer: The model's answer, up to the end of the line.
+        score: The selector's statistic of each position, averaged over KV heads, [L, P]; NaN if it has none.
     """
 
     share: Tensor
@@ -73,33 +74,34 @@ def scene() -> Scene:
     text, answer = prompts.recall(Random(SEED), RECORDS)
     question = text.rindex("?")
     fact = text.index(text[question + 1 :] + answer)
-    found = tokenizer(text, return_offsets_mapping=True)
-    begins = [start for start, _ in found.offset_mapping]
-    first, last = begins.index(fact), begins.index(text.index("\n", fact))
-    return Scene(torch.tensor([found.input_ids]), answer, (first, last), begins.index(question))
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    starts = [start for start, _ in encoded.offset_mapping]  # character at which each token starts
+    first = starts.index(fact)
+    last = starts.index(text.index("\n", fact))
+    return Scene(torch.tensor([encoded.input_ids]), answer, (first, last), starts.index(question))
 
 
 @functools.cache
 @torch.inference_mode()
 def kept(policy: str) -> Kept:
-    """Run the scene under a policy: read what the cache holds after the prompt, then let the model answer."""
+    """Run the scene under a policy: inspect the cache after the prompt, then generate the answer."""
     model, tokenizer = embedded()
-    now = scene()
+    prompt = scene()
     with kvpolicy.attach(model, policy):
-        cache = kvpolicy.PolicyCache(model, new=len(now.answer))
-        model(now.ids, past_key_values=cache, logits_to_keep=1)
-        layers = [_layer(slot, now.length) for slot in cache.policy_layers]
-        budgets = [int(slot.budget[0].clamp_max(now.length)) for slot in cache.policy_layers]
-        out = model.generate(now.ids, max_new_tokens=len(now.answer), do_sample=False)
+        cache = kvpolicy.PolicyCache(model, new=len(prompt.answer))
+        model(prompt.ids, past_key_values=cache, logits_to_keep=1)
+        layers = [_inspect(layer, prompt.length) for layer in cache.policy_layers]
+        budgets = [int(layer.budget[0].clamp_max(prompt.length)) for layer in cache.policy_layers]
+        out = model.generate(prompt.ids, max_new_tokens=len(prompt.answer), do_sample=False)
     share, mark, score = (torch.stack(rows) for rows in zip(*layers, strict=True))
-    said = tokenizer.decode(out[0, now.length :], skip_special_tokens=True)
-    return Kept(share, mark, budgets, said.split("\n")[0].strip(), score)
+    completion = tokenizer.decode(out[0, prompt.length :], skip_special_tokens=True)
+    return Kept(share, mark, budgets, completion.split("\n")[0].strip(), score)
 
 
 @functools.cache
 @torch.inference_mode()
 def cosines() -> list[float]:
-    """What `squeeze` measures of the scene in each layer."""
+    """Cosine of each layer that `squeeze` measures on the scene."""
     model, _ = embedded()
     with kvpolicy.attach(model, f"squeeze+window@{BUDGET}"):
         cache = kvpolicy.PolicyCache(model)
@@ -107,19 +109,27 @@ def cosines() -> list[float]:
         return cache.cosines()[0].tolist()
 
 
-def _layer(slot: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one layer: share of heads that hold each position, that hold it as a representative, and its score."""
-    positions: Tensor = slot.positions[0].long()  # [H, S]
-    heads, valid = len(positions), positions >= 0
-    at = positions.where(valid, length)
-    base = getattr(slot.state, "base", slot.state)
-    count = torch.zeros(3, length + 1)
-    count[0].index_add_(0, at.flatten(), valid.flatten().float())
-    if hasattr(slot.state, "mark"):
-        count[1].index_add_(0, at.flatten(), (slot.state.mark[0] > 0).flatten().float())
+def _inspect(layer: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Share of KV heads that keep each position of a layer, that keep it as a representative, and its mean score."""
+    positions: Tensor = layer.positions[0].long()  # [H, S]
+    heads = len(positions)
+    occupied = positions >= 0
+    index = positions.where(occupied, length).flatten()  # empty slots count in an extra column, which is dropped
+    kept_count = torch.zeros(length + 1).index_add_(0, index, occupied.flatten().float())
+    mark_count = torch.zeros(length + 1)
+    if hasattr(layer.state, "mark"):
+        mark_count.index_add_(0, index, (layer.state.mark[0] > 0).flatten().float())
     score = torch.full((length,), torch.nan)
-    worth = base.score if hasattr(base, "score") else base.total / base.probes.clamp_min(1) if base else None
-    if worth is not None:
-        count[2].index_add_(0, at.flatten(), worth[0].flatten().float())
-        score = (count[2] / count[0].clamp_min(1)).where(count[0] > 0, torch.nan)[:length]
-    return count[0, :length] / heads, count[1, :length] / heads, score
+    statistic = _statistic(layer.state)
+    if statistic is not None:
+        total = torch.zeros(length + 1).index_add_(0, index, statistic[0].flatten().float())
+        score = (total / kept_count.clamp_min(1)).where(kept_count > 0, torch.nan)[:length]
+    return kept_count[:length] / heads, mark_count[:length] / heads, score
+
+
+def _statistic(state: Any) -> Tensor | None:
+    """The statistic that a selector, or the base of `kvcrush`, ranks tokens by; None if it has none."""
+    base = getattr(state, "base", state)
+    if not base:
+        return None
+    return base.score if hasattr(base, "score") else base.total / base.probes.clamp_min(1)

@@ -1,4 +1,4 @@
-"""Keys and values of the embedded model on held-out text: as they are, and as a codec gives them back."""
+"""Keys and values of the embedded model on held-out text, as they are and as a codec reconstructs them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy.engine.codec_view import store_of
-from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.discovery import find_sites
-from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
-"""Tokens of the text that are read as a prompt."""
-LAYER, HEAD = 5, 2
-"""Whose keys are drawn: some of its channels are much larger than the others, as in large models."""
+"""Tokens of the prompt."""
+LAYER = 5
+HEAD = 2
+"""KV head that is drawn: some channels of its keys are much larger than the others, as in large models."""
 
 
 class Originals(NamedTuple):
-    """One layer's tensors without a policy, [H, n, D] fp32.
+    """Tensors of one layer without a policy, [H, n, D] fp32.
 
     Attributes:
-        keys: As attention sees them.
-        unrotated: Keys without their rotary embedding.
+        keys: Rotated keys, which attention uses.
+        unrotated: Keys without the rotary embedding.
         values: Values.
     """
 
@@ -38,78 +38,94 @@ class Originals(NamedTuple):
 
 @cache
 def _embedded() -> tuple[Any, Tensor]:
-    """The model, and the token numbers of the text, [1, N]."""
+    """The model, and the token ids of the text, [1, N]."""
     model, tokenizer = kvpolicy.tiny()
     return model, tokenizer(held_out()[:1600], return_tensors="pt").input_ids
 
 
 @cache
 def originals(layer_idx: int = LAYER) -> Originals:
-    """Tensors of a layer after the prompt, every token as it is."""
+    """Tensors of a layer after the prompt, from the full cache."""
     model, ids = _embedded()
-    full, sites = DynamicCache(config=model.config), find_sites(model)
+    full = DynamicCache(config=model.config)
+    sites = find_sites(model)
     with torch.inference_mode():
         model(ids[:, :PROMPT], past_key_values=full)
     layers: Any = full.layers
-    keys, values = layers[layer_idx].keys, layers[layer_idx].values
+    keys = layers[layer_idx].keys
+    values = layers[layer_idx].values
     site = next(site for site in sites.layers if site.layer_idx == layer_idx)
-    unrotated = Rope.of(sites.decoder, site).undo(keys, torch.arange(PROMPT).expand(*keys.shape[:2], -1))
+    unrotated = rope_of(sites.decoder, site).unrotate(keys, torch.arange(PROMPT).expand(*keys.shape[:2], -1))
     return Originals(keys[0], unrotated[0], values[0])
 
 
 @cache
-def after(policy: str, steps: int = 0, new: int = 1) -> PolicyLayer:
-    """A layer of a cache under `policy`, after the prompt and `steps` of `new` more tokens that it is made for."""
+def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
+    """A layer of a cache under a policy, after the prompt and decode steps.
+
+    Args:
+        policy: Spec of the policy.
+        steps: Decode steps.
+        new: New tokens that the cache has capacity for.
+    """
     model, ids = _embedded()
     with kvpolicy.attach(model, policy), torch.inference_mode():
-        held = kvpolicy.PolicyCache(model, policy, prompt=PROMPT, new=new)
-        model(ids[:, :PROMPT], past_key_values=held)
-        for place in range(PROMPT, PROMPT + steps):
-            model(ids[:, place : place + 1], past_key_values=held)
-        layers: Any = held.layers
-        return layers[LAYER]
+        policy_cache = kvpolicy.PolicyCache(model, policy, prompt=PROMPT, new=new)
+        model(ids[:, :PROMPT], past_key_values=policy_cache)
+        for position in range(PROMPT, PROMPT + steps):
+            model(ids[:, position : position + 1], past_key_values=policy_cache)
+        layers: Any = policy_cache.layers
+        return layers[LAYER].store
 
 
-def by_position(layer: PolicyLayer, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
-    """What each slot [1, H, S, ...] has of one head, put where its token stands in the text: [positions, ...]."""
-    places, length = layer.positions[0, head].long(), int(layer.length[0])
-    held = places >= 0
-    out = per_slot.new_full((length, *per_slot.shape[3:]), missing)
-    out[places[held]] = per_slot[0, head][held]
+def by_position(layer: LayerStore, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
+    """Scatter a tensor of slots to the positions of their tokens.
+
+    Args:
+        layer: The layer.
+        per_slot: One element per slot, [1, H, S, ...].
+        head: KV head.
+        missing: Value at positions without a slot.
+
+    Returns:
+        [positions, ...]
+    """
+    positions = layer.positions[0, head].long()
+    occupied = positions >= 0
+    out = per_slot.new_full((int(layer.length[0]), *per_slot.shape[3:]), missing)
+    out[positions[occupied]] = per_slot[0, head][occupied]
     return out
 
 
-def stage_of(layer: PolicyLayer, head: int = HEAD) -> Tensor:
-    """Where the token of each position is: 0 in the exact part, 1 or more in a stage, -1 nowhere; [positions]."""
+def stage_of(layer: LayerStore, head: int = HEAD) -> Tensor:
+    """Stage of each token, [positions]: 0 in full precision, 1 and more for encoded stages, -1 if evicted."""
     slots = torch.zeros(layer.positions.shape, dtype=torch.int64)
     for number, start in enumerate(layer.layout.starts(), 1):
         slots[..., start:] = number
     return by_position(layer, slots, head, -1)
 
 
-def read(layer: PolicyLayer, head: int = HEAD) -> tuple[Tensor, Tensor]:
-    """Keys, in the codec's frame, and values of one head as they are read back; nan where a token is not coded.
+def read(layer: LayerStore, head: int = HEAD) -> tuple[Tensor, Tensor]:
+    """Decoded keys and values of one head, [positions, D] fp32 each; NaN if a token is not encoded.
 
-    Returns:
-        Twice [positions, D] fp32.
+    Keys are unrotated if the codec encodes unrotated keys.
     """
-    exact = layer.keys
-    assert exact is not None
-    nowhere = torch.full_like(exact, torch.nan, dtype=torch.float32)
-    keys, values = [nowhere], [nowhere]
-    for number, (stage, slots) in enumerate(zip(layer.policy.codec.stages, layer.layout.coded, strict=True)):
-        store = store_of(layer, number)
+    not_encoded = torch.full_like(layer.keys, torch.nan, dtype=torch.float32)
+    keys = [not_encoded]
+    values = [not_encoded]
+    for number, (stage, slots) in enumerate(zip(layer.codec.stages, layer.layout.coded, strict=True)):
+        store = layer.stage_store(number)
         keys.append(stage.keys(store, slice(0, slots)))
         values.append(stage.values(store, slice(0, slots)))
     return by_position(layer, torch.cat(keys, 2), head), by_position(layer, torch.cat(values, 2), head)
 
 
-def lost(got: Tensor, want: Tensor) -> float:
-    """Squared error over squared norm of the vectors that are there (not nan)."""
-    there = ~got.isnan().any(-1)
-    return float((got - want)[there].square().sum() / want[there].square().sum())
+def relative_error(decoded: Tensor, original: Tensor) -> float:
+    """Squared error over squared norm, of the vectors that are not NaN."""
+    encoded = ~decoded.isnan().any(-1)
+    return float((decoded - original)[encoded].square().sum() / original[encoded].square().sum())
 
 
-def lost_each(got: Tensor, want: Tensor) -> Tensor:
-    """The same of every vector, [positions], nan where it is not there."""
-    return (got - want).square().sum(-1) / want.square().sum(-1)
+def relative_error_of_each(decoded: Tensor, original: Tensor) -> Tensor:
+    """The same for every vector, [positions]; NaN for vectors that are NaN."""
+    return (decoded - original).square().sum(-1) / original.square().sum(-1)

@@ -1,1 +1,1 @@
-"""What a sweep found, as one page or as Markdown."""
+"""The report of a sweep, as an HTML page and as Markdown."""

@@ -1,26 +1,28 @@
-"""`kvpolicy-eval report`: one page that opens from disk, and the same as Markdown."""
+"""`kvpolicy-eval report`: write the results of a sweep as a self-contained HTML page, and as Markdown."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from kvpolicy_eval.common.markdown import add_fill_argument
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("folder", metavar="DIR", type=Path, help="of a sweep")
-    parser.add_argument("--out", type=Path, help="the page; DIR/report.html by default")
-    parser.add_argument("--markdown", type=Path, help="a file for the same as Markdown")
-    parser.add_argument("--fill", type=Path, help="a page with places NAME-SECTION for tables, such as squeeze-bytes")
-    parser.add_argument("--no-page", action="store_true", help="Markdown alone, which needs no plotting library")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder of a sweep")
+    parser.add_argument("--out", type=Path, help="output file of the page; DIR/report.html by default")
+    parser.add_argument("--markdown", type=Path, help="output file of the same report as Markdown")
+    add_fill_argument(parser, "NAME-SECTION, such as squeeze-bytes")
+    parser.add_argument("--no-page", action="store_true", help="write no page, which needs no plotting library")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the page, and Markdown where asked.
+    """Write the page, and Markdown on request.
 
     Raises:
-        ValueError: Where the folder holds no finished cell.
-        ImportError: Where matplotlib is missing.
+        ValueError: If the folder holds no finished cell.
+        ImportError: If matplotlib is missing.
     """
     from kvpolicy_eval.report.gather import gather
     from kvpolicy_eval.sweep.cells import write
@@ -38,6 +40,6 @@ def run(args: argparse.Namespace) -> None:
     if not args.no_page:
         from kvpolicy_eval.report.page import page
 
-        place = args.out or args.folder / "report.html"
-        write(place, page(findings))
-        print(place)
+        path = args.out or args.folder / "report.html"
+        write(path, page(findings))
+        print(path)

@@ -1,4 +1,4 @@
-"""Figures of points and lines: accuracy against bytes and budgets, differences, and costs."""
+"""Figures with points, lines and bars: accuracy against bytes and budgets, differences, and costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvpolicy_eval.report.style import INK, Drawing
 
 
 def accuracy_by_bytes(findings: Findings) -> str:
-    """Mean accuracy of every point against the share of bytes that it holds, and the Pareto front, by model."""
-    models, styles = findings.models, looks(findings.methods)
+    """Mean accuracy of every point against its share of the full cache's bytes, and the Pareto front, by model."""
+    models = findings.models
+    styles = looks(findings.methods)
     drawing = Drawing("bytes", len(models), 1, (9.6, 4.6))
     for axes, model in zip(drawing.axes, models, strict=True):
         points = [point for point in findings.points if point.model == model and point.mean]
@@ -33,20 +34,21 @@ def accuracy_by_bytes(findings: Findings) -> str:
 
 
 def accuracy_by_budget(findings: Findings, model: str) -> str:
-    """Every task's score against the budget, a line for each method."""
-    styles, tasks = looks(findings.methods), findings.tasks
+    """Score of every task against the budget, with a line per method."""
+    styles = looks(findings.methods)
+    tasks = findings.tasks
     columns = min(2, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     drawing = Drawing(f"budget-{findings.models.index(model)}", rows, columns, (4.9, 3.1))
     shown: list[str] = []
     for axes, task in zip(drawing.axes, tasks, strict=False):
         points = [point for point in findings.points if point.model == model and task in point.tasks]
-        label, places = _placed(points, task)
+        label, places = _x_positions(points, task)
         lines = [method for method in styles if any(point.method == method for _, point in places)]
         for number, method in enumerate(lines):
-            nudge = 1 + 0.012 * (number - len(lines) / 2)  # so that bars of equal budgets stand side by side
-            some = [place for place in places if place[1].method == method]
-            _line(drawing, axes, some, task, styles[method], nudge)
+            offset = 1 + 0.012 * (number - len(lines) / 2)  # so that error bars at equal budgets do not overlap
+            of_method = [place for place in places if place[1].method == method]
+            _line(drawing, axes, of_method, task, styles[method], offset)
         for point in points:
             if point.method not in styles:
                 axes.axhline(point.tasks[task].value, color=INK, linewidth=1, linestyle=":")
@@ -64,30 +66,30 @@ def accuracy_by_budget(findings: Findings, model: str) -> str:
     return drawing.svg("Score against budget, task by task; the dotted line is the full cache")
 
 
-def differences_plot(found: list[Difference]) -> str:
-    """What one part changes, with its interval; what crosses zero is no difference that was shown."""
-    drawing = Drawing("differences", 1, 1, (9.6, 0.6 + 0.27 * len(found)))
+def differences_plot(differences: list[Difference]) -> str:
+    """Effect of each part, with its interval; an interval that contains zero shows no difference."""
+    drawing = Drawing("differences", 1, 1, (9.6, 0.6 + 0.27 * len(differences)))
     axes = drawing.axes[0]
-    parts = list(dict.fromkeys(one.part for one in found))
-    for place, one in enumerate(reversed(found)):
+    parts = list(dict.fromkeys(one.part for one in differences))
+    for place, one in enumerate(reversed(differences)):
         color = PALETTE[parts.index(one.part)]
         look = Look(color, "o", one.verdict not in ("better", "worse"))
-        tip = f"{one.policy} less {one.base}: {one.score}"
+        tip = f"{one.policy} minus {one.base}: {one.score}"
         _dot(drawing, axes, one.score.value, Score(place, math.nan, math.nan, 0), look, tip)
         if not math.isnan(one.score.low):
             axes.plot([one.score.low, one.score.high], [place, place], color=color, linewidth=1.6, zorder=2)
     axes.axvline(0, color=INK, linewidth=1)
-    axes.set_yticks(range(len(found)), [one.policy for one in reversed(found)], fontsize=8)
-    axes.set_ylim(-0.7, len(found) - 0.3)
-    axes.set_xlabel("change of mean accuracy, with less without; filled where it is shown to be better or worse")
+    axes.set_yticks(range(len(differences)), [one.policy for one in reversed(differences)], fontsize=8)
+    axes.set_ylim(-0.7, len(differences) - 0.3)
+    axes.set_xlabel("change of mean accuracy; filled markers: shown to be better or worse")
     for part in parts:
         axes.plot([], [], "o-", color=PALETTE[parts.index(part)], label=part)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-    return drawing.svg("What one part of a policy changes")
+    return drawing.svg("Effect of one part of a policy")
 
 
 def costs(findings: Findings, model: str) -> str:
-    """Tokens per second and bytes of a sequence: each method at its smallest budget."""
+    """Tokens per second and bytes of a sequence, for each method at its smallest budget."""
     points = smallest(findings, model)
     drawing = Drawing(f"costs-{findings.models.index(model)}", 1, 2, (4.9, 0.9 + 0.27 * len(points)))
     styles = looks(findings.methods)
@@ -97,13 +99,14 @@ def costs(findings: Findings, model: str) -> str:
     )
     for axes, (name, unit, label) in zip(drawing.axes, fields, strict=True):
         for place, point in enumerate(reversed(points)):
-            value, look = (point.average(name) or 0) / unit, styles.get(point.method)
+            value = (point.average(name) or 0) / unit
+            look = styles.get(point.method)
             bars = axes.barh(place, value, color=look.color if look else GREY, height=0.7)
             if look and look.dashed:
                 bars[0].set(facecolor="none", edgecolor=look.color, linestyle="--", linewidth=1.4)
             drawing.tip(bars[0], f"{point.policy}: {value:,.2f} {label}")
-            said = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-            axes.annotate(said, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
+            number = f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+            axes.annotate(number, (value, place), (3, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_ylim(-0.7, len(points) - 0.3)
         axes.margins(x=0.15)
         axes.set_xlabel(label)
@@ -114,27 +117,27 @@ def costs(findings: Findings, model: str) -> str:
 
 
 def smallest(findings: Findings, model: str) -> list[Point]:
-    """Each method's point that holds the smallest share of bytes, since budgets may be of several kinds."""
-    least: dict[str, Point] = {}
+    """The point of each method with the smallest share of bytes: budgets of different kinds cannot be compared."""
+    result: dict[str, Point] = {}
     for point in findings.points:
         if point.model == model and point.costs:
-            least[point.method] = min(point, least.get(point.method, point), key=_held)
-    return list(least.values())
+            result[point.method] = min(point, result.get(point.method, point), key=_byte_share)
+    return list(result.values())
 
 
 def _dot(drawing: Drawing, axes: Any, x: float, score: Score, look: Look | None, tip: str) -> None:
     drawing.tip(dot(axes, x, score.value, score.low, score.high, look, INK), tip)
 
 
-def _held(point: Point) -> float:
+def _byte_share(point: Point) -> float:
     share = point.average("kv_share")
     return math.inf if share is None else share
 
 
-def _line(drawing: Drawing, axes: Any, places: list[tuple[float, Point]], task: str, look: Look, nudge: float) -> None:
-    at = [x * nudge for x, _ in places]
-    axes.plot(at, [p.tasks[task].value for _, p in places], **look.drawn | {"marker": ""}, linewidth=1.4)
-    for x, (_, point) in zip(at, places, strict=True):
+def _line(drawing: Drawing, axes: Any, places: list[tuple[float, Point]], task: str, look: Look, offset: float) -> None:
+    xs = [x * offset for x, _ in places]
+    axes.plot(xs, [p.tasks[task].value for _, p in places], **look.drawn | {"marker": ""}, linewidth=1.4)
+    for x, (_, point) in zip(xs, places, strict=True):
         _dot(drawing, axes, x, point.tasks[task], look, f"{point.policy}, {task}: {point.tasks[task]}")
 
 
@@ -144,10 +147,10 @@ def _mean_of(findings: Findings) -> str:
     return first if count == 1 else f"mean accuracy over {count} tasks"
 
 
-def _placed(points: list[Point], task: str) -> tuple[str, list[tuple[float, Point]]]:
-    """The name of a panel's axis, and where each point with a budget stands on it, the largest first.
+def _x_positions(points: list[Point], task: str) -> tuple[str, list[tuple[float, Point]]]:
+    """Label of a panel's x axis, and the x value of each point with a budget, in descending order.
 
-    Kinds of budgets have no unit in common: where they are mixed, points stand at the bytes that they held.
+    Budgets of different kinds have no common unit: if they are mixed, the axis shows the bytes held.
     """
     points = [point for point in points if point.budget]
     kinds = {amount(point.budget)[0] for point in points}

@@ -1,4 +1,4 @@
-"""Heat maps: how important each layer is, what budget it gets, and which positions it keeps."""
+"""Heat maps of the layers: importance, budgets, and kept positions."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kvpolicy_eval.report.style import Drawing
 
 
 def importance(findings: Findings) -> str:
-    """The cosine of each layer's residual stream before and after attention, by model and task; nothing if unknown."""
-    found = cosines(findings)
-    if not found:
+    """Cosine of each layer's residual stream before and after attention, by model and task; empty if unknown."""
+    by_model = cosines(findings)
+    if not by_model:
         return ""
-    drawing = Drawing("importance", len(found), 1, (9.6, 1.1 + 0.3 * max(map(len, found.values()))))
-    for axes, (model, rows) in zip(drawing.axes, found.items(), strict=True):
+    drawing = Drawing("importance", len(by_model), 1, (9.6, 1.1 + 0.3 * max(map(len, by_model.values()))))
+    for axes, (model, rows) in zip(drawing.axes, by_model.items(), strict=True):
         heat(axes, list(rows.values()), list(rows), SEQUENTIAL, "cosine")
         axes.set(title=model, xlabel="layer")
     return drawing.svg("Cosine of each layer's input and output of attention")
 
 
 def budgets(findings: Findings, model: str) -> str:
-    """Tokens of each layer over an even share, for methods at their smallest budgets; nothing where all are even."""
-    rows = {point.policy: shares for point in smallest(findings, model) if (shares := layer_shares(point))}
-    rows = {policy: shares for policy, shares in rows.items() if max(shares) - min(shares) > 0.02}
+    """Budget of each layer over an equal share, at the smallest budgets; empty if all layers are equal."""
+    rows = {point.policy: layer_shares(point) for point in smallest(findings, model)}
+    rows = {policy: shares for policy, shares in rows.items() if layers_differ(shares)}
     if not rows:
         return ""
     drawing = Drawing(f"layers-{findings.models.index(model)}", 1, 1, (9.6, 1.2 + 0.3 * len(rows)))
@@ -37,12 +37,13 @@ def budgets(findings: Findings, model: str) -> str:
 
 
 def kept(findings: Findings, model: str, task: str) -> str:
-    """Where tokens were kept: layers down, the prompt from left to right; nothing where nothing was probed."""
+    """Kept positions: layers from top to bottom, the prompt from left to right; empty without probes."""
     points = [p for p in smallest(findings, model) if p.probes.get(task, {}).get("kept") and p.budget]
     if not points:
         return ""
     columns = min(3, len(points))
-    rows, layers = math.ceil(len(points) / columns), len(points[0].probes[task]["kept"])
+    rows = math.ceil(len(points) / columns)
+    layers = len(points[0].probes[task]["kept"])
     name = f"kept-{findings.models.index(model)}-{findings.probed.index(task)}"
     drawing = Drawing(name, rows, columns, (3.2, 0.75 + min(0.09 * layers, 2.5)))
     image: Any = None
@@ -66,20 +67,25 @@ def kept(findings: Findings, model: str, task: str) -> str:
 
 
 def cosines(findings: Findings) -> dict[str, dict[str, list[float]]]:
-    """Each layer's cosine, by model and task."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Cosine of each layer, by model and task."""
+    by_model: dict[str, dict[str, list[float]]] = {}
     for point in findings.points:
         for task, probe in point.probes.items():
             if probe.get("cosine"):
-                found.setdefault(point.model, {}).setdefault(task, probe["cosine"])
-    return found
+                by_model.setdefault(point.model, {}).setdefault(task, probe["cosine"])
+    return by_model
 
 
 def layer_shares(point: Point) -> list[float]:
-    """Tokens of each layer over an even share, mean over tasks; empty where nothing was probed."""
+    """Budget of each layer over an equal share, averaged over tasks; empty without probes."""
     rows = [probe["budget"] for probe in point.probes.values() if probe.get("budget")]
     sums = [sum(row) for row in rows]
     return [
         sum(row[layer] * len(row) / total for row, total in zip(rows, sums, strict=True)) / len(rows)
         for layer in range(len(rows[0]) if rows else 0)
     ]
+
+
+def layers_differ(shares: list[float]) -> bool:
+    """Whether the budgets of layers differ by more than rounding."""
+    return bool(shares) and max(shares) - min(shares) > 0.02

@@ -1,16 +1,16 @@
-"""The report as Markdown: every section's text and tables."""
+"""The report as Markdown: the text and the tables of every section."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from kvpolicy_eval.markdown import fill, table
+from kvpolicy_eval.common.markdown import fill, has_place, table
 from kvpolicy_eval.report.gather import Findings
 from kvpolicy_eval.report.sections import Section, sections
 
 
 def markdown(findings: Findings) -> str:
-    """The whole report."""
+    """The complete report."""
     parts = [f"# kvpolicy: {findings.name}", findings.about]
     for section in sections(findings, draw=False):
         parts += [f"## {section.title}", section.text, body(section)]
@@ -18,28 +18,27 @@ def markdown(findings: Findings) -> str:
 
 
 def body(section: Section) -> str:
-    """A section's tables; each has a heading where there are several."""
-    shown = {name: table_ for name, table_ in section.tables.items() if table_.rows}
+    """The tables of a section, with headings if there are several."""
+    shown = {name: content for name, content in section.tables.items() if content.rows}
     blocks = [
-        (f"### {name}\n\n" if name and len(shown) > 1 else "") + table(one.head, one.rows)
-        for name, one in shown.items()
+        (f"### {name}\n\n" if name and len(shown) > 1 else "") + table(content.head, content.rows)
+        for name, content in shown.items()
     ]
     return "\n\n".join(blocks)
 
 
 def fill_sections(page: Path, findings: Findings) -> None:
-    """Put tables into a page's places, named after the sweep and the section, such as `squeeze-bytes`.
+    """Fill the places of a page that are named after the sweep and a section, such as `squeeze-bytes`.
 
     Raises:
-        ValueError: Where the page has no place for any section.
+        ValueError: If the page has no place for any section.
     """
-    content, filled = page.read_text(encoding="utf-8"), False
-    for section in sections(findings, draw=False):
-        name = f"{findings.name}-{section.key}"
-        if f"<!-- table:{name} -->" in content:
-            fill(page, name, body(section))
-            filled = True
-    if not filled:
+    by_place = {f"{findings.name}-{section.key}": section for section in sections(findings, draw=False)}
+    places = [name for name in by_place if has_place(page, name)]
+    if not places:
         raise ValueError(
-            f"{page} has no place for {findings.name}: add lines such as <!-- table:{findings.name}-bytes -->."
+            f"{page} has no place for {findings.name}; add the lines '<!-- table:{findings.name}-bytes -->' and "
+            "'<!-- /table -->'."
         )
+    for name in places:
+        fill(page, name, body(by_place[name]))

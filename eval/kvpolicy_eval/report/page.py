@@ -1,4 +1,4 @@
-"""The page: one HTML file that refers to nothing outside itself."""
+"""The page: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ summary { cursor: pointer; margin: .5rem 0; }
 
 
 def page(findings: Findings) -> str:
-    """The whole page."""
+    """The complete page."""
     import matplotlib
 
     from kvpolicy_eval.report.style import RC
@@ -62,8 +62,8 @@ def inline(text: str) -> str:
         '<code>a&lt;b</code> is <strong>so</strong>'
     """
     pieces = re.split(r"(`[^`]*`)", text)
-    done = [f"<code>{escape(p[1:-1])}</code>" if p.startswith("`") and len(p) > 1 else escape(p) for p in pieces]
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(done))
+    html = [f"<code>{escape(p[1:-1])}</code>" if p.startswith("`") and len(p) > 1 else escape(p) for p in pieces]
+    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(html))
 
 
 def _section(section: Section) -> str:

@@ -1,4 +1,4 @@
-"""What a report says, section by section: the page and the Markdown show the same."""
+"""The sections of a report, which the page and the Markdown share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvpolicy_eval.sweep.bootstrap import DRAWS
 
 @dataclass(slots=True)
 class Section:
-    """A part of the report.
+    """A section of the report.
 
     Attributes:
-        key: Short name, for links and for places in a page.
-        short: Of its link.
-        title: Its heading.
-        text: What to know when reading it.
-        figures: SVG.
-        tables: By name.
+        key: Identifier, for links and for places in pages.
+        short: Text of its link.
+        title: Heading.
+        text: How to read it.
+        figures: Figures as SVG.
+        tables: Tables by name.
         folded: Figures that are shown on demand, by name.
     """
 
@@ -36,23 +36,30 @@ class Section:
 
 
 def sections(findings: Findings, draw: bool = True) -> list[Section]:
-    """Every section.
+    """All sections.
 
     Args:
         findings: Of a sweep.
-        draw: Whether to draw figures, which Markdown does not have.
+        draw: Whether to draw figures; Markdown has none.
     """
-    found = [accuracy(findings, draw), budgets(findings, draw), parts(findings, draw), layers(findings, draw)]
-    found += [positions(findings, draw), costs(findings, draw), run(findings)]
+    result = [
+        accuracy(findings, draw),
+        budgets(findings, draw),
+        parts(findings, draw),
+        layers(findings, draw),
+        positions(findings, draw),
+        costs(findings, draw),
+        run(findings),
+    ]
     if findings.failed:
-        text = "These are in no mean. `kvpolicy-eval sweep --retry` runs them again."
-        found.append(Section("failed", "Failed", "Cells that failed", text, tables={"": tables.failures(findings)}))
-    return found
+        text = "No mean includes them. `kvpolicy-eval sweep --retry` runs them again."
+        result.append(Section("failed", "Failed", "Failed cells", text, tables={"": tables.failures(findings)}))
+    return result
 
 
 def accuracy(findings: Findings, draw: bool) -> Section:
     """Accuracy against bytes."""
-    section = Section("bytes", "Bytes", "Accuracy against bytes", _means(findings) + _apart(findings))
+    section = Section("bytes", "Bytes", "Accuracy against bytes", _means(findings) + _excluded(findings))
     if draw and findings.averaged:
         section.figures.append(curves.accuracy_by_bytes(findings))
     for model in findings.models if findings.averaged else ():
@@ -63,8 +70,8 @@ def accuracy(findings: Findings, draw: bool) -> Section:
 def budgets(findings: Findings, draw: bool) -> Section:
     """Accuracy against budget, by task."""
     text = (
-        "Every task by itself, with its own metric, and 95 % intervals where it can be resampled. Where kinds of "
-        "budgets are mixed, points stand at the bytes that they held."
+        "Each task with its metric, and 95 % intervals if the metric can be resampled. If budgets of different kinds "
+        "are mixed, the x axis shows the bytes held."
     )
     section = Section("budget", "Budgets", "Accuracy against budget, by task", text)
     for model in findings.models:
@@ -75,29 +82,29 @@ def budgets(findings: Findings, draw: bool) -> Section:
 
 
 def parts(findings: Findings, draw: bool) -> Section:
-    """What one part of a policy changes."""
-    found = differences(findings)
+    """Effect of one part of a policy."""
+    compared = differences(findings)
     text = (
-        "A policy against the same one without its layer budgets, its representatives or its codec, at the same budget "
-        "of tokens. Both are resampled with the same examples. Of twenty comparisons in which nothing differs, one is "
-        f"expected to seem different at 95 %. Where a task has fewer than {FEW} examples, no verdict is given."
+        "A policy against the same policy without its layer budgets, its representatives or its codec, at the same "
+        "budget of tokens. Both are resampled with the same examples. Of twenty comparisons of equal policies, one is "
+        f"expected to show a difference at 95 %. If a task has fewer than {FEW} examples, no verdict is given."
     )
-    text = text if found else "No two policies that have a mean accuracy differ in one part alone."
+    text = text if compared else "No two policies with a mean accuracy differ in a single part."
     section = Section("parts", "Parts", "What one part changes", text)
-    if found:
-        section.figures += [curves.differences_plot(found)] if draw else []
+    if compared:
+        section.figures += [curves.differences_plot(compared)] if draw else []
         several = len(findings.models) > 1
         for model in findings.models:
-            section.tables[model if several else ""] = tables.changes([one for one in found if one.model == model])
+            section.tables[model if several else ""] = tables.changes([one for one in compared if one.model == model])
     return section
 
 
 def layers(findings: Findings, draw: bool) -> Section:
-    """Importance and budgets of layers."""
+    """Importance and budgets of the layers."""
     text = (
-        "The cosine between a token's residual stream before and after a layer's attention: near 1, attention changed "
-        "little. Budgets are those of the first prompts of each task, over what even layers would get; methods whose "
-        "layers are even are left out."
+        "Cosine between a token's residual stream before and after a layer's attention; near 1, attention changes "
+        "little. Budgets are those of the first prompts of each task, relative to equal budgets; methods with equal "
+        "budgets are left out."
     )
     section = Section("layers", "Layers", "Layers: importance and budgets", text)
     if draw:
@@ -108,7 +115,7 @@ def layers(findings: Findings, draw: bool) -> Section:
 
 
 def positions(findings: Findings, draw: bool) -> Section:
-    """Where tokens were kept."""
+    """Kept positions."""
     text = "Each method at its smallest budget, on the first prompts of a task, after the prefill."
     section = Section("positions", "Positions", "Where tokens were kept", text)
     for model in findings.models:
@@ -125,9 +132,9 @@ def positions(findings: Findings, draw: bool) -> Section:
 def costs(findings: Findings, draw: bool) -> Section:
     """Speed and memory."""
     text = (
-        "Tokens per second count prompts and prefills, on the machine named below, and whatever else it did meanwhile: "
-        "take them as a hint, and a benchmark for a number. Bytes are exact: those allocated for a sequence's cache, "
-        "mean over tasks. The figure shows each method at its smallest budget."
+        "Tokens per second include prompts and prefills, on the machine named below, under whatever load it had: use a "
+        "benchmark for exact speeds. Bytes are exact: those allocated for a sequence's cache, averaged over tasks. The "
+        "figure shows each method at its smallest budget."
     )
     section = Section("costs", "Costs", "Speed and memory", text)
     for model in findings.models:
@@ -140,29 +147,30 @@ def run(findings: Findings) -> Section:
     """Versions, settings and commands."""
     settings = [[name, f"`{value}`"] for name, value in findings.settings.items()]
     commands = [[f"`{command}`"] for command in findings.commands]
-    return Section(
-        "run", "The run", "The run", "", tables={
-            "Versions": tables.versions(findings), "Settings": Table(["setting", "value"], settings),
-            "Commands": Table(["command"], commands),
-        },
-    )  # fmt: skip
+    contents = {
+        "Versions": tables.versions(findings),
+        "Settings": Table(["setting", "value"], settings),
+        "Commands": Table(["command"], commands),
+    }
+    return Section("run", "The run", "The run", "", tables=contents)
 
 
 def _means(findings: Findings) -> str:
     if not findings.averaged:
         return "There is no mean accuracy: no task has a metric that is better when higher and lies between 0 and 1."
     return (
-        f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over examples, task "
-        "by task. A score of exactly 0 or 1 has no width, which does not make it certain. Pareto front: no other "
-        "policy answers as well with fewer bytes, or better with as few; those on it are in bold."
+        f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over the examples "
+        "of each task. The interval of a score of exactly 0 or 1 has no width, which does not make the score certain. "
+        "Policies in bold are on the Pareto front: no other policy is as accurate with fewer bytes, or more accurate "
+        "with as few."
     )
 
 
-def _apart(findings: Findings) -> str:
-    """What is in no mean, and why."""
-    if not findings.apart:
+def _excluded(findings: Findings) -> str:
+    """Tasks that no mean includes."""
+    if not findings.excluded:
         return ""
-    return f" In no mean, since not all of their scores lie between 0 and 1: {_named(findings.apart)}."
+    return f" Not in the mean, because some of their scores lie outside 0 and 1: {_named(findings.excluded)}."
 
 
 def _named(tasks: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""How the page's figures look: as those of `kvpolicy.plots`, but SVG that takes the page's text colour."""
+"""Style of the page's figures: that of `kvpolicy.plots`, as SVG that inherits the page's text colour."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from kvpolicy.reporting.plots._style import GREY
 
 INK = "#010203"
-"""Stands for the page's text colour."""
+"""Placeholder for the page's text colour, replaced by `currentColor` in the SVG."""
 
 RC: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
-    "text.parse_math": False,  # a name may have two dollars
+    "text.parse_math": False,  # a name may contain two dollar signs
     "axes.titlesize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -31,37 +31,37 @@ RC: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
     "axes.titlecolor": INK,
 }
-"""Settings of matplotlib, under which figures are to be drawn."""
+"""Settings of matplotlib for all figures."""
 
 
 class Drawing:
-    """A figure, and what is shown where the pointer rests.
+    """A figure with tooltips.
 
     Args:
-        name: Of the figure, for its ids.
-        rows: Of panels.
-        columns: Of panels.
-        size: Of one panel, in inches.
+        name: Name of the figure, which makes its ids unique.
+        rows: Rows of panels.
+        columns: Columns of panels.
+        size: Size of one panel, in inches.
     """
 
     def __init__(self, name: str, rows: int = 1, columns: int = 1, size: tuple[float, float] = (7.0, 4.0)) -> None:
-        """Make empty panels."""
-        self.name, self.tips = name, dict[str, str]()
-        inches = (columns * size[0], rows * size[1])
-        self.figure = Figure(figsize=inches, layout="constrained")
+        """Create empty panels."""
+        self.name = name
+        self.tips: dict[str, str] = {}
+        self.figure = Figure(figsize=(columns * size[0], rows * size[1]), layout="constrained")
         self.axes: list[Any] = list(self.figure.subplots(rows, columns, squeeze=False).flat)
 
     def tip(self, artist: Any, text: str) -> None:
-        """Show `text` where the pointer rests on a line, a marker or a patch."""
+        """Set the tooltip of a line, a marker or a patch."""
         key = f"tip-{self.name}-{len(self.tips)}"
         artist.set_gid(key)
         self.tips[key] = text
 
     def svg(self, label: str) -> str:
-        """The figure as an element of an HTML page, which refers to nothing outside it.
+        """The figure as a self-contained element of an HTML page.
 
         Args:
-            label: What it shows, for those who cannot see it.
+            label: Description for screen readers.
         """
         out = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": self.name}):
@@ -70,12 +70,14 @@ class Drawing:
         text = text[text.index("<svg") :]
         text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
         text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace(INK, "currentColor")
-        used = set(re.findall(r'#([^"\')]+)', text)) | set(self.tips)  # the other ids come again in the next figure
-        text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+        # matplotlib repeats ids such as `axes_1` in every figure, so only ids that are referred to are kept.
+        used = set(re.findall(r'#([^"\')]+)', text)) | set(self.tips)
+        text = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", text)
         for key, tip in self.tips.items():
             text = text.replace(f'<g id="{key}">', f'<g id="{key}"><title>{escape(tip)}</title>', 1)
+        # Without width and height the figure scales with the page, by its view box, up to its original width.
         size = re.search(r'width="([\d.]+)pt"', text)
-        most = f"{float(size[1]) * 4 / 3:.0f}px" if size else "100%"
-        text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)  # as wide as the page, by the view box
-        head = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="max-width:{most}"'
+        max_width = f"{float(size[1]) * 4 / 3:.0f}px" if size else "100%"
+        text = re.sub(r' (?:width|height)="[\d.]+pt"', "", text, count=2)
+        head = f'<svg role="img" aria-label="{escape(label, quote=True)}" style="max-width:{max_width}"'
         return text.replace("<svg", head, 1)

@@ -1,4 +1,4 @@
-"""The report's tables, for the page and for Markdown alike."""
+"""The tables of the report, for the page and for Markdown."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from kvpolicy_eval.report.curves import smallest
 from kvpolicy_eval.report.gather import Findings, Point, amount, front
-from kvpolicy_eval.report.maps import cosines, layer_shares
+from kvpolicy_eval.report.maps import cosines, layer_shares, layers_differ
 from kvpolicy_eval.report.parts import Difference
 
 
 class Table(NamedTuple):
-    """A head and rows of text; what stands in backquotes is code.
+    """Column names and rows of text, in which backquotes mark code.
 
     Attributes:
         head: Names of the columns.
-        rows: Their cells.
+        rows: Cells of each row.
     """
 
     head: list[str]
@@ -24,7 +24,7 @@ class Table(NamedTuple):
 
 
 def accuracy(findings: Findings, model: str) -> Table:
-    """Mean accuracy of each method at each budget, and the bytes it held."""
+    """Mean accuracy of each method at each budget, and the bytes held."""
     points = [point for point in findings.points if point.model == model]
     best = {point.policy for point in front(points)}
     named = [name_of(budget) for budget in findings.budgets]
@@ -40,47 +40,48 @@ def accuracy(findings: Findings, model: str) -> Table:
 
 
 def by_task(findings: Findings, model: str) -> Table:
-    """Every task's score of every policy."""
+    """Score of every policy on every task."""
     head = ["policy", *(f"{task}, {findings.metrics[task].removesuffix(',none')}" for task in findings.tasks)]
     points = [point for point in findings.points if point.model == model]
     rows = [[f"`{p.policy}`", *(str(p.tasks.get(task, "")) for task in findings.tasks)] for p in points]
     return Table(head, rows)
 
 
-def changes(found: list[Difference]) -> Table:
-    """What one part changes."""
-    rows = [[one.part, f"`{one.policy}`", f"`{one.base}`", _signed(one), one.verdict] for one in found]
+def changes(differences: list[Difference]) -> Table:
+    """Effect of one part."""
+    rows = [[one.part, f"`{one.policy}`", f"`{one.base}`", _signed(one), one.verdict] for one in differences]
     return Table(["part", "with it", "without it", "change of mean accuracy", "at 95 %"], rows)
 
 
 def layers(findings: Findings, model: str) -> Table:
-    """Cosines by task, and budgets over an even share of methods whose layers differ."""
+    """Cosines by task, and budgets over an equal share for methods whose layers differ."""
     rows = [[f"cosine, {task}", *(f"{v:.3f}" for v in row)] for task, row in cosines(findings).get(model, {}).items()]
     for point in smallest(findings, model):
         shares = layer_shares(point)
-        if shares and max(shares) - min(shares) > 0.02:
+        if layers_differ(shares):
             rows.append([f"budget, `{point.policy}`", *(f"{share:.2f}" for share in shares)])
     most = max((len(row) for row in rows), default=1) - 1
     return Table(["layer", *map(str, range(most))], [row + [""] * (most + 1 - len(row)) for row in rows])
 
 
 def positions(findings: Findings, model: str) -> Table:
-    """Of the tokens kept, how many stood in each quarter of the prompt, and in its last twelfth."""
+    """Share of the kept tokens in each quarter of the prompt, and in its last twelfth."""
     head = ["policy", "task", "first quarter", "second", "third", "last quarter", "of it the last 1/12"]
     rows: list[list[str]] = []
     for point in smallest(findings, model):
         for task, probe in point.probes.items() if point.budget else ():
             if probe.get("kept"):
                 bins = [sum(column) for column in zip(*probe["kept"], strict=True)]
-                whole, size = sum(bins) or 1, len(bins)
-                parts = [sum(bins[at * size // 4 : (at + 1) * size // 4]) / whole for at in range(4)]
-                parts.append(sum(bins[size * 11 // 12 :]) / whole)
+                total = sum(bins) or 1
+                size = len(bins)
+                parts = [sum(bins[at * size // 4 : (at + 1) * size // 4]) / total for at in range(4)]
+                parts.append(sum(bins[size * 11 // 12 :]) / total)
                 rows.append([f"`{point.policy}`", task, *(f"{part:.0%}" for part in parts)])
     return Table(head, rows)
 
 
 def costs(findings: Findings, model: str) -> Table:
-    """Speed and memory of every policy, mean over tasks."""
+    """Speed and memory of every policy, averaged over tasks."""
     head = ["policy", "tokens per second", "new tokens per second", "KV bytes of a sequence", "of the full cache"]
     peak = any(point.average("peak_bytes") for point in findings.points)
     rows: list[list[str]] = []
@@ -93,23 +94,25 @@ def costs(findings: Findings, model: str) -> Table:
 
 
 def failures(findings: Findings) -> Table:
-    """Cells that failed, and why."""
+    """Failed cells with their errors."""
     rows = [
-        [row.model, f"`{row.method}{'@' * bool(row.budget)}{row.budget}`", row.task, row.error]
+        [row.model, f"`{row.method}@{row.budget}`" if row.budget else f"`{row.method}`", row.task, row.error]
         for row in findings.failed
     ]
     return Table(["model", "policy", "task", "error"], rows)
 
 
 def versions(findings: Findings) -> Table:
-    """What the numbers were made with."""
-    names = list(dict.fromkeys(name for found in findings.versions for name in found))
-    rows = [[name, ", ".join(dict.fromkeys(found.get(name, "") for found in findings.versions))] for name in names]
+    """Versions of the software, and the hardware."""
+    names = list(dict.fromkeys(name for versions in findings.versions for name in versions))
+    rows = [
+        [name, ", ".join(dict.fromkeys(versions.get(name, "") for versions in findings.versions))] for name in names
+    ]
     return Table(["what", "version"], rows)
 
 
 def name_of(budget: str) -> str:
-    """A budget in words.
+    """A budget as text.
 
     Examples:
         >>> name_of("0.2"), name_of("64"), name_of("8MiB")
@@ -127,5 +130,5 @@ def _cell(point: Point | None, best: set[str]) -> str:
 
 def _signed(one: Difference) -> str:
     score = one.score
-    ends = "" if isnan(score.low) else f" [{score.low:+.3f}, {score.high:+.3f}]"
-    return f"{score.value:+.3f}{ends}"
+    interval = "" if isnan(score.low) else f" [{score.low:+.3f}, {score.high:+.3f}]"
+    return f"{score.value:+.3f}{interval}"

@@ -1,1 +1,1 @@
-"""A sweep: policies x budgets x tasks x models through lm-eval, one cell after the other."""
+"""Sweeps: policies x budgets x tasks x models through lm-eval, cell by cell."""

@@ -1,92 +1,99 @@
-"""`kvpolicy-eval sweep`: run the cells of a config that are missing, and tell what was found."""
+"""`kvpolicy-eval sweep`: run the missing cells of a config, and write the table of all cells."""
 
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import os
-import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-NOTES = "sweep.json"
-_hidden: list[Any] = []  # what hides bars, once it does
+from kvpolicy_eval.sweep.output import silence_libraries
+
+if TYPE_CHECKING:
+    from kvpolicy_eval.sweep.cells import Cell
+    from kvpolicy_eval.sweep.config import Config
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = (
-        "Under a launcher, `accelerate launch -m kvpolicy_eval.cli sweep CONFIG`, the processes divide the examples of "
-        "each cell; with tp in the config, `torchrun` or `deepspeed` divides the model."
+        "Under a launcher, `accelerate launch -m kvpolicy_eval.cli sweep CONFIG`, the processes share the examples of "
+        "each cell; with tp in the config, `torchrun` or `deepspeed` shards the model."
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the bare name of a shipped one")
-    parser.add_argument("--out", type=Path, help="folder of the results, in place of the config's")
-    parser.add_argument("--jobs", type=int, default=1, help="local processes, each of which runs whole cells")
-    parser.add_argument("--retry", action="store_true", help="run cells again that failed")
-    parser.add_argument("--limit", type=int, help="the most examples of each task, in place of the config's")
-    parser.add_argument("--plan", action="store_true", help="only say which cells would run")
-    parser.add_argument("--verbose", action="store_true", help="show what lm-eval and its libraries say")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file, or the name of a shipped config")
+    parser.add_argument("--out", type=Path, help="output folder; overrides the config's")
+    parser.add_argument("--jobs", type=int, default=1, help="local processes that run different cells in parallel")
+    parser.add_argument("--retry", action="store_true", help="rerun failed cells")
+    parser.add_argument("--limit", type=int, help="maximum number of examples per task; overrides the config's")
+    parser.add_argument("--plan", action="store_true", help="list the cells and their state, and run nothing")
+    parser.add_argument("--verbose", action="store_true", help="show the output of lm-eval and other libraries")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sweep, and write the tidy table.
+    """Run the sweep, and write its table.
 
     Returns:
-        0, or 1 where a cell failed.
+        0, or 1 if a cell failed.
 
     Raises:
-        ValueError: Where the config cannot be used, or the folder holds another sweep.
+        ValueError: If the config is invalid, or the folder holds a sweep with other settings.
     """
     if not args.verbose:
-        quiet()
-    import dataclasses
-
+        silence_libraries()
+    # These import torch, which should not warn before the libraries are silenced.
     from kvpolicy_eval.sweep.cells import Store
     from kvpolicy_eval.sweep.config import load
+    from kvpolicy_eval.sweep.settings import check_settings, write_settings
 
     config = load(args.config)
     if args.limit is not None:
         if args.limit < 1:
-            raise ValueError(f"The limit is {args.limit}: give a whole number of at least 1.")
+            raise ValueError(f"--limit must be an integer of at least 1, got {args.limit}.")
         config = dataclasses.replace(config, limit=args.limit)
     if args.jobs < 1:
-        raise ValueError(f"There cannot be {args.jobs} jobs: give 1 or more.")
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
     folder = Path(args.out or config.output or Path("results") / config.name)
-    cells, store = config.cells(), Store(folder)
+    cells = config.cells()
+    store = Store(folder)
     states = {cell: store.state(cell) for cell in cells}
-    wanted = {"missing", "failed"} if args.retry else {"missing"}
-    waiting = [cell for cell in cells if states[cell] in wanted]
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        _tell(folder, states, waiting)
+    selected = {"missing", "failed"} if args.retry else {"missing"}
+    pending = [cell for cell in cells if states[cell] in selected]
+    if _is_first_rank():
+        _print_states(folder, states, pending)
     if args.plan:
         print(*(f"{states[cell]:8}{cell}" for cell in cells), sep="\n")
         return 0
-    same_settings(folder, config)
-    if first:
-        note(folder, config)
-    return _measure(args, config, waiting, folder) if waiting else _finish(folder, first)
+    check_settings(folder, config)
+    if _is_first_rank():
+        write_settings(folder, config)
+    if pending:
+        _measure(args.jobs, config, pending, folder)
+    return _write_tables(folder) if _is_first_rank() else 0
 
 
-def _measure(args: argparse.Namespace, config: Any, waiting: list[Any], folder: Path) -> int:
+def _is_first_rank() -> bool:
+    """Whether this process writes and prints: the only one, or the first that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _measure(jobs: int, config: Config, cells: Sequence[Cell], folder: Path) -> None:
     from kvpolicy_eval.sweep.run import run_here, run_jobs
 
-    if args.jobs > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("A launcher has started several processes already: leave --jobs out.")
-    if args.jobs > 1:
-        run_jobs(config, waiting, folder, args.jobs)
+    if jobs > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("--jobs must be 1 under a launcher, which has already started several processes.")
+    if jobs > 1:
+        run_jobs(config, cells, folder, jobs)
     else:
-        run_here(config, waiting, folder)
-    return _finish(folder, os.environ.get("RANK", "0") == "0")
+        run_here(config, cells, folder)
 
 
-def _finish(folder: Path, first: bool) -> int:
-    """Write the tables; the exit code says whether all is well."""
+def _write_tables(folder: Path) -> int:
+    """Write the tables; returns the exit code."""
     from kvpolicy_eval.sweep.tidy import collect, write_tables
 
-    if not first:
-        return 0
     rows = collect(folder)
     write_tables(folder, rows)
     failed = [row for row in rows if row.status == "failed"]
@@ -94,70 +101,6 @@ def _finish(folder: Path, first: bool) -> int:
     return int(bool(failed))
 
 
-def _tell(folder: Path, states: dict[Any, str], waiting: list[Any]) -> None:
+def _print_states(folder: Path, states: Mapping[Cell, str], pending: Sequence[Cell]) -> None:
     counts = [f"{list(states.values()).count(state)} {state}" for state in ("done", "failed", "missing")]
-    print(f"{folder}: {', '.join(counts)}; {len(waiting)} to run", file=sys.stderr, flush=True)
-
-
-def same_settings(folder: Path, config: Any) -> None:
-    """Refuse to put cells into one table that were measured differently; where none is done, nothing was.
-
-    Raises:
-        ValueError: Where the folder's settings are others.
-    """
-    from kvpolicy_eval.sweep.cells import Store, load_json
-
-    notes = folder / NOTES
-    before = load_json(notes)["settings"] if notes.is_file() else {}
-    if not Store(folder).holds_results():
-        return
-    now = json.loads(json.dumps(config.settings()))
-    for key, value in now.items():
-        old = before.get(key, value)
-        if key == "models":
-            value, old = ({name: said[name] for name in value if name in old} for said in (value, old))
-        if old != value:
-            raise ValueError(
-                f"{folder} holds results with {key} {json.dumps(old)}, and the config says {json.dumps(value)}: "
-                "give another --out, or remove the folder."
-            )
-
-
-def note(folder: Path, config: Any) -> None:
-    """Write the config, and the command among those of earlier runs."""
-    import dataclasses
-
-    from kvpolicy.spec.formats import stamp
-    from kvpolicy_eval.sweep.cells import FORMAT, load_json, write
-
-    place = folder / NOTES
-    before: dict[str, Any] = load_json(place) if place.is_file() else {}
-    launcher = ["accelerate", "launch", "-m"] if "ACCELERATE_MIXED_PRECISION" in os.environ else []
-    name = "kvpolicy_eval.cli" if launcher else "kvpolicy-eval"
-    line = shlex.join([*launcher, name, *sys.argv[1:]])
-    commands = list(dict.fromkeys([*before.get("commands", []), line]))
-    settings = config.settings()
-    settings["models"] = before.get("settings", {}).get("models", {}) | settings["models"]
-    content = stamp(FORMAT) | {"settings": settings, "config": dataclasses.asdict(config), "commands": commands}
-    write(place, json.dumps(content, indent=1))
-
-
-def quiet() -> None:
-    """Hold back bars, warnings and notes of the libraries; errors are kept with their cells."""
-    import logging
-    import warnings
-
-    from tqdm import tqdm
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    bars: Any = tqdm
-    start = bars.__init__
-
-    def hidden(bar: Any, *args: Any, **kwargs: Any) -> None:  # lm-eval says disable=False, which outdoes TQDM_DISABLE
-        start(bar, *args, **kwargs | {"disable": True})
-
-    if not _hidden:
-        _hidden.append(hidden)
-        bars.__init__ = hidden
+    print(f"{folder}: {', '.join(counts)}; {len(pending)} to run", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What a sweep's YAML file says, read and checked before anything is loaded."""
+"""The YAML file of a sweep, read and validated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,39 @@ from kvpolicy.spec.budget import check_budget, format_budget, parse_budget
 from kvpolicy_eval.sweep.cells import Cell
 
 _KEYS = {
-    "models", "policies", "budgets", "tasks", "limit", "batch_size", "seed", "num_fewshot", "output", "metadata",
-    "include_path", "samples", "probes", "about",
-}  # fmt: skip
+    "about",
+    "batch_size",
+    "budgets",
+    "include_path",
+    "limit",
+    "metadata",
+    "models",
+    "num_fewshot",
+    "output",
+    "policies",
+    "probes",
+    "samples",
+    "seed",
+    "tasks",
+}
 _MODEL_KEYS = {
-    "name", "pretrained", "dtype", "device", "max_length", "tokenizer", "add_bos_token", "trust_remote_code",
-    "revision", "peft", "softmax_dtype", "parallelize", "tp", "backend", "holdback", "rolling_chunk",
-}  # fmt: skip
+    "add_bos_token",
+    "backend",
+    "device",
+    "dtype",
+    "holdback",
+    "max_length",
+    "name",
+    "parallelize",
+    "peft",
+    "pretrained",
+    "revision",
+    "rolling_chunk",
+    "softmax_dtype",
+    "tokenizer",
+    "tp",
+    "trust_remote_code",
+}
 EMBEDDED = "embedded"
 """Name of the model that ships with the package."""
 
@@ -33,20 +59,20 @@ class Config:
     """A sweep.
 
     Attributes:
-        name: Of the file, without its ending.
-        models: Name of each model, and what the model `kvpolicy` of lm-eval is told about it.
-        policies: Words of policies. One that says its budget, or keeps every token, runs once.
-        budgets: For the other policies: shares, numbers of tokens, or bytes such as `8MiB`.
+        name: Name of the file, without its suffix.
+        models: Arguments of lm-eval's model `kvpolicy`, by the name of each model.
+        policies: Specs of policies. One with a budget, or one that keeps every token, runs once.
+        budgets: Budgets of the other policies: shares, numbers of tokens, or bytes such as `8MiB`.
         tasks: Names of lm-eval's tasks.
-        limit: The most examples of each task.
-        batch_size: Rows of a batch; bytes are compared best at 1.
-        seed: Of everything random.
-        num_fewshot: Examples in a prompt; the tasks' own number by default.
+        limit: Maximum number of examples per task.
+        batch_size: Rows of a batch; sizes in bytes are best compared at 1.
+        seed: Seed of all randomness.
+        num_fewshot: Examples in a prompt; the default is the task's.
         output: Folder of the results; `results/NAME` by default.
-        metadata: What tasks are told, such as RULER's lengths.
-        include_path: Folder of tasks of one's own.
-        samples: Whether to write prompts and answers beside each cell's results.
-        probes: Prompts of a task on which each layer's budget and kept positions are looked at.
+        metadata: Metadata for tasks, such as RULER's lengths.
+        include_path: Folder with further tasks.
+        samples: Whether to write prompts and answers together with the results of a cell.
+        probes: Prompts of a task on which budgets and kept positions of the layers are recorded.
         about: A sentence for the report.
     """
 
@@ -67,7 +93,7 @@ class Config:
     about: str = ""
 
     def cells(self) -> list[Cell]:
-        """Every cell once, model by model, so that each is loaded once.
+        """All cells without duplicates, ordered by model, so that each model is loaded once.
 
         Examples:
             >>> config = read({"policies": ["full", "h2o"], "budgets": [0.1, 64], "tasks": ["kvpolicy_hot"]}, "x")
@@ -83,157 +109,170 @@ class Config:
         return list(dict.fromkeys(cells))
 
     def settings(self) -> dict[str, Any]:
-        """What two runs must share for their cells to stand in one table."""
+        """Settings that two runs must share for their cells to be comparable."""
         names = ("limit", "batch_size", "seed", "num_fewshot", "metadata", "include_path")
         return {name: getattr(self, name) for name in names} | {"models": self.models}
 
     def _policies(self) -> Iterable[tuple[str, str]]:
-        for words in self.policies:
-            method, at, budget = words.partition("@")
+        """Method and budget of each policy."""
+        for spec in self.policies:
+            method, at, budget = spec.partition("@")
             if at:
                 yield method, _budget(budget)
-            elif _runs_once(words):
-                yield words, ""
+            elif _keeps_everything(spec):
+                yield spec, ""
             else:
-                yield from ((words, budget) for budget in self.budgets)
+                yield from ((spec, budget) for budget in self.budgets)
 
 
 def load(name: str) -> Config:
-    """Read a file, or a shipped config by its bare name.
+    """Read a file, or a shipped config by its name.
 
     Args:
-        name: A path, or such as `figures`.
+        name: A path, or a name such as `figures`.
 
     Raises:
-        ValueError: Where there is none, or it is not a sweep.
+        ValueError: If the file does not exist or is not a valid config.
     """
     path = Path(name)
     shipped = files("kvpolicy_eval") / "configs"
     if not path.is_file():
         names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
         if name.removesuffix(".yaml") not in names:
-            raise ValueError(f"There is no config {name}: give a YAML file, or one of {', '.join(names)}.")
+            raise ValueError(f"There is no config {name}; give a YAML file, or one of {', '.join(names)}.")
         text = (shipped / f"{name.removesuffix('.yaml')}.yaml").read_text(encoding="utf-8")
     else:
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not text in UTF-8: save it as that.") from error
+            raise ValueError(f"{name} must be text in UTF-8.") from error
     try:
         return read(yaml.safe_load(text), path.name.removesuffix(".yaml").removesuffix(".yml"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"{name} is not valid YAML: {' '.join(str(error).split())}.") from error
 
 
 def read(content: Any, name: str) -> Config:
-    """Check what a file says.
+    """Validate the content of a file.
 
     Args:
-        content: Of the YAML file.
-        name: Of the sweep.
+        content: Content of the YAML file.
+        name: Name of the sweep.
 
     Raises:
-        ValueError: Where a key is unknown, missing or of the wrong type, or a policy's words are none.
+        ValueError: If a key is unknown, missing or of the wrong type, or a policy's spec is invalid.
     """
     if not isinstance(content, Mapping):
-        raise ValueError(f"{name} is no sweep: give keys such as policies, budgets and tasks.")
-    _known(content, _KEYS, name)
-    lists = {key: _list(content, key, name) for key in ("policies", "budgets", "tasks")}
-    policies = tuple(str(words) for words in lists["policies"])
-    if not policies or not lists["tasks"]:
-        raise ValueError(f"{name} has no {'tasks' if policies else 'policies'}: give a list with at least one.")
-    budgets = tuple(_budget(budget) for budget in lists["budgets"])
-    for words in policies:
-        if not _runs_once(words) and "@" not in words and not budgets:
-            raise ValueError(f"{name} has no budgets for {words}: give a list, or a budget as in {words}@0.2.")
-    words = {key: _words(content, key) for key in ("output", "include_path", "about") if content.get(key) is not None}
+        raise ValueError(f"{name} must have keys such as policies, budgets and tasks.")
+    _check_keys(content, _KEYS, name)
+    policies = tuple(str(spec) for spec in _list(content, "policies", name))
+    budgets = tuple(_budget(budget) for budget in _list(content, "budgets", name))
+    tasks = tuple(str(task) for task in _list(content, "tasks", name))
+    for key, values in (("policies", policies), ("tasks", tasks)):
+        if not values:
+            raise ValueError(f"{name} has no {key}; give a list with at least one.")
+    for spec in policies:
+        if not _keeps_everything(spec) and "@" not in spec and not budgets:
+            raise ValueError(f"{name} has no budgets for {spec}; give a list, or a budget as in {spec}@0.2.")
+    texts = {key: _text(content, key) for key in ("output", "include_path", "about") if content.get(key) is not None}
     return Config(
-        name=name, models=_models(content, name), policies=policies, budgets=budgets,
-        tasks=tuple(str(task) for task in lists["tasks"]), batch_size=_batch(content.get("batch_size", 1)),
-        limit=_whole(content, "limit", 1), num_fewshot=_whole(content, "num_fewshot", 0),
-        seed=_whole(content, "seed", 0, 1234) or 0, probes=_whole(content, "probes", 0, 2) or 0,
-        metadata=_metadata(content), samples=_yes(content, "samples"), **words,
-    )  # fmt: skip
+        name=name,
+        models=_models(content, name),
+        policies=policies,
+        budgets=budgets,
+        tasks=tasks,
+        batch_size=_batch_size(content.get("batch_size", 1)),
+        limit=_integer(content, "limit", 1),
+        num_fewshot=_integer(content, "num_fewshot", 0),
+        seed=_integer(content, "seed", 0, 1234) or 0,
+        probes=_integer(content, "probes", 0, 2) or 0,
+        metadata=_metadata(content),
+        samples=_boolean(content, "samples"),
+        **texts,
+    )
 
 
 def _models(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
     models: dict[str, dict[str, Any]] = {}
     for entry in _list(content, "models", name) or [EMBEDDED]:
-        said = dict(entry) if isinstance(entry, Mapping) else {"pretrained": entry}
-        _known(said, _MODEL_KEYS, f"A model of {name}")
-        if said.get("pretrained") in (None, EMBEDDED):
-            said = {key: value for key, value in said.items() if key != "pretrained"}
-        label = str(said.pop("name", None) or _last(str(said.get("pretrained", EMBEDDED))))
+        arguments = dict(entry) if isinstance(entry, Mapping) else {"pretrained": entry}
+        _check_keys(arguments, _MODEL_KEYS, f"A model of {name}")
+        if arguments.get("pretrained") in (None, EMBEDDED):
+            arguments = {key: value for key, value in arguments.items() if key != "pretrained"}
+        label = str(arguments.pop("name", None) or _last_part(str(arguments.get("pretrained", EMBEDDED))))
         if not label:
             raise ValueError(
-                f"A model of {name} is {said['pretrained']!r}, which gives no name: write a name beside it."
+                f"A model of {name} is {arguments['pretrained']!r}, from which no name can be derived; add a name."
             )
-        _storable(said, f"The model {label}")
+        _check_serializable(arguments, f"The model {label}")
         if label in models:
-            raise ValueError(f"{name} has two models called {label}: give each a name of its own.")
-        models[label] = said
+            raise ValueError(f"{name} has two models with the name {label}; names must be unique.")
+        models[label] = arguments
     return models
 
 
-def _last(path: str) -> str:
-    """The last name of a path or of a hub's name, also of `.` and `..`."""
+def _last_part(path: str) -> str:
+    """Last part of a path or of a name on the Hub, also of `.` and `..`."""
     return os.path.basename(os.path.abspath(path)) if path else ""
 
 
 def _metadata(content: Mapping[str, Any]) -> dict[str, Any]:
     value = content.get("metadata") or {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"metadata is {value!r}: give keys with their values, such as {{max_seq_lengths: [4096]}}.")
-    _storable(value, "metadata")
+        raise ValueError(f"metadata must be keys with values, such as {{max_seq_lengths: [4096]}}, got {value!r}.")
+    _check_serializable(value, "metadata")
     return dict(value)
 
 
-def _storable(value: Mapping[str, Any], owner: str) -> None:
-    """Refuse what the sweep's own file cannot hold."""
+def _check_serializable(value: Mapping[str, Any], owner: str) -> None:
+    """Refuse values that the sweep's JSON file cannot hold."""
     try:
         json.dumps(value)
     except TypeError as error:
-        raise ValueError(f"{owner} has a date or another value that JSON cannot hold: put it in quotes.") from error
+        raise ValueError(f"{owner} has a date or another value that JSON cannot hold; put it in quotes.") from error
 
 
-def _words(content: Mapping[str, Any], key: str) -> str:
+def _text(content: Mapping[str, Any], key: str) -> str:
     value = content[key]
     if not isinstance(value, str):
-        raise ValueError(f"{key} is {value!r}: give text, in quotes where YAML takes it for something else.")
+        raise ValueError(f"{key} must be text, got {value!r}; put it in quotes if YAML reads it as another type.")
     return value
 
 
-def _yes(content: Mapping[str, Any], key: str) -> bool:
+def _boolean(content: Mapping[str, Any], key: str) -> bool:
     value = content.get(key, True)
     if not isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}: give true or false.")
+        raise ValueError(f"{key} must be true or false, got {value!r}.")
     return value
 
 
-def _known(content: Mapping[str, Any], keys: set[str], owner: str) -> None:
-    strange = sorted(str(key) for key in content if key not in keys)
-    if strange:
-        raise ValueError(f"{owner} has the unknown key {strange[0]}: the keys are {', '.join(sorted(keys))}.")
+def _check_keys(content: Mapping[str, Any], keys: set[str], owner: str) -> None:
+    unknown = sorted(str(key) for key in content if key not in keys)
+    if unknown:
+        raise ValueError(f"{owner} has the unknown key {unknown[0]}; the keys are {', '.join(sorted(keys))}.")
 
 
 def _list(content: Mapping[str, Any], key: str, name: str) -> list[Any]:
+    """The value of a key as a list; a single value becomes a list with one item."""
     value = content.get(key)
-    value = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(item, (list, bool)) or item is None for item in value):
-        raise ValueError(f"{key} of {name} is {content[key]!r}: give a plain list.")
-    return value
+    if value is None:
+        return []
+    items: list[Any] = value if isinstance(value, list) else [value]
+    if any(isinstance(item, (list, bool)) or item is None for item in items):
+        raise ValueError(f"{key} of {name} must be a flat list, got {value!r}.")
+    return items
 
 
-def _whole(content: Mapping[str, Any], key: str, least: int, default: int | None = None) -> int | None:
+def _integer(content: Mapping[str, Any], key: str, least: int, default: int | None = None) -> int | None:
     value = content.get(key, default)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ValueError(f"{key} is {value!r}: give a whole number of at least {least}.")
+        raise ValueError(f"{key} must be an integer of at least {least}, got {value!r}.")
     return value
 
 
-def _batch(value: Any) -> int | str:
+def _batch_size(value: Any) -> int | str:
     if isinstance(value, bool) or not (str(value).startswith("auto") or (isinstance(value, int) and value > 0)):
-        raise ValueError(f"batch_size is {value!r}: give a whole number of at least 1, or auto.")
+        raise ValueError(f"batch_size must be an integer of at least 1, or auto, got {value!r}.")
     return value
 
 
@@ -241,8 +280,12 @@ def _budget(value: Any) -> str:
     return format_budget(check_budget(parse_budget(value) if isinstance(value, str) else value))
 
 
-def _runs_once(words: str) -> bool:
-    """Whether a policy keeps the whole, so that no budget goes with it; refuses words that are no policy."""
-    method = words.partition("@")[0]
+def _keeps_everything(spec: str) -> bool:
+    """Whether a policy keeps all tokens without a budget, so that it runs once.
+
+    Raises:
+        ValueError: If the spec is invalid.
+    """
+    method = spec.partition("@")[0]
     budget = Policy.parse(method).budget
     return isinstance(budget, float) and budget == 1.0

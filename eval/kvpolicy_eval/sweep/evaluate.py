@@ -1,4 +1,4 @@
-"""One cell through lm-eval's Python API: its results file, samples, scores of each example, and what was probed."""
+"""Evaluation of one cell through lm-eval's Python API: results, samples, scores of each example, and probes."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.spec.formats import stamp
 from kvpolicy_eval.sweep import probe
-from kvpolicy_eval.sweep.cells import FORMAT, Cell, SharedError, told
+from kvpolicy_eval.sweep.cells import FORMAT, Cell
 from kvpolicy_eval.sweep.config import Config
+from kvpolicy_eval.sweep.errors import SharedError, describe
 from kvpolicy_lm_eval import startup
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.stats import Stats
 
 EMBEDDED_PATH = Path(kvpolicy.__file__).parent / "assets" / "tiny"
-simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot resolve its decorator
 
 
-class Found(NamedTuple):
-    """What one cell gave.
+class Evaluation(NamedTuple):
+    """Result of one cell.
 
     Attributes:
-        results: lm-eval's results, and ours under `kvpolicy_sweep`.
+        results: lm-eval's results, with ours under `kvpolicy_sweep`.
         samples: JSON lines of each task.
     """
 
@@ -43,31 +45,34 @@ class Found(NamedTuple):
     samples: dict[str, str]
 
 
-class Switching(KVPolicyLM):
+class SweepLM(KVPolicyLM):
     """lm-eval's model `kvpolicy`, loaded once for many policies.
 
-    Where processes divide a cell's examples and one of them fails, it goes on with empty answers, since the others wait
-    for it; `agree` then tells all of them.
+    If processes share a cell's examples and one of them fails, that process continues with empty answers, because the
+    others wait for it in collective operations; `raise_shared_errors` then raises the error in all of them.
     """
 
     failure: tuple[str, str] | None = None
 
     def switch(self, policy: Policy) -> None:
-        """Go on under another policy, with counts from zero.
+        """Change the policy and reset all counters.
 
         Raises:
-            ValueError: Where the policy does not fit the model.
+            ValueError: If the policy does not fit the model.
         """
         kvpolicy.attach(self.model, policy).detach()
-        self.policy, self.stats, self._auto_batch, self.failure = policy, Stats(), None, None
+        self.policy = policy
+        self.stats = Stats()
+        self._auto_batch = None
+        self.failure = None
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def agree(self) -> None:
-        """Raise in every process what any of them met.
+    def raise_shared_errors(self) -> None:
+        """Raise the first error of any process in all processes.
 
         Raises:
-            SharedError: Where one of them failed.
+            SharedError: If a process failed.
         """
         if self.world_size > 1:
             failures: list[tuple[str, str] | None] = [None] * self.world_size
@@ -82,136 +87,167 @@ class Switching(KVPolicyLM):
         except Exception as error:
             if self.world_size == 1:
                 raise
-            self.failure = told(error)
+            self.failure = describe(error)
             empty = {"loglikelihood": (0.0, False), "loglikelihood_rolling": 0.0}
             return [empty.get(kind, "")] * len(requests)
 
 
 class Evaluator:
-    """Evaluates cells; keeps the last model, and knows the tasks.
+    """Evaluates cells; keeps the model that was loaded last.
 
     Args:
         config: Of the sweep.
     """
 
     def __init__(self, config: Config) -> None:
-        """Find the tasks: in our folder alone where that has them all, since lm-eval's index takes long."""
+        """Find the tasks.
+
+        Raises:
+            ValueError: If lm-eval does not know one of them.
+        """
         self.config = config
-        self._name, self._lm, self._cosines = "", None, dict[str, Any]()
-        self._broken: dict[str, Exception] = {}
+        self._name = ""
+        self._lm: SweepLM | None = None
+        self._cosines: dict[str, Any] = {}
+        self._load_errors: dict[str, Exception] = {}
         self._managers: dict[str, TaskManager] = {}
         unknown = sorted(set(config.tasks) - set(self.tasks(next(iter(config.models))).all_tasks))
         if unknown:
-            raise ValueError(f"lm-eval knows no task {unknown[0]}: see lm_eval --tasks list, or give include_path.")
+            raise ValueError(f"lm-eval has no task {unknown[0]}; see lm_eval --tasks list, or give include_path.")
 
     def tasks(self, name: str) -> TaskManager:
-        """The tasks as a model of this name gets them: some, such as RULER's, make their texts with its tokenizer."""
+        """The tasks for the model of a name: some, such as RULER's, make their prompts with its tokenizer.
+
+        lm-eval's index takes long, so it is only built if our folder lacks one of the tasks.
+        """
         if name not in self._managers:
             config = self.config
-            where: dict[str, Any] = {"metadata": _told(config.metadata, config.models[name])}
-            own: Any = [startup.tasks_path(), *([config.include_path] if config.include_path else [])]
-            manager = TaskManager(include_path=own, include_defaults=False, **where)
+            metadata = _task_metadata(config.metadata, config.models[name])
+            folders: Any = [startup.tasks_path(), *([config.include_path] if config.include_path else [])]
+            manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
             if not set(config.tasks) <= set(manager.all_tasks):
-                manager = TaskManager(include_path=own, **where)
+                manager = TaskManager(include_path=folders, metadata=metadata)
             self._managers[name] = manager
         return self._managers[name]
 
-    def model(self, name: str) -> Switching:
-        """The model of a name, loaded where it is not the last one."""
-        if name in self._broken:  # a hub that does not answer is not asked again for every cell
-            raise self._broken[name]
+    def model(self, name: str) -> SweepLM:
+        """The model of a name, loaded unless it is the last one."""
+        if name in self._load_errors:  # for example, an unreachable hub is not tried again for every cell
+            raise self._load_errors[name]
         if self._lm is None or self._name != name:
-            self._lm, self._cosines = None, {}  # the last one goes before the next one comes
+            self._lm = None  # frees the last model before the next one is loaded
+            self._cosines = {}
             try:
-                self._lm = Switching(batch_size=self.config.batch_size, **self.config.models[name])
+                self._lm = SweepLM(batch_size=self.config.batch_size, **self.config.models[name])
             except Exception as error:
-                self._broken[name] = error
+                self._load_errors[name] = error
                 raise
             self._name = name
         return self._lm
 
-    def prepare(self, cell: Cell) -> Switching:
-        """Load the cell's model and put it under the cell's policy: what fails here fails on every process alike.
+    def prepare(self, cell: Cell) -> SweepLM:
+        """Load the cell's model and switch to its policy; errors here occur on every process alike.
 
         Raises:
-            ValueError: Where the policy is none, or does not fit.
+            ValueError: If the policy is invalid, or does not fit the model.
         """
         policy = Policy.parse(cell.policy)
         lm = self.model(cell.model)
         lm.switch(policy)
         return lm
 
-    def run(self, cell: Cell) -> Found | None:
-        """Evaluate a prepared cell; None on a process that is not the one to write."""
-        config, lm, start = self.config, self.model(cell.model), time.perf_counter()
-        seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    def run(self, cell: Cell) -> Evaluation | None:
+        """Evaluate a prepared cell.
+
+        Returns:
+            The results; None on processes other than the first one.
+        """
+        config = self.config
+        lm = self.model(cell.model)
+        start = time.perf_counter()
         results = simple_evaluate(
-            model=lm, tasks=[cell.task], task_manager=self.tasks(cell.model), num_fewshot=config.num_fewshot,
-            limit=config.limit, batch_size=config.batch_size, bootstrap_iters=0, log_samples=True,
-            **dict.fromkeys(seeds, config.seed),
-        )  # fmt: skip
-        lm.agree()
+            model=lm,
+            tasks=[cell.task],
+            task_manager=self.tasks(cell.model),
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            batch_size=config.batch_size,
+            bootstrap_iters=0,
+            log_samples=True,
+            **dict.fromkeys(SEEDS, config.seed),
+        )
+        lm.raise_shared_errors()
         seconds = time.perf_counter() - start
-        probed = self._probe(lm, cell, None if results is None else results["samples"])
+        probes = self._probe(lm, cell, None if results is None else results["samples"])
         if results is None:
             return None
         samples = results.pop("samples")
-        _leave_out_unasked(results["results"])
-        words = config.models[cell.model] | {"policy": cell.policy}
+        _drop_unmeasured_lengths(results["results"])
+        arguments = config.models[cell.model] | {"policy": cell.policy}
         results["config"] |= {
             "model": "kvpolicy",
-            "model_args": ",".join(f"{key}={value}" for key, value in words.items()),
+            "model_args": ",".join(f"{key}={value}" for key, value in arguments.items()),
         }
-        own = {"cell": asdict(cell), "seconds": round(seconds, 3), "peak_bytes": _peak(), "scores": _scores(samples)}
-        results["kvpolicy_sweep"] = stamp(FORMAT) | own | {"probe": probed, "versions": versions()}
+        results["kvpolicy_sweep"] = stamp(FORMAT) | {
+            "cell": asdict(cell),
+            "seconds": round(seconds, 3),
+            "peak_bytes": _peak_bytes(),
+            "scores": _scores(samples),
+            "probe": probes,
+            "versions": versions(),
+        }
         plain = json.loads(json.dumps(results, default=handle_non_serializable))
-        return Found(plain, _lines(samples) if config.samples else {})
+        return Evaluation(plain, _sample_lines(samples) if config.samples else {})
 
-    def _probe(self, lm: Switching, cell: Cell, samples: dict[str, Any] | None) -> dict[str, Any]:
-        """Look at layers on the task's first prompts; every rank of a divided model takes part."""
+    def _probe(self, lm: SweepLM, cell: Cell, samples: dict[str, Any] | None) -> dict[str, Any]:
+        """Probe the layers on the task's first prompts.
+
+        Only the first process has the samples. If the model is sharded, it broadcasts the prompts, because every rank
+        takes part in the forward pass.
+        """
         if not self.config.probes or (samples is None and lm.division.tp == 1):
             return {}
-        held = [probe.prompts(samples, self.config.probes) if samples else []]
+        shared = [probe.prompts(samples, self.config.probes) if samples else []]
         if lm.division.tp > 1:
-            torch.distributed.broadcast_object_list(held, src=0)
-        rows = probe.tokens(lm, held[0])
+            torch.distributed.broadcast_object_list(shared, src=0)
+        rows = probe.tokens(lm, shared[0])
         if cell.task not in self._cosines:
             self._cosines[cell.task] = probe.cosines(lm, rows)
         return probe.layers(lm, rows) | {"cosine": self._cosines[cell.task]}
 
 
 def versions() -> dict[str, str]:
-    """What the numbers were made with."""
-    found = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    """Versions of the software, and the hardware."""
+    result = {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
     for name in ("kvpolicy", "torch", "transformers", "lm_eval", "deepspeed", "datasets"):
         try:
-            found[name] = version(name)
+            result[name] = version(name)
         except PackageNotFoundError:
             continue
-    found["kvpolicy"] = kvpolicy.__version__
+    result["kvpolicy"] = kvpolicy.__version__
     cuda = torch.cuda.is_available()
-    found["device"] = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return found | {"processes": os.environ.get("WORLD_SIZE", "1")}
+    result["device"] = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    return result | {"processes": os.environ.get("WORLD_SIZE", "1")}
 
 
-def _told(metadata: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """What tasks are told: the config's metadata, and the model's tokenizer where that names none."""
+def _task_metadata(metadata: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata for tasks: the config's, and the model's tokenizer unless the config names one."""
     names = ("tokenizer", "pretrained")
     if any(name in metadata for name in names):
         return dict(metadata)
-    own = {name: model[name] for name in names if name in model}
-    return {"pretrained": str(EMBEDDED_PATH), **own, **metadata}
+    of_model = {name: model[name] for name in names if name in model}
+    return {"pretrained": str(EMBEDDED_PATH), **of_model, **metadata}
 
 
-def _leave_out_unasked(results: Mapping[str, dict[str, Any]]) -> None:
-    """Drop RULER's lengths that no example has, which it gives as -1: that is no score."""
+def _drop_unmeasured_lengths(results: Mapping[str, dict[str, Any]]) -> None:
+    """Remove RULER's scores of lengths without examples, which it reports as -1."""
     for scores in results.values():
         for name in [name for name, value in scores.items() if name.partition(",")[0].isdecimal() and value == -1]:
             del scores[name]
 
 
 def _scores(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[Any]]]:
-    """Of each task and metric the examples' values, in the order of the examples."""
+    """Values of the examples by task and metric, in the order of the examples."""
     scores: dict[str, dict[str, list[Any]]] = {}
     for task, rows in samples.items():
         of_task = scores.setdefault(task, {})
@@ -221,20 +257,20 @@ def _scores(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, dict[str, 
     return scores
 
 
-def _lines(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, str]:
-    """Samples as lm-eval writes them."""
-    return {task: "".join(map(_line, rows)) for task, rows in samples.items()}
+def _sample_lines(samples: Mapping[str, list[dict[str, Any]]]) -> dict[str, str]:
+    """Samples in the format of lm-eval's files."""
+    return {task: "".join(map(_sample_line, rows)) for task, rows in samples.items()}
 
 
-def _line(row: dict[str, Any]) -> str:
+def _sample_line(row: dict[str, Any]) -> str:
     arguments = {
         f"gen_args_{i}": {f"arg_{j}": part for j, part in enumerate(parts)} for i, parts in enumerate(row["arguments"])
     }
-    said = {name: sanitize_list(row[name]) for name in ("resps", "filtered_resps")}
-    row = row | said | {"arguments": arguments, "target": str(row["target"])}
+    responses = {name: sanitize_list(row[name]) for name in ("resps", "filtered_resps")}
+    row = row | responses | {"arguments": arguments, "target": str(row["target"])}
     return json.dumps(row, default=handle_non_serializable, ensure_ascii=False) + "\n"
 
 
-def _peak() -> int | None:
-    """The accelerator's most memory in this cell, where there is one."""
+def _peak_bytes() -> int | None:
+    """Peak memory of the GPU in this cell, if there is a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

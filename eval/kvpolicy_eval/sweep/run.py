@@ -1,4 +1,4 @@
-"""Run the cells that are missing, in this process or in several."""
+"""Run cells, in this process or in several."""
 
 from __future__ import annotations
 
@@ -11,88 +11,102 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpolicy_eval.sweep.cells import Cell, SharedError, Store, told
+from kvpolicy_eval.sweep.cells import Cell, Store
 from kvpolicy_eval.sweep.config import Config
+from kvpolicy_eval.sweep.errors import SharedError, describe
+from kvpolicy_eval.sweep.output import silence_libraries
 
-_FAILURES = (Exception,)  # whatever a model, a task or a policy raises is the cell's own; Ctrl-C is not
+if TYPE_CHECKING:
+    from kvpolicy_eval.sweep.evaluate import Evaluator
+
+# State of a worker process of `run_jobs`, which evaluates many cells with one model.
 _configs: list[Config] = []
-_evaluators: list[Any] = []  # of a process of several
+_evaluators: list[Evaluator] = []
 
 
 class Outcome(NamedTuple):
-    """How a cell ended: how long it took, and what there is to say."""
+    """How a cell ended.
+
+    Attributes:
+        cell: The cell.
+        seconds: How long it took.
+        summary: Its scores, or its error.
+        failed: Whether it failed.
+    """
 
     cell: Cell
     seconds: float
-    said: str
+    summary: str
     failed: bool = False
 
 
 class Progress:
-    """Prints a line for each cell, with the time that is left.
+    """Prints a line per cell, with the remaining time.
 
     Args:
-        waiting: Cells to be run.
-        processes: That run them side by side.
+        pending: Cells to be run.
+        processes: Number of processes that run them in parallel.
         show: Whether to print.
     """
 
-    def __init__(self, waiting: Sequence[Cell], processes: int, show: bool = True) -> None:
-        """Start the clock."""
-        self.waiting, self.total, self.processes, self.show = list(waiting), len(waiting), processes, show
+    def __init__(self, pending: Sequence[Cell], processes: int, show: bool = True) -> None:
+        """Store the cells."""
+        self.pending = list(pending)
+        self.total = len(pending)
+        self.processes = processes
+        self.show = show
         self.times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         self.failed = 0
 
     def left(self) -> float:
-        """Seconds for the cells that wait: as long as others of the same model and task, else as all, on average."""
+        """Estimated seconds for the pending cells: the mean of cells with the same model and task, else of all."""
         known = [seconds for times in self.times.values() for seconds in times]
         if not known:
             return 0.0
-        whole = sum(known) / len(known)
+        overall = sum(known) / len(known)
         means = {key: sum(times) / len(times) for key, times in self.times.items()}
-        return sum(means.get((cell.model, cell.task), whole) for cell in self.waiting) / self.processes
+        return sum(means.get((cell.model, cell.task), overall) for cell in self.pending) / self.processes
 
     def note(self, outcome: Outcome) -> None:
         """Count a finished cell and print its line."""
         cell = outcome.cell
-        self.waiting.remove(cell)
+        self.pending.remove(cell)
         self.failed += outcome.failed
         if not outcome.failed:
             self.times[cell.model, cell.task].append(outcome.seconds)
         if self.show:
-            number, time_left = self.total - len(self.waiting), span(self.left())
-            line = f"[{number}/{self.total}] {cell}: {outcome.said}; {span(outcome.seconds)}, {time_left} left"
-            print(line, file=sys.stderr, flush=True)
+            number = self.total - len(self.pending)
+            times = f"{format_seconds(outcome.seconds)}, {format_seconds(self.left())} left"
+            print(f"[{number}/{self.total}] {cell}: {outcome.summary}; {times}", file=sys.stderr, flush=True)
 
 
-def span(seconds: float) -> str:
-    """Seconds in words.
+def format_seconds(seconds: float) -> str:
+    """A duration in seconds, minutes or hours.
 
     Examples:
-        >>> span(7), span(90), span(7300)
+        >>> format_seconds(7), format_seconds(90), format_seconds(7300)
         ('7 s', '1.5 min', '2.0 h')
     """
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 60
-        else f"{seconds / 60:.1f} min"
-        if seconds < 3600
-        else f"{seconds / 3600:.1f} h"
-    )
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 def run_here(config: Config, cells: Sequence[Cell], folder: Path) -> int:
-    """Run cells in this process, and under a launcher together with its others.
+    """Run cells in this process; under a launcher, together with its other processes.
 
     Returns:
-        How many failed.
+        Number of failed cells.
 
     Raises:
-        ValueError: Where a task is not known.
+        ValueError: If a task is unknown.
     """
-    processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
     progress = Progress(cells, 1, show=rank == 0)
     for outcome in _outcomes(config, cells, folder, processes, rank):
         progress.note(outcome)
@@ -100,27 +114,27 @@ def run_here(config: Config, cells: Sequence[Cell], folder: Path) -> int:
 
 
 def run_jobs(config: Config, cells: Sequence[Cell], folder: Path, jobs: int) -> int:
-    """Run cells in `jobs` processes, each with its own model and, where there are several, its own card.
+    """Run cells in `jobs` processes, each with a separate copy of the model and, if there are several, a separate GPU.
 
     Returns:
-        How many failed.
+        Number of failed cells.
 
     Raises:
-        RuntimeError: Where a process was killed.
+        RuntimeError: If a process was killed.
     """
     progress = Progress(cells, jobs)
     context = get_context("spawn")
-    number = context.Value("i", 0)
-    told = (config, jobs, _cards(), number)
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=told) as pool:
-        waiting = [pool.submit(_job, cell, folder) for cell in cells]
+    counter = context.Value("i", 0)
+    arguments = (config, jobs, _visible_gpus(), counter)
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=arguments) as pool:
+        futures = [pool.submit(_run_in_worker, cell, folder) for cell in cells]
         try:
-            for one in as_completed(waiting):
-                progress.note(one.result())
+            for future in as_completed(futures):
+                progress.note(future.result())
         except BrokenProcessPool as error:
             raise RuntimeError(
-                "A process of the sweep was killed, as by a lack of memory: run the same command again to go on, with "
-                "fewer --jobs."
+                "A process of the sweep was killed, possibly because memory ran out; rerun the same command with fewer "
+                "--jobs to continue."
             ) from error
         finally:
             pool.shutdown(cancel_futures=True)
@@ -132,79 +146,90 @@ def _outcomes(config: Config, cells: Sequence[Cell], folder: Path, processes: in
 
     evaluator = Evaluator(config)
     for cell in cells:
-        yield _one(evaluator, cell, Store(folder), processes, rank)
+        yield _run_cell(evaluator, cell, Store(folder), processes, rank)
 
 
-def _one(evaluator: Any, cell: Cell, store: Store, processes: int = 1, rank: int = 0) -> Outcome:
-    """Run one cell and write what it gave."""
+def _run_cell(evaluator: Evaluator, cell: Cell, store: Store, processes: int = 1, rank: int = 0) -> Outcome:
+    """Run one cell and write its results or its error.
+
+    Whatever a model, a task or a policy raises is recorded with the cell; Ctrl-C is no `Exception` and ends the sweep.
+    """
     start = time.perf_counter()
     try:
         evaluator.prepare(cell)
-    except _FAILURES as error:
+    except Exception as error:
         return _failed(cell, error, store, start, write=rank == 0)
     try:
-        found = evaluator.run(cell)
-    except _FAILURES as error:
+        evaluation = evaluator.run(cell)
+    except Exception as error:
         outcome = _failed(cell, error, store, start, write=True)
         if processes > 1 and not isinstance(error, SharedError):
-            _end(outcome)
+            _end_process(outcome)
         return outcome
-    if found is not None:
-        store.finish(cell, found.results, found.samples)
-    return Outcome(cell, time.perf_counter() - start, "" if found is None else _said(found.results))
+    if evaluation is not None:
+        store.finish(cell, evaluation.results, evaluation.samples)
+    summary = "" if evaluation is None else _summary(evaluation.results)
+    return Outcome(cell, time.perf_counter() - start, summary)
 
 
 def _failed(cell: Cell, error: BaseException, store: Store, start: float, write: bool) -> Outcome:
     seconds = time.perf_counter() - start
     if write:
         store.fail(cell, error, seconds)
-    return Outcome(cell, seconds, "failed, {}: {}".format(*told(error)), failed=True)
+    return Outcome(cell, seconds, "failed, {}: {}".format(*describe(error)), failed=True)
 
 
-def _end(outcome: Outcome) -> None:
-    """End this process, so that the launcher ends the others, which may wait for it for ever."""
-    print(f"{outcome.cell}: {outcome.said}; run the same command again to go on.", file=sys.stderr, flush=True)
+def _end_process(outcome: Outcome) -> None:
+    """End this process at once: the launcher then ends the others, which may wait for this one forever."""
+    print(f"{outcome.cell}: {outcome.summary}; rerun the same command to continue.", file=sys.stderr, flush=True)
     os._exit(3)
 
 
-def _said(results: dict[str, Any]) -> str:
-    """The first number of each task and the share of bytes."""
-    words: list[str] = []
+def _summary(results: dict[str, Any]) -> str:
+    """The first score of each task, and the share of bytes."""
+    parts: list[str] = []
     for task in results["kvpolicy_sweep"]["scores"]:
         for name, value in results["results"].get(task, {}).items():
             if isinstance(value, (int, float)) and "," in name and "_stderr" not in name:
-                words.append(f"{name.split(',')[0]} {value:.3f}")
+                parts.append(f"{name.split(',')[0]} {value:.3f}")
                 break
     costs = results["config"]["kvpolicy"]["tasks"].values()
-    words += [f"{cost['kv_share']:.2f} of the bytes" for cost in costs if cost["kv_share"] is not None]
-    return ", ".join(words)
+    parts += [f"{cost['kv_share']:.2f} of the bytes" for cost in costs if cost["kv_share"] is not None]
+    return ", ".join(parts)
 
 
-def _start(config: Config, jobs: int, cards: list[str], number: Any) -> None:
-    """Prepare one of several processes: its share of the cores, and one of the cards."""
-    with number.get_lock():
-        mine, number.value = number.value, number.value + 1
-    if cards:
-        os.environ["CUDA_VISIBLE_DEVICES"] = cards[mine % len(cards)]  # nothing has called CUDA here yet
+def _start_worker(config: Config, jobs: int, gpus: list[str], counter: Any) -> None:
+    """Prepare a worker process: assign it a GPU and its share of the cores.
+
+    Args:
+        config: Of the sweep.
+        jobs: Number of workers.
+        gpus: Identifiers for `CUDA_VISIBLE_DEVICES`.
+        counter: Shared counter, which numbers the workers.
+    """
+    with counter.get_lock():
+        number = counter.value
+        counter.value += 1
+    if gpus:
+        # This takes effect because the process has not initialized CUDA yet.
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
     import torch
 
-    from kvpolicy_eval.sweep.command import quiet
-
-    quiet()
+    silence_libraries()
     torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
     _configs.append(config)
 
 
-def _cards() -> list[str]:
+def _visible_gpus() -> list[str]:
     import torch
 
-    said = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return said.split(",") if said else [str(card) for card in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
 
 
-def _job(cell: Cell, folder: Path) -> Outcome:
+def _run_in_worker(cell: Cell, folder: Path) -> Outcome:
     if not _evaluators:
         from kvpolicy_eval.sweep.evaluate import Evaluator
 
         _evaluators.append(Evaluator(_configs[0]))
-    return _one(_evaluators[0], cell, Store(folder))
+    return _run_cell(_evaluators[0], cell, Store(folder))

@@ -1,4 +1,4 @@
-"""The tidy table of a sweep: one line for each cell, task and metric, with its bootstrap interval and its cost."""
+"""The tidy table of a sweep: one row per cell, task and metric, with its bootstrap interval and its costs."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from kvpolicy_eval.sweep.cells import DONE, FAILED, FORMAT, Store, write
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Attributes:
-        model: The cell's.
-        method: The cell's.
-        budget: The cell's.
-        task: A task; of a group, one of its tasks.
-        metric: Its name.
-        filter: What lm-eval did to the answers before.
-        value: What lm-eval made of all examples.
-        low: Lower end of the bootstrap interval, where the metric is one that can be resampled.
-        high: Upper end.
-        examples: How many.
+        model: Of the cell.
+        method: Of the cell.
+        budget: Of the cell.
+        task: Name of the task; for a group of tasks, one of them.
+        metric: Name of the metric.
+        filter: lm-eval's filter of the answers.
+        value: lm-eval's value over all examples.
+        low: Lower end of the bootstrap interval, if the metric can be resampled.
+        high: Upper end of the interval.
+        examples: Number of examples.
         higher_is_better: Of the metric.
-        kv_bytes: Bytes held, mean of a sequence.
-        full_kv_bytes: Bytes of the stock cache for the same tokens.
-        kv_share: The one divided by the other.
+        kv_bytes: Bytes held per sequence, on average.
+        full_kv_bytes: Bytes of the full cache for the same tokens.
+        kv_share: `kv_bytes` over `full_kv_bytes`.
         tokens_per_second: Prompt and new tokens.
-        new_tokens_per_second: Of generation or scoring.
+        new_tokens_per_second: Tokens of generation or scoring.
         seconds: Of the cell.
-        peak_bytes: The accelerator's most memory, where there is one.
+        peak_bytes: Peak memory of the GPU, if there is one.
         status: `done` or `failed`.
-        error: Why it failed.
-        file: Below the sweep's folder.
+        error: Type and message of the error.
+        file: Path relative to the sweep's folder.
     """
 
     model: str
@@ -67,10 +67,10 @@ class Row:
 
 
 def collect(folder: Path) -> list[Row]:
-    """Every line of a sweep's folder.
+    """All rows of a sweep's folder.
 
     Raises:
-        ValueError: Where the folder holds no sweep.
+        ValueError: If the folder holds no sweep.
     """
     store = Store(folder)
     rows = [row for results in store.read(DONE) for row in rows_of(results)]
@@ -81,25 +81,28 @@ def collect(folder: Path) -> list[Row]:
         if (row.model, row.method, row.budget, row.task) not in done:
             rows.append(row)
     if not rows:
-        raise ValueError(f"{folder} holds no results of a sweep: run kvpolicy-eval sweep with --out {folder} first.")
+        raise ValueError(f"{folder} holds no results of a sweep; run kvpolicy-eval sweep with --out {folder} first.")
     return rows
 
 
 def rows_of(results: dict[str, Any]) -> list[Row]:
-    """The lines of one cell."""
-    own, rows = results["kvpolicy_sweep"], list[Row]()
-    cell = own["cell"]
-    for task, scores in own["scores"].items():
+    """The rows of one cell."""
+    record = results["kvpolicy_sweep"]
+    cell = record["cell"]
+    rows: list[Row] = []
+    for task, scores in record["scores"].items():
         cost = _cost(results["config"]["kvpolicy"]["tasks"], task)
         for name, value in results["results"].get(task, {}).items():
-            metric, _, how = name.partition(",")
-            if not how or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+            metric, _, filter_name = name.partition(",")
+            if not filter_name or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
             values = bootstrap.measured(scores.get(name, []), float(value))
             if values and all(value == -1 for value in values):
-                continue  # RULER's mark: no example is of this length
-            row = Row(**cell | {"task": task}, metric=metric, filter=how, value=float(value), **cost)
-            row.examples, row.seconds, row.peak_bytes = len(values), own["seconds"], own["peak_bytes"]
+                continue  # RULER reports -1 for lengths without examples
+            row = Row(**cell | {"task": task}, metric=metric, filter=filter_name, value=float(value), **cost)
+            row.examples = len(values)
+            row.seconds = record["seconds"]
+            row.peak_bytes = record["peak_bytes"]
             row.higher_is_better = bool((results.get("higher_is_better", {}).get(task) or {}).get(metric, True))
             row.file = results.get("file", "")
             statistic = bootstrap.statistic_of(values, float(value))
@@ -122,9 +125,9 @@ def write_tables(folder: Path, rows: Sequence[Row]) -> None:
 
 
 def _cost(costs: dict[str, dict[str, Any]], task: str) -> dict[str, Any]:
-    """What a task cost: its own counts, or those of all tasks where processes counted them together."""
+    """Costs of a task; those of several tasks together if they were counted together."""
     names = ("kv_bytes", "full_kv_bytes", "kv_share", "tokens_per_second", "new_tokens_per_second")
-    for name, cost in costs.items():
-        if task in name.rpartition("/")[0].split("+"):
+    for key, cost in costs.items():
+        if task in key.rpartition("/")[0].split("+"):
             return {name: cost[name] for name in names}
     return {}

@@ -1,4 +1,1 @@
-"""Train the embedded model, a small Llama, from nothing on one CPU thread.
-
-Run `python -m kvpolicy_eval.train --out DIR`.
-"""
+"""Training of the embedded model, a small Llama, from scratch on one CPU thread."""

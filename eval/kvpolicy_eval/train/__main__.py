@@ -1,4 +1,4 @@
-"""Command line of the training: `python -m kvpolicy_eval.train --out DIR [--resume]`."""
+"""`python -m kvpolicy_eval.train --out DIR [--resume]`: train the embedded model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ from kvpolicy_eval.train.tokens import encode_text
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.train", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the model; checkpoints go to OUT/checkpoint")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of the model; checkpoints are in OUT/checkpoint"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the start and of the data")
-    parser.add_argument("--share", type=float, default=1.0, help="share of every phase to train, for a trial run")
-    parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints; each is exported too")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initialization and of the data")
+    parser.add_argument("--share", type=float, default=1.0, help="scale of every phase, for a trial run")
+    parser.add_argument(
+        "--save-every", type=int, default=200, help="steps between checkpoints, each of which is exported too"
+    )
     parser.add_argument("--max-steps", type=int, default=None, help="stop after this many steps; resume later")
     return parser.parse_args(argv)
 

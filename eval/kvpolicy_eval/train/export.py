@@ -1,4 +1,4 @@
-"""Write a training net as a transformers model that `AutoModelForCausalLM.from_pretrained` loads offline."""
+"""Export a training net as a transformers model that `AutoModelForCausalLM.from_pretrained` loads offline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from kvpolicy_eval.train.net import Net
 from kvpolicy_eval.train.tokenizer import token_id
 
-MAX_POSITIONS = 2048  # trained to 1,024; the rest only lets generation run past a full prompt
+MAX_POSITIONS = 2048  # trained up to 1,024; the rest lets generation continue after a full prompt
 
 
 def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -72,8 +72,8 @@ def export(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: to
     model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # transformers 5 writes a class name that version 4 does not know; both know this one
+    # transformers 5 writes a class name that version 4 does not know; both know this one.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes it for its owner alone
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only

@@ -1,4 +1,4 @@
-"""The training loop: deterministic for a seed, one thread, with checkpoints and resume."""
+"""The training loop: single-threaded, deterministic for a seed, with checkpoints."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from kvpolicy_eval.train.tokens import ANSWER, LOSS_WEIGHTS, TEXT, Sampler, Voca
 
 PEAK_RATE = 3e-3
 LOG_EVERY = 50
-_STATE, _PROGRESS = "state.safetensors", "progress.json"
+_STATE = "state.safetensors"
+_PROGRESS = "progress.json"
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far training is; with the weights and moments, all that resuming needs."""
+    """Progress of the training; together with weights and moments, all that resuming needs."""
 
     step: int = 0
     tokens: int = 0
@@ -44,7 +45,7 @@ class Trainer:
         tokenizer: The embedded tokenizer.
         text: Ids of the training sources, [N].
         phases: The curriculum.
-        seed: Seed of the start and of the data.
+        seed: Seed of the initialization and of the data.
         shape: Sizes of the model.
     """
 
@@ -56,7 +57,7 @@ class Trainer:
         seed: int = 0,
         shape: Shape | None = None,
     ) -> None:
-        """Make a net with the structured start, its optimizers and its data."""
+        """Create a net with the structured initialization, its optimizers and its data."""
         self.phases = list(phases)
         self.total = sum(p.tokens for p in self.phases)
         self.progress = Progress()
@@ -79,17 +80,20 @@ class Trainer:
         return len(self.phases) - 1
 
     def run(self, on_log: Callable[[dict[str, object]], None] | None = None, max_steps: int | None = None) -> None:
-        """Train until every phase's tokens are spent, or for `max_steps` more steps."""
-        until = None if max_steps is None else self.progress.step + max_steps
-        before, began = self.progress.seconds, time.perf_counter()
-        while self.progress.tokens < self.total and self.progress.step != until:
+        """Train until the tokens of every phase are used up, or for `max_steps` more steps."""
+        last_step = None if max_steps is None else self.progress.step + max_steps
+        earlier_seconds = self.progress.seconds
+        start = time.perf_counter()
+        while self.progress.tokens < self.total and self.progress.step != last_step:
             self._step()
-            self.progress.seconds = before + time.perf_counter() - began
+            self.progress.seconds = earlier_seconds + time.perf_counter() - start
             if on_log and (self.progress.step % LOG_EVERY == 0 or self.progress.tokens >= self.total):
                 on_log(self._report())
 
     def _step(self) -> None:
-        phase, rng, progress = self.phases[self.phase], self.sampler.rng, self.progress
+        phase = self.phases[self.phase]
+        rng = self.sampler.rng
+        progress = self.progress
         size, length = phase.shapes[rng.integers(len(phase.shapes))]
         task = str(rng.choice(list(phase.tasks), p=list(phase.tasks.values())))
         focus = None if rng.random() < phase.all_full else phase.focus(task)
@@ -109,7 +113,8 @@ class Trainer:
     def _loss(self, task: str, ids: Tensor, kinds: Tensor, focus: Focus | None) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=ids.shape[1] > 256):
             logits = self.net(ids[:, :-1], focus)
-        target, kind = ids[:, 1:].flatten(), kinds[:, 1:].flatten()
+        target = ids[:, 1:].flatten()
+        kind = kinds[:, 1:].flatten()
         flat = logits.float().flatten(0, 1)
         each = F.cross_entropy(flat, target, reduction="none")
         weight = torch.tensor(LOSS_WEIGHTS)[kind]
@@ -153,7 +158,7 @@ class Trainer:
             ValueError: `folder` holds no checkpoint.
         """
         if not (folder / _PROGRESS).exists():
-            raise ValueError(f"{folder} holds no checkpoint to resume; start without --resume.")
+            raise ValueError(f"{folder} holds no checkpoint; start without --resume.")
         tensors = load_file(folder / _STATE)
         self.net.load_state_dict({k[4:]: v for k, v in tensors.items() if k.startswith("net.")})
         self.muon.buffers = [tensors[f"muon.{i}"].clone() for i in range(len(self.muon.buffers))]
@@ -172,5 +177,5 @@ def show(report: dict[str, object], total: int) -> None:
     """Print one report as a progress bar and its numbers."""
     done = int(str(report["tokens"])) / total
     bar = "#" * round(20 * done)
-    rest = " ".join(f"{name}={value}" for name, value in report.items())
-    print(f"[{bar:<20}] {done:4.0%} {rest}", file=sys.stderr, flush=True)
+    numbers = " ".join(f"{name}={value}" for name, value in report.items())
+    print(f"[{bar:<20}] {done:4.0%} {numbers}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix updates are made orthogonal; all layers of one shape go through one batched product."""
+"""Muon: momentum with orthogonalized matrix updates, batched over all layers of one shape."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Step stacked weight matrices [L, rows, columns] along their orthogonalised momentum.
+    """Step stacked weight matrices [L, rows, columns] along their orthogonalized momentum.
 
     Source: Keller Jordan's Muon. The update is scaled by 0.2 sqrt(longer side),
-    so that one learning rate serves it and AdamW.
+    so that it shares its learning rate with AdamW.
 
     Args:
-        weights: Stacked matrices, each with a gradient at every step.
-        momentum: Share of the running gradient kept at each step (Nesterov form).
-        weight_decay: Share of a weight removed at each step, times the learning rate.
+        weights: Stacked matrices, all of which have a gradient at every step.
+        momentum: Decay of the running gradient (Nesterov form).
+        weight_decay: Decoupled weight decay, multiplied by the learning rate.
     """
 
     def __init__(self, weights: Sequence[Tensor], momentum: float = 0.95, weight_decay: float = 0.01) -> None:
-        """Start with no momentum."""
+        """Initialize the momentum with zeros."""
         self.weights = list(weights)
         self.momentum = momentum
         self.weight_decay = weight_decay
@@ -42,7 +42,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update every weight with rate `lr` and drop its gradient."""
+        """Update every weight with the learning rate `lr`, and clear its gradient."""
         groups: dict[torch.Size, list[tuple[Tensor, Tensor, bool]]] = {}
         for weight, buffer in zip(self.weights, self.buffers, strict=True):
             assert weight.grad is not None

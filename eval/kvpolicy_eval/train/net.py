@@ -1,6 +1,6 @@
-"""The training net: the mathematics of transformers' Llama, with the weights of all layers stacked.
+"""The training net: computes the same as transformers' Llama, with the weights of all layers stacked.
 
-Shape letters: B batch, T tokens, H query heads, K KV heads, D head dim, L layers, W window.
+Shapes: B batch, T tokens, H query heads, K KV heads, D head dim, L layers, W window.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _BLOCK = 32
+"""Tokens of a block of windowed attention; a window is at most as long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,11 +39,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Focus:
-    """What the layers see in a training step.
+    """Which tokens the layers attend to in a training step.
 
     Args:
-        layers: Layers that see the whole context.
-        window: Last tokens that the other layers see, besides BOS.
+        layers: Layers that attend to the whole context.
+        window: Number of recent tokens that the other layers attend to, in addition to BOS.
     """
 
     layers: frozenset[int]
@@ -58,23 +59,26 @@ def rotation(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x`, [B, T, H, D], to its positions."""
+    """Apply the rotary embedding to `x`, [B, T, H, D]."""
     a, b = x.chunk(2, -1)
     return (x * cos + torch.cat([-b, a], -1) * sin).to(x.dtype)
 
 
 @cache
 def _window_mask(blocks: int, window: int) -> Tensor:
-    """What each query of a block may see of (BOS, previous block, own block), [blocks, 1, block, 1 + 2 block]."""
+    """Mask of each block's queries over BOS, the previous block and the block, [blocks, 1, block, 1 + 2 block]."""
     query = torch.arange(_BLOCK)[:, None]
     distance = query + _BLOCK - torch.arange(2 * _BLOCK)[None]
     position = torch.arange(blocks)[:, None, None] * _BLOCK + query - distance
-    near = (distance >= 0) & (distance < window) & (position > 0)  # BOS has a column of its own
+    near = (distance >= 0) & (distance < window) & (position > 0)  # BOS has a separate column
     return torch.cat([torch.ones(blocks, _BLOCK, 1, dtype=torch.bool), near], -1)[:, None]
 
 
 def windowed_attention(query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-    """Attend to BOS and the last `window` tokens (at most 32) only, [B, H, T, D], without a T x T product."""
+    """Attend to BOS and the last `window` tokens (at most 32), [B, H, T, D], without a T x T product.
+
+    Queries are split into blocks of 32, and each block attends to BOS, the previous block and itself.
+    """
     batch, _, length, _ = query.shape
     blocks = -(-length // _BLOCK)
     pad = blocks * _BLOCK - length
@@ -96,16 +100,19 @@ class Net(nn.Module):
 
     Args:
         shape: Sizes.
-        seed: Seed of the random start.
+        seed: Seed of the random initialization.
     """
 
     def __init__(self, shape: Shape, seed: int = 0) -> None:
-        """Draw random weights."""
+        """Initialize the weights at random."""
         super().__init__()
         self.shape = shape
         generator = torch.Generator().manual_seed(seed)
-        layers, hidden, inner = shape.num_layers, shape.hidden_size, shape.intermediate_size
-        q_dim, kv_dim = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        layers = shape.num_layers
+        hidden = shape.hidden_size
+        inner = shape.intermediate_size
+        q_dim = shape.num_heads * shape.head_dim
+        kv_dim = shape.num_kv_heads * shape.head_dim
         depth = math.sqrt(2 * layers)
 
         def normal(*size: int, std: float) -> nn.Parameter:
@@ -124,11 +131,11 @@ class Net(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(hidden))
 
     def matrices(self) -> list[nn.Parameter]:
-        """List the stacked matrices, which Muon trains."""
+        """The stacked matrices, which Muon trains."""
         return [self.query, self.key, self.value, self.output, self.gate, self.up, self.down]
 
     def vectors(self) -> list[nn.Parameter]:
-        """List the embedding and the norms, which AdamW trains."""
+        """The embedding and the norms, which AdamW trains."""
         return [self.embedding, self.attention_norm, self.mlp_norm, self.final_norm]
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -139,8 +146,9 @@ class Net(nn.Module):
         weight = torch.cat([self.query[layer], self.key[layer], self.value[layer]])
         heads = F.linear(x, weight).unflatten(-1, (s.num_heads + 2 * s.num_kv_heads, s.head_dim))
         cos, sin = rotation(x.shape[1], s.head_dim, s.rope_theta)
-        turned = rotate(heads[:, :, : s.num_heads + s.num_kv_heads], cos, sin).transpose(1, 2)
-        query, key = turned[:, : s.num_heads], turned[:, s.num_heads :].repeat_interleave(s.group, 1)
+        rotated = rotate(heads[:, :, : s.num_heads + s.num_kv_heads], cos, sin).transpose(1, 2)
+        query = rotated[:, : s.num_heads]
+        key = rotated[:, s.num_heads :].repeat_interleave(s.group, 1)
         value = heads[:, :, s.num_heads + s.num_kv_heads :].transpose(1, 2).repeat_interleave(s.group, 1)
         if window is None or x.shape[1] <= window:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -153,7 +161,7 @@ class Net(nn.Module):
 
         Args:
             tokens: Token ids [B, T].
-            focus: Which layers see the whole context; None lets all of them.
+            focus: Which layers attend to the whole context; None for all of them.
         """
         hidden = F.embedding(tokens, self.embedding)
         for layer in range(self.shape.num_layers):

@@ -1,4 +1,4 @@
-"""The curriculum: what is trained when, counted in tokens so that a rerun gives the same model."""
+"""The curriculum, counted in tokens so that a rerun gives the same model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from kvpolicy_eval.train.net import Focus
 
-# Layer 0 only looks a few tokens back, so it is never narrowed.
+# Layer 0 attends only to the last few tokens anyway, so its attention is never restricted.
 FOCUS: dict[str, Focus] = {
     "recall": Focus(layers=frozenset({0, 1})),
     "recall_far": Focus(layers=frozenset({0, 1})),
@@ -16,20 +16,20 @@ FOCUS: dict[str, Focus] = {
     "few_shot": Focus(layers=frozenset({0, 5})),
     "source": Focus(layers=frozenset({0})),
 }
-"""Task to what the layers see in most of its steps: one retrieval layer sees everything."""
+"""Task to the attention of its layers in most steps: one retrieval layer attends to the whole context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """One stretch of the curriculum.
+    """One phase of the curriculum.
 
     Args:
-        tokens: Length of the stretch, in training tokens.
-        shapes: Choices of (batch, length); a choice may stand twice.
-        tasks: Share of the steps by task; the shares add up to 1.
-        digits: Share of the sequences by digits of a value (0: the value is a word).
-        all_full: Share of the steps in which every layer sees everything.
-        windows: Windows of the narrowed layers by task, where they differ from `FOCUS`.
+        tokens: Length of the phase, in training tokens.
+        shapes: Choices of (batch, length); repeated choices are drawn more often.
+        tasks: Probability of each task; they sum to 1.
+        digits: Probability of each number of digits of a value (0: the value is a word).
+        all_full: Probability of a step in which every layer attends to the whole context.
+        windows: Windows of the restricted layers by task, where they differ from `FOCUS`.
     """
 
     tokens: int
@@ -40,18 +40,19 @@ class Phase:
     windows: dict[str, int] = field(default_factory=dict)
 
     def focus(self, task: str) -> Focus:
-        """What the layers see in a step of `task`."""
-        usual = FOCUS[task]
-        return Focus(layers=usual.layers, window=self.windows.get(task, usual.window))
+        """Attention of the layers in a step of `task`."""
+        default = FOCUS[task]
+        return Focus(layers=default.layers, window=self.windows.get(task, default.window))
 
 
 def _mix(*shares: float) -> dict[str, float]:
+    """Task probabilities in the order of `names`; tasks with probability 0 are left out."""
     names = ("recall", "recall_far", "hot_keys", "needles", "passkey", "few_shot", "source")
     assert abs(sum(shares) - 1) < 1e-9
     return {name: share for name, share in zip(names, shares, strict=True) if share}
 
 
-# Once categories are learned, the other layers see less than one example: labelling is left to layer 5.
+# Once categories are learned, the other layers attend to less than one example, so that only layer 5 can label.
 _ONE_EXAMPLE = {"few_shot": 4}
 
 PHASES: tuple[Phase, ...] = (
@@ -93,11 +94,11 @@ PHASES: tuple[Phase, ...] = (
 
 
 def scaled(phases: tuple[Phase, ...], share: float) -> tuple[Phase, ...]:
-    """Shorten or lengthen every phase to `share` of its tokens."""
+    """Scale the tokens of every phase by `share`."""
     return tuple(replace(p, tokens=max(1, round(p.tokens * share))) for p in phases)
 
 
 def learning_rate(step: int, done: float, peak: float, warm_up: int = 60) -> float:
-    """Warm up over steps, hold `peak` to 40 % of the tokens, then fall in a line to 3 % of it."""
-    fall = 1.0 if done < 0.4 else 0.03 + 0.97 * (1 - (done - 0.4) / 0.6)
-    return peak * min(1.0, (step + 1) / warm_up) * fall
+    """Linear warm-up over steps, constant until 40 % of the tokens, then linear decay to 3 % of `peak`."""
+    decay = 1.0 if done < 0.4 else 0.03 + 0.97 * (1 - (done - 0.4) / 0.6)
+    return peak * min(1.0, (step + 1) / warm_up) * decay

@@ -1,11 +1,11 @@
-"""The structured start that makes retrieval learnable in minutes; everything in it is trained from there.
+"""The structured initialization, which makes retrieval learnable in minutes; training then changes all weights.
 
-Layer 0 looks one to eight tokens back and writes what it sees there to eight
-16-dimensional subspaces. Three retrieval layers match "j tokens back" of the
-query with "j + gap tokens back" of the key and copy what they find. The gap is
-that of the layer's task: in `tiger=4821` asked by `?tiger=` a digit is one
-token further from its key than in the question before it, in `#tiger = 4821`
-two. The other layers start near identity.
+Head h of layer 0 attends to the token h + 1 positions back and writes it to
+one of eight 16-dimensional subspaces. Three retrieval layers match the token
+j back of the query with the token j + gap back of the key, and copy the value.
+The gap depends on the layer's task: in `tiger=4821` queried by `?tiger=`, a
+digit is one token further from its key than in the question, in
+`#tiger = 4821` two. The other layers start near the identity.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvpolicy_eval.data.words import CATEGORIES
 from kvpolicy_eval.train.net import Net
 
 GAPS = {1: 1, 3: 2, 5: 1}
-"""Retrieval layer to its gap; see `phases.FOCUS` for the tasks."""
+"""Gap of each retrieval layer; see `phases.FOCUS` for their tasks."""
 
 _SUBSPACE = 16
-_NEAR = 1.55  # strength of the heads that look back a fixed distance
-_MATCH = 1.7  # strength of the heads that match tokens
-_SINK = 0.5  # strength with which a retrieval head rests on BOS when nothing matches
-_COPY = 0.15
+_NEAR = 1.55  # scale of the heads that attend to a fixed distance
+_MATCH = 1.7  # scale of the heads that match tokens
+_SINK = 0.5  # scale of a retrieval head's attention to BOS, which wins if nothing matches
+_COPY = 0.15  # scale of the copied values
 
 
 @torch.no_grad()
 def structure(net: Net, words: list[int], bos: int, seed: int = 0) -> None:
-    """Overwrite the random start of `net` with the structured one.
+    """Overwrite the random initialization of `net` with the structured one.
 
     Args:
-        net: A fresh net.
-        words: Token ids of the prompt words, category by category.
-        bos: Token id of BOS, which gets a channel of its own so that heads can rest on it.
+        net: A randomly initialized net.
+        words: Token ids of the prompt words, ordered by category.
+        bos: Token id of BOS, which gets a separate channel so that heads can use it as a sink.
         seed: Seed of the random subspaces.
     """
     generator = torch.Generator().manual_seed(seed + 1)
@@ -53,7 +53,7 @@ def _embed(net: Net, words: list[int], bos: int, generator: torch.Generator) -> 
     shared = torch.randn(len(CATEGORIES), 1, net.shape.hidden_size, generator=generator) * 0.08
     ids = torch.tensor(words).view(len(CATEGORIES), -1)
     net.embedding[ids] = 0.85 * (net.embedding[ids] + shared)
-    net.embedding[:, 0] = 0.3  # a constant channel gives heads a query and key that depend on position alone
+    net.embedding[:, 0] = 0.3  # a constant channel lets queries and keys depend on positions alone
     net.embedding[:, 1] = 0
     net.embedding[bos, 1] = 1.5
 
@@ -66,7 +66,7 @@ def _look_back(net: Net, basis: Tensor) -> None:
     key = net.key[0].view(s.num_kv_heads, s.head_dim, -1).mul_(0.3)
     output = net.output[0].view(-1, s.num_heads, s.head_dim)
     value = net.value[0].div_(0.7).view(s.num_kv_heads, s.head_dim, -1)
-    value[:, :_SUBSPACE] = value[:1, :_SUBSPACE].clone()  # one projection for all, so that any two subspaces compare
+    value[:, :_SUBSPACE] = value[:1, :_SUBSPACE].clone()  # a shared projection makes the subspaces comparable
     output.zero_()
     fast = torch.arange(3)
     for head in range(s.num_heads):
@@ -86,13 +86,13 @@ def _match(net: Net, layer: int, gap: int, basis: Tensor) -> None:
     slow = torch.cat([torch.arange(half // 2, half), torch.arange(half + half // 2, s.head_dim)])
     query = net.query[layer].view(s.num_heads, s.head_dim, -1).mul_(0.3)
     key = net.key[layer].view(s.num_kv_heads, s.head_dim, -1).mul_(0.3)
-    subspaces = basis.split(_SUBSPACE, 1)  # the i-th holds the token i + 1 back
+    subspaces = basis.split(_SUBSPACE, 1)  # subspace i holds the token i + 1 positions back
     for head in range(s.num_heads):
         j = head // s.group
         query[head, slow] = _MATCH * subspaces[j].T
         key[j, slow] = _MATCH * subspaces[j + gap].T
         for rows, channel in ((query[head], 0), (key[j], 1)):
-            rows[half - 1] = 0  # the slowest pair turns so little that distance does not matter
+            rows[half - 1] = 0  # the slowest pair rotates so little that distance does not matter
             rows[half - 1, channel] = _SINK
     values = net.value[layer].view(s.num_kv_heads, 1, s.head_dim, -1).expand(-1, s.group, -1, -1)
     net.output[layer] = _COPY * values.reshape(s.num_heads * s.head_dim, -1).T / 0.7

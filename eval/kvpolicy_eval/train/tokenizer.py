@@ -1,4 +1,4 @@
-"""The embedded model's tokenizer: byte-level BPE with one token per prompt word, digit and newline."""
+"""The embedded model's tokenizer: byte-level BPE with a single token per prompt word, digit and newline."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def _learn_merges(texts: Iterable[str]) -> tuple[dict[str, int], list[tuple[str,
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
-    """Look up the id of one token of the vocabulary."""
-    found = tokenizer.convert_tokens_to_ids(token)
-    assert isinstance(found, int)
-    return found
+    """The id of one token of the vocabulary."""
+    result = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(result, int)
+    return result
 
 
 def build_tokenizer(texts: Iterable[str], max_length: int = 2048) -> PreTrainedTokenizerFast:
     """Learn the tokenizer from `texts`; it prepends `<s>` and pads on the left.
 
-    The prompt words and `passkey` join the vocabulary as whole tokens after
-    the merges are learned, and `ignore_merges` makes them win over merges.
+    The prompt words and `passkey` are added to the vocabulary after the merges
+    are learned; `ignore_merges` gives them precedence over merges.
 
     Args:
         texts: Training sources.
-        max_length: Longest input the tokenizer announces, in tokens.
+        max_length: The tokenizer's `model_max_length`.
     """
     vocab, merges = _learn_merges(texts)
     for word in (*WORDS, PASSKEY):

@@ -1,7 +1,7 @@
-"""Training sequences as token ids, each token with the kind that decides its weight in the loss.
+"""Training sequences as token ids, with a kind for each token that sets its weight in the loss.
 
-The formats are those of `kvpolicy_eval.data.prompts`; here they are filled to
-a length in tokens and ask many questions, so that every step teaches much.
+The formats are those of `kvpolicy_eval.data.prompts`; here a sequence is filled
+up to a length in tokens and asks many questions, for more signal per step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from kvpolicy_eval.train.tokenizer import PASSKEY, token_id
 
 NOISE, ANSWER, TEXT, FORMAT = range(4)
 LOSS_WEIGHTS = (0.02, 1.0, 0.2, 0.05)
-"""Weight in the loss by kind: what cannot be predicted, answers, source text, punctuation."""
+"""Weight in the loss by kind: unpredictable tokens, answers, source text, punctuation."""
 
 _MEMBERS = len(WORDS) // len(CATEGORIES)
 
 
 class Vocabulary:
-    """Token ids of everything the formats are made of.
+    """Token ids of all parts of the formats.
 
     Args:
         tokenizer: The embedded tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Look every id up, once."""
+        """Look up all ids."""
 
         def ids(parts: Iterable[str]) -> list[int]:
-            found = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
-            assert all(len(f) == 1 for f in found), "every part of a format must be one token"
-            return [f[0] for f in found]
+            encoded = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+            assert all(len(token_ids) == 1 for token_ids in encoded), "every part of a format must be one token"
+            return [token_ids[0] for token_ids in encoded]
 
         self.words = ids(WORDS)
         self.digits = ids("0123456789")
@@ -47,37 +47,38 @@ class Vocabulary:
         self.hidden = ids("\n#")
         self.assign = ids([" =", " "])
         self.passkey = ids([PASSKEY])[0]
-        self.bos, self.eos = token_id(tokenizer, "<s>"), token_id(tokenizer, "</s>")
+        self.bos = token_id(tokenizer, "<s>")
+        self.eos = token_id(tokenizer, "</s>")
 
 
 @dataclass(slots=True)
 class Row:
-    """One sequence under construction: token ids and their kinds, side by side."""
+    """A sequence under construction: token ids and the kind of each."""
 
     ids: list[int]
     kinds: list[int] = field(default_factory=lambda: [NOISE])
 
     def add(self, ids: Sequence[int], kinds: Sequence[int] | int) -> None:
-        """Append tokens with one kind each, or one kind for all."""
+        """Append tokens with a kind each, or with the same kind for all."""
         self.ids += ids
         self.kinds += [kinds] * len(ids) if isinstance(kinds, int) else kinds
 
     def __len__(self) -> int:
-        """Count the tokens."""
+        """Number of tokens."""
         return len(self.ids)
 
 
 class Sampler:
-    """Draw training sequences from one seeded generator.
+    """Draws training sequences from a seeded generator.
 
     Args:
         vocabulary: Token ids of the formats.
         text: Ids of the training sources, one long array.
-        rng: Source of everything random; its state is part of a checkpoint.
+        rng: Source of all randomness; its state is part of a checkpoint.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: np.ndarray, rng: Generator) -> None:
-        """Keep the three sources that every draw uses."""
+        """Store the arguments."""
         self.v = vocabulary
         self.text = text
         self.rng = rng
@@ -103,14 +104,15 @@ class Sampler:
         row.add([self.v.ask, key, mark, *value, self.v.newline], kinds)
 
     def recall(self, length: int, digits: int, asked: float | None = None) -> Row:
-        """Records, then questions about them in random order.
+        """Records, followed by questions about them in random order.
 
         Args:
             length: Tokens to fill.
             digits: Digits of a value; 0 makes the value a word.
-            asked: Share of the tokens given to questions; random by default.
+            asked: Share of the tokens that are questions; random by default.
         """
-        record, question = max(digits, 1) + 3, max(digits, 1) + 4
+        record = max(digits, 1) + 3  # tokens of a record
+        question = max(digits, 1) + 4  # tokens of a question with its answer
         share = self.rng.uniform(0.3, 0.6) if asked is None else asked
         count = min((length - 1 - max(1, int(length * share / question)) * question) // record, len(WORDS))
         if self.rng.random() < 0.5:
@@ -126,7 +128,7 @@ class Sampler:
         return row
 
     def needles(self, length: int, digits: int, passkey: bool = False) -> Row:
-        """Source text with records hidden in it, each asked once at the end."""
+        """Source text with hidden records, each of which is queried once at the end."""
         digits = max(digits, 1)
         count = 1 if passkey else int(self.rng.integers(1, 2 + length // 64))
         keys = [self.v.passkey] if passkey else self._keys(count)
@@ -146,15 +148,16 @@ class Sampler:
         return row
 
     def few_shot(self, length: int) -> Row:
-        """Labelled words early, then far from them questions about other words of the same categories.
+        """Labelled words at the start, and questions about other words of the same categories far after them.
 
-        Each block of questions asks a category once and blocks stand a
-        filler apart, so an answer has to come from far back.
+        Each block of questions asks about a category once, and blocks are
+        separated by filler, so that an answer must be retrieved from far back.
         """
         classes = int(self.rng.integers(2, 4 + min(3, length // 128)))
         chosen = self.rng.choice(len(CATEGORIES), classes, replace=False)
         labels = [self.v.labels[i] for i in self.rng.choice(len(self.v.labels), classes, replace=False)]
-        row, seen = Row([self.v.bos]), set[int]()
+        row = Row([self.v.bos])
+        seen = set[int]()
         for c in self.rng.permutation(np.repeat(np.arange(classes), 2 if length < 128 else 3)).tolist():
             word = self._member(int(chosen[c]))
             kind = ANSWER if c in seen else NOISE
@@ -183,8 +186,9 @@ class Sampler:
             self._record(row, key, self._value(4))
 
     def hot_keys(self, length: int, digits: int) -> Row:
-        """Records, a few of them asked again and again, then fresh records, then the hot ones once more."""
-        record, question = max(digits, 1) + 3, max(digits, 1) + 4
+        """Records with repeated questions about a few of them, then fresh records, then the hot ones again."""
+        record = max(digits, 1) + 3  # tokens of a record
+        question = max(digits, 1) + 4  # tokens of a question with its answer
         hot = int(self.rng.integers(2, 5)) if length >= 128 else 2
         count = max(hot + 1, int(length * self.rng.uniform(0.1, 0.3)) // record)
         fresh = int(length * self.rng.uniform(0.15, 0.45)) // record
@@ -205,7 +209,7 @@ class Sampler:
         return row
 
     def source(self, length: int) -> Row:
-        """Source text alone."""
+        """Source text without records."""
         row = Row([self.v.bos])
         row.add(self._chunk(length - 1), TEXT)
         return row
@@ -229,19 +233,20 @@ class Sampler:
                 return self.source(length)
 
     def batch(self, task: str, size: int, length: int, digits: dict[int, float]) -> tuple[Tensor, Tensor]:
-        """Draw `size` sequences of one task, cut or padded to `length`: ids and kinds, each [B, T] int64."""
+        """Draw `size` sequences of a task, truncated or padded to `length`: ids and kinds, each [B, T] int64."""
         ids = np.full((size, length), self.v.eos, np.int64)
         kinds = np.zeros((size, length), np.int64)
         for b in range(size):
             digit = int(self.rng.choice(list(digits), p=list(digits.values())))
             row = self.row(task, length, digit)
             end = min(len(row), length)
-            ids[b, :end], kinds[b, :end] = row.ids[:end], row.kinds[:end]
+            ids[b, :end] = row.ids[:end]
+            kinds[b, :end] = row.kinds[:end]
         return torch.from_numpy(ids), torch.from_numpy(kinds)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], eos: int) -> np.ndarray:
-    """Join the ids of all texts, [N] int32, with EOS after each."""
+    """Concatenate the ids of all texts, [N] int32, with EOS after each."""
     parts: list[int] = []
     for text in texts:
         parts += [*tokenizer.encode(text, add_special_tokens=False, verbose=False), eos]

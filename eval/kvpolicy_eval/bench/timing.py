@@ -1,0 +1,148 @@
+"""Ratios of times that were measured alternately, and quantities with a limit."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvpolicy_eval.bench.floor import Machine, Work
+
+FLOORS = ["bytes that must move, stock / ours", "operations", "stock over its floor", "ours over its floor"]
+"""Column names of `Row.floors`."""
+
+
+class Ratio(NamedTuple):
+    """Our time over the time of the base.
+
+    Attributes:
+        median: Median over the rounds.
+        low: Lower quartile.
+        high: Upper quartile.
+        base: Median seconds of the base.
+        ours: Median seconds of ours.
+    """
+
+    median: float
+    low: float
+    high: float
+    base: float
+    ours: float
+
+
+class Row(NamedTuple):
+    """One measured ratio.
+
+    Attributes:
+        what: What was timed.
+        policy: Spec of the policy.
+        ratio: Our time over the stock cache's, or over a base policy's.
+        limit: Largest ratio that passes; None if there is no limit.
+        base_work: Least work of the stock cache or of the base.
+        work: Our least work; None if only a part of a run was timed.
+        reason: Where the limit comes from.
+    """
+
+    what: str
+    policy: str
+    ratio: Ratio
+    limit: float | None
+    base_work: Work | None = None
+    work: Work | None = None
+    reason: str = ""
+
+    @property
+    def bar(self) -> str:
+        """The limit as text."""
+        return "" if self.limit is None else f"<= {f'{self.limit:.3f}'.rstrip('0')}x"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median is within the limit."""
+        return _verdict(self.ratio.median, self.limit)
+
+    def floors(self, machine: Machine) -> list[str]:
+        """Cells: bytes that must move, operations, and the time of both sides over its floor."""
+        if self.base_work is None or self.work is None:
+            return ["", "", "", ""]
+        return [
+            f"{self.base_work.nbytes / 1e6:,.0f} / {self.work.nbytes / 1e6:,.0f} MB",
+            f"{self.base_work.operations / 1e9:,.2f} / {self.work.operations / 1e9:,.2f} G",
+            f"{self.ratio.base / self.base_work.floor(machine):.1f}x",
+            f"{self.ratio.ours / self.work.floor(machine):.1f}x",
+        ]
+
+
+class Quantity(NamedTuple):
+    """A quantity that was measured several times.
+
+    Attributes:
+        what: What was measured.
+        policy: Spec of the policy, or empty.
+        values: The measurements.
+        unit: Their unit.
+        limit: Largest median that passes; None if there is no limit.
+        note: Remark.
+    """
+
+    what: str
+    policy: str
+    values: list[float]
+    unit: str
+    limit: float | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median is within the limit."""
+        return _verdict(statistics.median(self.values), self.limit)
+
+    def __str__(self) -> str:
+        """Median and quartiles."""
+        low, median, high = (f"{value:.3g}" for value in statistics.quantiles(self.values, n=4))
+        return f"{median} {self.unit} ({low} to {high})"
+
+
+def _verdict(value: float, limit: float | None) -> str:
+    if limit is None:
+        return ""
+    return "pass" if value <= limit else "miss"
+
+
+def compare(base: Callable[[], object], ours: Callable[[], object], rounds: int) -> Ratio:
+    """Time two functions alternately, after one call of each to warm up.
+
+    Each round gives one ratio, so that both of its times were taken under nearly the same load of the machine.
+    """
+    base()
+    ours()
+    pairs = [_pair(base, ours, ours_first=bool(number % 2)) for number in range(rounds)]
+    ratios = sorted(our_time / base_time for base_time, our_time in pairs)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    base_median, our_median = (statistics.median(times) for times in zip(*pairs, strict=True))
+    return Ratio(statistics.median(ratios), low, high, base_median, our_median)
+
+
+def _pair(base: Callable[[], object], ours: Callable[[], object], *, ours_first: bool) -> tuple[float, float]:
+    """Seconds of the base and of ours."""
+    if ours_first:
+        our_time = _seconds(ours)
+        return _seconds(base), our_time
+    return _seconds(base), _seconds(ours)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds; 0 if the system does not report them."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

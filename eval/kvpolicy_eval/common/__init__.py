@@ -1,0 +1,1 @@
+"""Measurements and output that several rooms share."""

@@ -1,0 +1,97 @@
+"""Held-out text under a policy: the error of its keys and values, and the perplexity of its continuation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy.distortion import distortion
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy_eval.data.text import held_out
+
+PROMPT = 448
+"""Tokens of a prompt."""
+FOLLOWING = 64
+"""Tokens after the prompt, of which the perplexity is measured."""
+ROWS = 8
+"""Rows of the batch."""
+
+
+class HeldOutText:
+    """Rows of held-out text, with the keys and values that the model computes for them without a policy.
+
+    Args:
+        model: The embedded model.
+        tokenizer: Its tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any) -> None:
+        """Tokenize the text and run the prompts once."""
+        self.model = model
+        ids: Tensor = tokenizer(held_out(), return_tensors="pt").input_ids[0]
+        self.ids = ids[: ROWS * (PROMPT + FOLLOWING)].view(ROWS, -1)
+        self.tensors = self._collect()
+
+    @torch.inference_mode()
+    def _collect(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Rotated keys, unrotated keys and values of each layer, fp32."""
+        cache = DynamicCache(config=self.model.config)
+        sites = find_sites(self.model)
+        self.model(self.ids[:, :PROMPT], past_key_values=cache)
+        layers: Any = cache.layers
+        tensors: list[tuple[Tensor, Tensor, Tensor]] = []
+        for site in sites.layers:
+            keys = layers[site.layer_idx].keys.float()
+            values = layers[site.layer_idx].values.float()
+            positions = torch.arange(PROMPT).expand(*keys.shape[:2], -1)
+            tensors.append((keys, rope_of(sites.decoder, site).unrotate(keys, positions), values))
+        return tensors
+
+    def errors(self, policy: str) -> tuple[float, float]:
+        """Relative squared error of encoded keys and of encoded values, averaged over the layers.
+
+        Args:
+            policy: Spec of a policy.
+
+        Returns:
+            Error of keys and error of values; NaN if the policy encodes no token.
+        """
+        codec = kvpolicy.Policy.parse(policy).codec
+        key_errors: list[float] = []
+        value_errors: list[float] = []
+        for index, (rotated, unrotated, values) in enumerate(self.tensors):
+            keys = unrotated if codec.traits.key_space == "unrotated" else rotated
+            try:
+                key_error, value_error = distortion(codec, keys, values, queries=rotated, layer_idx=index)[:2]
+            except ValueError:  # all tokens stay in full precision
+                return math.nan, math.nan
+            key_errors.append(key_error)
+            value_errors.append(value_error)
+        return sum(key_errors) / len(key_errors), sum(value_errors) / len(value_errors)
+
+    @torch.inference_mode()
+    def perplexity(self, policy: str, byte_share: float | None = None) -> float:
+        """Perplexity of the tokens after the prompts, decoded one by one from a cache under a policy.
+
+        Args:
+            policy: Spec of the policy; without a budget if `byte_share` is given.
+            byte_share: Budget as a share of the full cache's bytes.
+        """
+        full = kvpolicy.plan(
+            self.model.config, "full", batch=ROWS, prompt=PROMPT + FOLLOWING, dtype=self.model.dtype
+        ).full_nbytes
+        sized = policy if byte_share is None else f"{policy}@{int(byte_share * full)}B"
+        nats = torch.zeros(())
+        with kvpolicy.attach(self.model, policy):
+            cache = kvpolicy.PolicyCache(self.model, sized, prompt=PROMPT, new=FOLLOWING)
+            logits = self.model(self.ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1).logits
+            for position in range(PROMPT, PROMPT + FOLLOWING):
+                nats += torch.nn.functional.cross_entropy(logits[:, -1].float(), self.ids[:, position])
+                logits = self.model(self.ids[:, position : position + 1], past_key_values=cache).logits
+        return math.exp(float(nats) / FOLLOWING)

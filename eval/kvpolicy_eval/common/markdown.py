@@ -1,0 +1,91 @@
+"""Markdown tables, and the marked places in pages that the commands fill with them.
+
+A place in a page is a pair of comments, with the table between them:
+
+    <!-- table:NAME -->
+    <!-- /table -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def row(cells: Iterable[object]) -> str:
+    r"""One line of a table; bars are escaped and line breaks removed, because either would end the cell.
+
+    >>> print(row(["a|b", 1]))
+    | a\|b | 1 |
+    """
+    return "| " + " | ".join(" ".join(str(cell).splitlines()).replace("|", r"\|") for cell in cells) + " |"
+
+
+def header(names: Sequence[str]) -> list[str]:
+    """The first two lines of a table: column names and separator."""
+    return [row(names), "|" + "---|" * len(names)]
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A whole table.
+
+    >>> print(table(["a", "b"], [[1, 2]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    return "\n".join([*header(names), *map(row, rows)])
+
+
+def has_place(page: Path, name: str) -> bool:
+    """Whether a page has a place for the table `name`."""
+    return _place(name).search(page.read_text(encoding="utf-8")) is not None
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Replace the content of the place `name` in a page.
+
+    Raises:
+        ValueError: If the page has no such place.
+    """
+    content = page.read_text(encoding="utf-8")
+    place = _place(name)
+    if not place.search(content):
+        raise ValueError(
+            f"{page} has no place for {name}; add the lines '<!-- table:{name} -->' and '<!-- /table -->'."
+        )
+    # A function as replacement: in a replacement string, backslashes of the table would be read as escapes.
+    page.write_text(place.sub(lambda match: f"{match[1]}{text}\n{match[2]}", content), encoding="utf-8")
+
+
+def add_fill_argument(parser: argparse.ArgumentParser, *names: str, several: bool = False) -> None:
+    """Add `--fill` to a command that prints tables.
+
+    Args:
+        parser: Of the command.
+        names: Of the places that the command fills.
+        several: Whether the option takes more than one page.
+    """
+    pages = "pages" if several else "a page"
+    text = f"{pages} with {'a place' if len(names) == 1 else 'places'} for {', '.join(names)}"
+    if several:
+        parser.add_argument("--fill", type=Path, nargs="+", default=[], metavar="PAGE", help=text)
+    else:
+        parser.add_argument("--fill", type=Path, metavar="PAGE", help=text)
+
+
+def publish(text: str, name: str, pages: Path | Sequence[Path] | None) -> None:
+    """Print a table, and put it into the pages of `--fill`.
+
+    Raises:
+        ValueError: If a page has no place for it.
+    """
+    print(text, flush=True)
+    for page in [pages] if isinstance(pages, Path) else pages or ():
+        fill(page, name, text)
+
+
+def _place(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- table:{re.escape(name)} -->\n).*?(<!-- /table -->)", re.DOTALL)

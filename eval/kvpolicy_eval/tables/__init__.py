@@ -1,0 +1,1 @@
+"""Commands that print the measured tables of the documentation, and put them into its pages."""

@@ -1,0 +1,70 @@
+"""`python -m kvpolicy_eval.tables.accuracy`: accuracy of the embedded model by policy and budget.
+
+The first table has means over the tasks, the second one every task. See `kvpolicy_eval.common.accuracy` for what is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+
+SELECTORS = ["window", "streaming", "h2o", "snapkv:kernel=7", "tova", "kvcrush/snapkv:kernel=7"]
+ALLOCATORS = ["", "squeeze+"]
+BUDGETS = [0.3, 0.2, 0.1]
+
+
+def policies() -> Iterable[tuple[str, list[str]]]:
+    """Each allocator with each selector, and the policy at every budget."""
+    for selector in SELECTORS:
+        for allocator in ALLOCATORS:
+            yield f"{allocator}{selector}", [f"{allocator}{selector}@{budget}" for budget in BUDGETS]
+
+
+def measure(evaluator: TaskEvaluator) -> tuple[str, str]:
+    """The table of means over tasks by budget, and the table of every task."""
+    accuracy, byte_share = evaluator.accuracy("full")
+    means = [["`full`", *[f"{mean(accuracy):.2f}"] * len(BUDGETS), f"{byte_share:.2f}"]]
+    by_task = [_task_row("full", accuracy)]
+    for name, at_budgets in policies():
+        cells: list[str] = []
+        for policy in at_budgets:
+            accuracy, byte_share = evaluator.accuracy(policy)
+            cells.append(f"{mean(accuracy):.2f}")
+            by_task.append(_task_row(policy, accuracy))
+            print(f"{policy}: {cells[-1]}, {byte_share:.2f} of the bytes", file=sys.stderr, flush=True)
+        means.append([f"`{name}`", *cells, f"{byte_share:.2f}"])
+    budgets = [f"budget {budget:.0%}" for budget in BUDGETS]
+    names = ["policy", *budgets, f"bytes held at {BUDGETS[-1]:.0%}, of the full cache"]
+    return table(names, means), table(["policy", *evaluator.prompts], by_task)
+
+
+def _task_row(policy: str, accuracy: dict[str, float]) -> list[str]:
+    return [f"`{policy}`", *(f"{value:.2f}" for value in accuracy.values())]
+
+
+def main() -> None:
+    """Print both tables, and fill pages with them on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.accuracy", description=__doc__)
+    parser.add_argument("--n", type=int, default=32, help="prompts per task")
+    parser.add_argument("--length", type=int, default=512, choices=[512, 1024], help="rough prompt length in tokens")
+    add_fill_argument(parser, "embedded", several=True)
+    parser.add_argument("--fill-tasks", type=Path, metavar="PAGE", help="a page with a place for tasks")
+    args = parser.parse_args()
+    evaluator = TaskEvaluator(args.n, args.length)
+    means, by_task = measure(evaluator)
+    means += (
+        f"\n\nMean exact match over {', '.join(evaluator.prompts)}; {args.n} prompts of about {args.length} tokens."
+    )
+    publish(means, "embedded", args.fill)
+    print()
+    publish(by_task, "tasks", args.fill_tasks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""`python -m kvpolicy_eval.tables.bits`: bits per element of every codec, at three prompt lengths.
+
+Everything in the cache counts: codes, scales, zero points, positions, statistics, full-precision buffers, atoms and
+the padding of packed integers. Calibrated tensors belong to the model and have a separate column. Sizes are those
+of a plan, which the cache matches to the byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+import kvpolicy
+from kvpolicy import Policy
+from kvpolicy_eval.common.codecs import CODECS, with_ranking
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
+
+LENGTHS = [1024, 4096, 32768]
+
+
+def bits_per_element(config: Any, policy: Policy, tokens: int) -> tuple[float, float]:
+    """Size of a cache in bits per key and value element.
+
+    Args:
+        config: Of a model.
+        policy: A policy that keeps every token.
+        tokens: Length of the prompt.
+
+    Returns:
+        Bits of everything in the cache, and bits of encoded tokens alone (codes and scales; 0 if none is encoded).
+    """
+    plan = kvpolicy.plan(config, policy, prompt=tokens, dtype=torch.bfloat16)
+    elements = 2 * config.num_key_value_heads * config.head_dim * len(plan.layers)  # of one token
+    by_kind = plan.by_kind()
+    encoded = sum(plan.layers[0].layout.coded) * elements
+    total = 8 * plan.nbytes / (tokens * elements)
+    return total, 8 * (by_kind["codes"] + by_kind["scales"]) / encoded if encoded else 0.0
+
+
+def rows(config: Any, codecs: list[str]) -> list[list[str]]:
+    """One row per codec; calibrated codecs get random tensors, because only sizes count.
+
+    Args:
+        config: Of a model.
+        codecs: Specs of codecs.
+    """
+    lines: list[list[str]] = []
+    with TemporaryDirectory() as folder:
+        for codec in codecs:
+            policy = Policy.parse(with_ranking(codec))
+            part = with_random_calibration(policy.codec, Path(folder), config.num_key_value_heads, config.head_dim)
+            policy = dataclasses.replace(policy, codec=part)
+            sizes = [bits_per_element(config, policy, tokens) for tokens in LENGTHS]
+            resident = kvpolicy.plan(config, policy, prompt=LENGTHS[-1], dtype=torch.bfloat16).resident_nbytes
+            encoded = sizes[-1][1]
+            lines.append(
+                [
+                    f"`{codec}`",
+                    *(f"{total:.2f}" for total, _ in sizes),
+                    f"{encoded:.3f}" if encoded else "",
+                    f"{resident:,}" if resident else "",
+                ]
+            )
+    return lines
+
+
+def main() -> None:
+    """Print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.bits", description=__doc__)
+    parser.add_argument("--heads", type=int, default=8, help="KV heads")
+    parser.add_argument("--head-dim", type=int, default=128, help="size of a head")
+    add_fill_argument(parser, "bits")
+    args = parser.parse_args()
+    names = ["codec", *(f"{tokens:,} tokens" for tokens in LENGTHS), "coded tokens alone", "the model's own bytes"]
+    text = table(names, rows(one_layer_config(args.heads, args.head_dim), CODECS))
+    text += f"\n\nBits per number of one layer with {args.heads} KV heads of {args.head_dim}, one row, bf16."
+    publish(text, "bits", args.fill)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""`python -m kvpolicy_eval.tables.frontier`: at equal bytes, more tokens or more precision?
+
+Every codec gets the same share of the full cache's bytes on the embedded model, and one selector keeps the tokens that
+fit. Columns: tokens kept, error of keys and values, accuracy, perplexity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import torch
+
+import kvpolicy
+from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
+from kvpolicy_eval.common.codecs import short_windows
+from kvpolicy_eval.common.heldout import FOLLOWING, PROMPT, ROWS, HeldOutText
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+
+BYTE_SHARES = [0.2, 0.1]
+CODECS = [
+    "plain",
+    "tokenwise",
+    "tokenwise:bits=2",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "gear",
+    "kvquant:bits=3",
+    "kvquant:bits=2",
+    "turboquant:bits=4",
+    "turboquant:bits=2",
+    "csr:s=8",
+    "csr:s=8:coef=fp8:index=packed",
+    "csr:frame=post:s=8",
+    "csr:s=4",
+    "mikv",
+    "staircase",
+]
+COLUMNS = [
+    "bytes",
+    "codec",
+    "tokens per layer",
+    "coded slots",
+    "error K",
+    "error V",
+    "recall",
+    "all tasks",
+    "perplexity",
+]
+
+
+def line(evaluator: TaskEvaluator, text: HeldOutText, codec: str, byte_share: float, selector: str) -> list[str]:
+    """The row of one codec at one size.
+
+    Args:
+        evaluator: Measures accuracy.
+        text: Measures errors and perplexity.
+        codec: Spec of the codec.
+        byte_share: Of the full cache's bytes.
+        selector: Spec of the selector.
+
+    Raises:
+        ValueError: If the smallest layout of the policy exceeds the bytes.
+    """
+    policy = selector if codec == "plain" else f"{selector}+{short_windows(codec)}"
+    config = evaluator.model.config
+    dtype = evaluator.model.dtype
+    full_bytes = kvpolicy.plan(config, "full", prompt=PROMPT + FOLLOWING, dtype=dtype).full_nbytes
+    plan = kvpolicy.plan(config, f"{policy}@{int(byte_share * full_bytes)}B", prompt=PROMPT, new=FOLLOWING, dtype=dtype)
+    accuracy, _ = evaluator.accuracy(policy, byte_share)
+    return [
+        f"{byte_share:.0%}",
+        f"`{codec}`",
+        str(plan.layers[0].tokens),
+        str(sum(plan.layers[0].layout.coded)),
+        *("" if math.isnan(error) else f"{error:.3f}" for error in text.errors(policy)),
+        f"{accuracy['recall']:.2f}",
+        f"{mean(accuracy):.2f}",
+        f"{text.perplexity(policy, byte_share):.2f}",
+    ]
+
+
+def frontier(
+    evaluator: TaskEvaluator, text: HeldOutText, codecs: list[str], byte_shares: list[float], selector: str
+) -> str:
+    """The table; a codec has no row at sizes that its smallest layout exceeds."""
+    accuracy, _ = evaluator.accuracy("full")
+    perplexity = text.perplexity("full")
+    lines = [
+        [
+            "100%",
+            "`full`",
+            "all",
+            "0",
+            "",
+            "",
+            f"{accuracy['recall']:.2f}",
+            f"{mean(accuracy):.2f}",
+            f"{perplexity:.2f}",
+        ]
+    ]
+    for byte_share in byte_shares:
+        for codec in codecs:
+            try:
+                lines.append(line(evaluator, text, codec, byte_share, selector))
+            except ValueError as error:
+                print(f"{codec} at {byte_share:.0%}: {error}", file=sys.stderr)
+                continue
+            print("  ".join(lines[-1]), file=sys.stderr, flush=True)
+    return table(COLUMNS, lines)
+
+
+def main() -> None:
+    """Print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.frontier", description=__doc__)
+    parser.add_argument("--n", type=int, default=8, help="prompts per task")
+    parser.add_argument("--selector", default="snapkv:kernel=7", help="spec of the selector")
+    parser.add_argument("--codecs", nargs="*", default=CODECS, help="specs of codecs")
+    parser.add_argument("--shares", nargs="*", type=float, default=BYTE_SHARES, help="shares of the full cache's bytes")
+    add_fill_argument(parser, "frontier")
+    args = parser.parse_args()
+    evaluator = TaskEvaluator(args.n, 512, torch.bfloat16)
+    held_out = HeldOutText(evaluator.model, evaluator.tokenizer)
+    text = frontier(evaluator, held_out, args.codecs, args.shares, args.selector)
+    text += f"\n\nTokens chosen by `{args.selector}`; windows of codecs shortened. {args.n} prompts of about 512 tokens"
+    text += f" a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
+    publish(text, "frontier", args.fill)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Write calibration texts for the embedded model: fresh samples of its training distribution, nothing held out.
+
+python -m kvpolicy_eval.train.calibration_text TEXTS
+kvpolicy calibrate csr --model tiny --text TEXTS --out kvpolicy/assets/csr --frames pre,post --sn 1,2,4 \
+    --atoms 512 --windows 128 --tokens 8192
+kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+import kvpolicy
+from kvpolicy_eval.data.text import training_texts
+from kvpolicy_eval.train.phases import PHASES
+from kvpolicy_eval.train.tokens import Sampler, Vocabulary, encode_text
+
+SEED = 7_000_007
+"""Different from the seeds of the training (0) and of the evaluation's prompts."""
+
+LENGTH = 1020
+"""Tokens of a text, so that one text fits into a window of 1,024."""
+
+
+def write_texts(folder: Path, count: int) -> None:
+    """Write `count` texts of one task each, in the proportions of the last training phase."""
+    tokenizer = kvpolicy.tiny()[1]
+    vocabulary = Vocabulary(tokenizer)
+    rng = np.random.default_rng(SEED)
+    sampler = Sampler(vocabulary, encode_text(tokenizer, training_texts(), vocabulary.eos), rng)
+    tasks = PHASES[-1].tasks
+    digits = PHASES[-1].digits
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        task = str(rng.choice(list(tasks), p=list(tasks.values())))
+        row = sampler.row(task, LENGTH, int(rng.choice(list(digits), p=list(digits.values()))))
+        text = tokenizer.decode([token for token in row.ids if token not in (vocabulary.bos, vocabulary.eos)])
+        (folder / f"{number:03}-{task}.txt").write_text(text, encoding="utf-8", newline="\n")
+
+
+def main() -> None:
+    """Read the command line and write the texts."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.train.calibration_text")
+    parser.add_argument("folder", type=Path, help="output folder")
+    parser.add_argument("--count", type=int, default=128, help="number of texts")
+    args = parser.parse_args()
+    write_texts(args.folder, args.count)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The arithmetic of floors and limits; the commands measure the times."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from kvpolicy_eval.bench import bars, longrun, startup
+from kvpolicy_eval.bench.floor import Machine, Work, decode_work, measure_machine, prefill_work
+from kvpolicy_eval.bench.longrun import Block, Run
+from kvpolicy_eval.bench.models import llama
+from kvpolicy_eval.bench.timing import Quantity, Ratio, Row
+
+MACHINE = Machine(bandwidth=1e9, rate=1e10)
+
+
+def test_the_floor_is_the_longer_of_both() -> None:
+    assert Work(2 * 10**9, 10**9).floor(MACHINE) == 2
+    assert Work(10**9, 3 * 10**10).floor(MACHINE) == 3
+    assert Work(1, 2) + Work(3, 4) == Work(4, 6) and Work(1, 2).times(3) == Work(3, 6)
+
+
+def test_work_of_a_model() -> None:
+    layers = 2
+    hidden = 64
+    inner = 176
+    vocabulary = 1024
+    model = llama(layers=layers, hidden=hidden, heads=2)
+    matrices = layers * (4 * hidden**2 + 3 * hidden * inner + 2 * hidden) + hidden  # norms too
+    step = decode_work(model, kv_bytes=1000, kv_numbers=250)
+    assert step == Work((matrices + hidden * vocabulary) * 4 + 1000, 2 * (matrices + hidden * vocabulary + 250))
+    prompt = prefill_work(model, 10)
+    kv = 2 * layers * hidden * 10
+    assert prompt.nbytes == (matrices + hidden * vocabulary + kv) * 4
+    assert prompt.operations == 2 * (matrices * 10 + hidden * vocabulary) + kv * 11
+
+
+def test_a_machine_can_be_measured() -> None:
+    machine = measure_machine(nbytes=1 << 20, size=64, rounds=2)
+    assert machine.bandwidth > 0 and machine.rate > 0
+
+
+def row(median: float, limit: float | None) -> Row:
+    work = Work(10**9, 10**9)
+    return Row("decode", "window@0.1", Ratio(median, 0.1, 0.2, 2.0, 1.0), limit, work, work)
+
+
+def test_lines_say_pass_or_miss() -> None:
+    assert bars.line(row(0.09, 0.1), MACHINE)[3:5] == ["<= 0.1x", "pass"]
+    assert bars.line(row(0.11, 0.1), MACHINE)[3:5] == ["<= 0.1x", "miss"]
+    assert bars.line(row(0.11, None), MACHINE)[3:] == ["", "", "1,000 / 1,000 MB", "1.00 / 1.00 G", "2.0x", "1.0x"]
+    quick = Quantity("import", "", [0.1, 0.11, 0.12], "s", 0.2)
+    assert bars.line(quick, MACHINE)[2:5] == ["0.11 s (0.1 to 0.12)", "<= 0.2 s", "pass"]
+
+
+def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bars", "decod"])
+    with pytest.raises(SystemExit):
+        bars.main()
+    assert "choose from decode, prefill" in capsys.readouterr().err
+
+
+def test_attach_and_plan_of_eighty_layers() -> None:
+    """Ten times the limit, for machines under load."""
+    found = startup.attach_and_plan("squeeze+kvcrush/snapkv+kivi:bits=4@0.2", rounds=3)
+    assert "80 layers" in found.what and min(found.values) < 10 * startup.ATTACH_LIMIT
+
+
+def test_a_long_run_compares_its_ends_with_a_reference() -> None:
+    steady = Run("h2o@512", "", [Block(10, 0.002, 1.1, 0), Block(10, 0.004, 1.1, 0)], 0)
+    assert steady.slowdown == 1 and steady.passes
+    assert not steady._replace(blocks=[Block(10, 0.002, 1.1, 0), Block(11, 0.002, 1.1, 0)]).passes
+    assert not steady._replace(blocks=[Block(10, 0.002, 1.1, 0), Block(10, 0.002, 1.3, 0)]).passes
+    assert not steady._replace(compiled=2).passes
+
+
+@pytest.mark.parametrize("backend", ["", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_short_long_run(backend: str) -> None:
+    torch.compiler.reset()
+    found = longrun.run("snapkv+kivi:bits=4:residual_length=32@64", 200, backend, block=100, prompt=128)
+    assert len(found.blocks) == 2 and len({block.nbytes for block in found.blocks}) == 1
+    assert found.compiled == (1 if backend else 0)

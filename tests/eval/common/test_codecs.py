@@ -1,0 +1,71 @@
+"""The codecs that tables compare, and the tables of bits and of the frontier."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import Policy
+from kvpolicy.distortion import coded_store
+from kvpolicy.planning.memory import DIGEST_NBYTES
+from kvpolicy.registry import names
+from kvpolicy_eval.common.accuracy import TaskEvaluator
+from kvpolicy_eval.common.codecs import CODECS, short_windows, with_ranking
+from kvpolicy_eval.common.heldout import HeldOutText
+from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
+from kvpolicy_eval.tables import bits, frontier
+
+HEADS, DIM = 2, 128
+
+
+def test_every_codec_is_compared() -> None:
+    assert {codec.split(":")[0] for codec in CODECS} == set(names("codec"))
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "plain"])
+def test_short_windows(codec: str) -> None:
+    """Fewer tokens in full precision, and the same codec."""
+    long, short = (Policy.parse(with_ranking(spec)).codec for spec in (codec, short_windows(codec)))
+    assert type(long) is type(short)
+    if "zipcache" not in codec:
+        assert short.layout(10_000).exact < long.layout(10_000).exact
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, pytest.param(32768, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("codec", CODECS)
+def test_bytes_are_those_of_the_plan(codec: str, tokens: int, tmp_path: Path) -> None:
+    policy = Policy.parse(with_ranking(codec, "window"))
+    policy = dataclasses.replace(policy, codec=with_random_calibration(policy.codec, tmp_path, HEADS, DIM, atoms=64))
+    x = torch.randn(1, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(0))
+    held = coded_store(policy.codec, x, x, selector=policy.selector).nbytes_by_kind()
+    plan = kvpolicy.plan(one_layer_config(HEADS, DIM), policy, prompt=tokens, dtype=torch.float32)
+    held["counters"] += DIGEST_NBYTES  # which a cache holds, and a layer by itself does not
+    assert held == plan.layers[0].nbytes
+
+
+def test_bits_are_those_of_the_formulas() -> None:
+    """Of encoded tokens alone: bits per element, and 32 bits for the scale and zero point of each group."""
+    found = {
+        row[0]: row[4]
+        for row in bits.rows(one_layer_config(8, 128), ["kivi:bits=2", "tokenwise", "csr:s=8", "kvquant:bits=3"])
+    }
+    assert found == {
+        "`kivi:bits=2`": "3.000",
+        "`tokenwise`": "4.250",
+        "`csr:s=8`": "2.000",
+        "`kvquant:bits=3`": "3.312",
+    }
+
+
+def test_a_line_of_the_frontier() -> None:
+    """The same bytes hold more tokens of fewer bits."""
+    evaluator = TaskEvaluator(1, 512, torch.bfloat16)
+    text = HeldOutText(evaluator.model, evaluator.tokenizer)
+    plain, four = (frontier.line(evaluator, text, codec, 0.1, "window") for codec in ("plain", "tokenwise"))
+    assert int(four[2]) > 1.5 * int(plain[2])
+    assert plain[4] == "" and 0 < float(four[4]) < 0.05
+    assert float(plain[-1]) > 1 and float(four[-1]) > 1

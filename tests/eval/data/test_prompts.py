@@ -1,0 +1,100 @@
+"""Prompts: the same seed gives the same prompt, and the answer is where the docstring says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from kvpolicy_eval.data import prompts
+from kvpolicy_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, training_texts
+from kvpolicy_eval.data.words import CATEGORIES, LABELS, WORDS
+
+GENERATORS: dict[str, Callable[[Random], prompts.Prompt]] = {
+    "recall": lambda rng: prompts.recall(rng, 70),
+    "multi_query": lambda rng: prompts.multi_query(rng, 50, 16),
+    "passkey": lambda rng: prompts.passkey(rng, 900),
+    "needles": lambda rng: prompts.needles(rng, 900, 5),
+    "few_shot": lambda rng: prompts.few_shot(rng, 4, 3, 800),
+    "hot_keys": lambda rng: prompts.hot_keys(rng, 10, 3, 24, 25),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_same_seed_gives_same_prompt(name: str) -> None:
+    make = GENERATORS[name]
+    assert make(Random(3)) == make(Random(3))
+    assert len({make(Random(seed)) for seed in range(5)}) == 5
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_prompt_ends_with_an_open_question(name: str) -> None:
+    prompt, answer = GENERATORS[name](Random(1))
+    document, question = prompts.split(prompt)
+    assert document + question == prompt
+    assert re.fullmatch(r"\?[a-z]+[=:]", question)
+    assert answer and "\n" not in answer
+    assert prompt.isascii()
+
+
+@pytest.mark.parametrize("name", ["recall", "multi_query", "passkey", "needles"])
+@pytest.mark.parametrize("seed", range(5))
+def test_answer_stands_once(name: str, seed: int) -> None:
+    prompt, answer = GENERATORS[name](Random(seed))
+    key = prompts.split(prompt)[1][1:-1]
+    assert len(re.findall(rf"\b{key} ?= ?{answer}\n", prompt)) == 1
+    assert len(re.findall(rf"= ?{answer}\b", prompt)) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hot_key_was_answered_only_before_the_fresh_records(seed: int) -> None:
+    prompt, answer = prompts.hot_keys(Random(seed), 10, 3, 24, 25)
+    key = prompts.split(prompt)[1][1:-1]
+    lines = prompt.split("\n")
+    assert lines.count(f"{key}={answer}") == 1
+    assert lines.count(f"?{key}={answer}") == 8
+    assert not any(answer in line for line in lines[-26:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_shot_examples_are_far_and_new(seed: int) -> None:
+    prompt, answer = prompts.few_shot(Random(seed), 4, 3, 800)
+    word = prompts.split(prompt)[1][1:-1]
+    category = next(members for members in CATEGORIES.values() if word in members)
+    shown = [line.split(":") for line in prompt.split("\n")[:12]]
+    assert [label for example, label in shown if example in category] == [answer] * 3
+    assert word not in [example for example, _ in shown]
+    assert {label for _, label in shown} <= set(LABELS)
+
+
+def test_words_are_distinct() -> None:
+    assert len(set(WORDS)) == len(WORDS) == 256
+    assert {len(members) for members in CATEGORIES.values()} == {16}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: prompts.recall(Random(0), 0), "number of records must be from 1 to 256, got 0"),
+        (lambda: prompts.multi_query(Random(0), 5, 6), "number of queries must be from 1 to 5, got 6"),
+        (lambda: prompts.few_shot(Random(0), 1, 3, 10), "number of classes must be from 2 to 6, got 1"),
+        (lambda: prompts.hot_keys(Random(0), 3, 4, 9, 2), "number of hot keys must be from 1 to 3, got 4"),
+        (lambda: excerpt(Random(0), 10**9), "from 0 to .* characters, got 1000000000"),
+    ],
+)
+def test_impossible_sizes_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_held_out_text_is_not_trained_on() -> None:
+    text = held_out()
+    trained = "".join(training_texts())
+    assert 100_000 < len(text) <= 200_000
+    assert text.isascii() and "PSF License" in NOTICE
+    rng = Random(0)
+    windows = [text[i : i + 300] for i in (rng.randrange(len(text) - 300) for _ in range(200))]
+    assert not [window for window in windows if window in trained]
+    assert any(is_held_out(name) for name in library())

@@ -1,0 +1,112 @@
+"""The numbers on the pages of methods: what is measured, and how a page is filled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy import registry
+from kvpolicy_eval.methods import measure
+from kvpolicy_eval.methods.__main__ import main
+from kvpolicy_eval.methods.measure import Bench
+from kvpolicy_eval.methods.plan import BUDGETS, codec_policies, methods, selection_policies
+from kvpolicy_eval.methods.tables import at
+
+TASKS = ["recall", "multi_query", "passkey", "needles", "few_shot", "hot_keys"]
+PLACE = "# A page\n\n<!-- table:measured -->\nold\n<!-- /table -->\n\nMore.\n"
+
+
+class Refused:
+    """Stands for the model where nothing may be measured."""
+
+    def __init__(self, *args: Any) -> None:
+        raise AssertionError("measured again")
+
+
+@pytest.mark.parametrize("name", methods())
+def test_what_is_measured_of_a_method_is_of_this_method(name: str) -> None:
+    by_budget = name not in registry.CODECS
+    policies = [at(policy, 0.2) for policy in selection_policies(name)] if by_budget else codec_policies(name)
+    assert len(set(policies)) == len(policies) > 1
+    parsed = [kvpolicy.Policy.parse(policy) for policy in policies]
+    _, kind = registry.lookup(name)
+    assert any(isinstance(part, kind) for one in parsed for part in (one.allocator, one.selector, one.codec))
+
+
+def test_a_page_gets_its_table_and_nothing_is_measured_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "streaming.md"
+    page.write_text(PLACE)
+    arguments = ["streaming", "--n", "1", "--cache", str(tmp_path / "cache"), "--fill", str(tmp_path)]
+    main(arguments)
+    filled = page.read_text()
+    assert filled.startswith("# A page\n\n<!-- table:measured -->\n| policy | answers at 30% |")
+    assert filled.endswith("<!-- /table -->\n\nMore.\n")
+    assert "| `window` |" in filled and "old" not in filled and "1 prompts" in filled
+    right = Bench(1, torch.float32, tmp_path / "cache").result("window@0.1")
+    assert list(right["tasks"]) == TASKS and 0.09 < right["share"] < 0.11
+    monkeypatch.setattr(measure, "TaskEvaluator", Refused)
+    main(arguments)
+    assert page.read_text() == filled
+    with pytest.raises(AssertionError, match="measured again"):
+        main(["window", *arguments[1:3]])
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(2, torch.bfloat16, tmp_path)
+    made: Any = {"tasks": dict.fromkeys(TASKS, 0.5), "share": 0.25}
+    monkeypatch.setattr(bench, "_measure", lambda policy: made)
+    bench.result("window@0.3")
+    with bench.file.open("a") as out:  # pyright: ignore[reportOptionalMemberAccess]
+        out.write('\n{"key": "window@0.2 n=2 torch.bf')  # killed while writing
+    again = Bench(2, torch.bfloat16, tmp_path)
+    assert len(again.known) == 1
+    monkeypatch.setattr(again, "_measure", lambda policy: made)
+    again.result("window@0.2")
+    assert len(Bench(2, torch.bfloat16, tmp_path).known) == 2
+    assert not Bench(2, torch.bfloat16, None).known
+
+
+def test_a_codec_stands_beside_exact_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    for number, policy in enumerate(codec_policies("bfp")):
+        key = f"{policy} n=1 torch.bfloat16 text=True kvpolicy={kvpolicy.__version__}"
+        tasks = {task: float(place < 6 - number) for place, task in enumerate(TASKS)}
+        error = 0.25 if "bfp" in policy else None
+        result = {"tasks": tasks, "share": 1 / (1 + number), "keys": error, "values": error, "perplexity": 5 + number}
+        lines.append(json.dumps({"key": key, **result}))
+    (tmp_path / "methods.jsonl").write_text("\n".join(lines))
+    main(["bfp", "--n-codecs", "1", "--cache", str(tmp_path)])
+    rows = capsys.readouterr().out.splitlines()[4:8]
+    short = "bfp:residual_length=8:block_size=8"
+    assert rows == [
+        "| `full` | 1.00 | 1.00 |  |  | 5.00 |",
+        "| `snapkv:kernel=7@0.2` | 0.83 | 0.50 |  |  | 6.00 |",
+        f"| `{short}` | 0.67 | 0.33 | 0.250 | 0.250 | 7.00 |",
+        f"| `snapkv:kernel=7+{short}@0.2` | 0.50 | 0.25 |  |  | 8.00 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["h3o"], "no method 'h3o'"), (["full", "--fill", "{}"], "has no place")]
+)
+def test_what_cannot_be_done_is_one_sentence(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full.md").write_text("# full\n")
+    keys = [f"{at(policy, budget)} n=1 torch.float32" for policy in selection_policies("full") for budget in BUDGETS]
+    result = {"tasks": dict.fromkeys(TASKS, 1.0), "share": 1.0}
+    lines = [json.dumps({"key": f"{key} text=False kvpolicy={kvpolicy.__version__}", **result}) for key in keys]
+    (tmp_path / "methods.jsonl").write_text("\n".join(lines))
+    with pytest.raises(SystemExit) as stopped:
+        main([argument.format(tmp_path) for argument in arguments] + ["--n", "1", "--cache", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""The docs' pictures: drawn from what the engine keeps, the same each time, one on each method's page."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+import matplotlib
+from matplotlib.colors import to_hex
+
+import kvpolicy
+from kvpolicy_eval.methods.plan import methods
+from kvpolicy_eval.pictures import scene as scenes
+from kvpolicy_eval.pictures.__main__ import main
+from kvpolicy_eval.pictures.catalog import pictures
+from kvpolicy_eval.pictures.crush import crush_distances
+from kvpolicy_eval.pictures.scene import kept, scene
+from kvpolicy_eval.pictures.selectors import PICTURES as SELECTORS
+from kvpolicy_eval.pictures.selectors import headline, image
+from kvpolicy_eval.pictures.style import BLUE, ORANGE, PALE, svg
+
+DOCS = Path(__file__).parents[3] / "docs"
+HEADINGS = ["Idea", "Formula", "Source and differences", "Cost", "When it fails", "Measured", "Citation"]
+LAYER = scenes.RETRIEVES
+
+
+@pytest.fixture(scope="module")
+def attention() -> Tensor:
+    """The whole matrix of attention of one layer, mean over the query heads of each KV head, [H, P, P]."""
+    model, _ = scenes.embedded()
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        rows = model(scene().ids, output_attentions=True).attentions[LAYER][0]
+    model.set_attn_implementation("sdpa")
+    return rows.unflatten(0, (model.config.num_key_value_heads, -1)).mean(1)
+
+
+def shares(scores: Tensor, budget: int, newest: int) -> Tensor:
+    """Share of the heads that keep each position, where the highest of `scores` [H, P] stay."""
+    scores = scores.clone()
+    scores[:, scores.shape[1] - newest :] = torch.inf
+    return torch.zeros_like(scores).scatter_(1, scores.topk(budget).indices, 1.0).mean(0)
+
+
+def test_h2o_is_drawn_where_attention_is_highest(attention: Tensor) -> None:
+    assert kept("h2o@0.25").share[LAYER].tolist() == shares(attention.sum(1), 62, 31).tolist()
+
+
+def test_tova_is_drawn_where_the_newest_query_looks(attention: Tensor) -> None:
+    newest = attention[:, -1].mean(0, keepdim=True)
+    assert kept("tova@0.25").share[LAYER].tolist() == shares(newest, 62, 1).tolist()
+    assert torch.allclose(kept("tova@1.0").score[LAYER], newest[0], atol=1e-6)
+
+
+def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
+    model, _ = scenes.embedded()
+    with kvpolicy.attach(model, "kvcrush@0.25"), torch.inference_mode():
+        cache = kvpolicy.PolicyCache(model)
+        model(scene().ids, past_key_values=cache)
+    slot: Any = cache.policy_layers[LAYER]
+    distance = crush_distances(23).tolist()
+    drawn = torch.zeros(scene().length)
+    for positions, marks in zip(slot.positions[0].tolist(), slot.state.mark[0].tolist(), strict=True):
+        held = {place: mark for place, mark in zip(positions, marks, strict=True) if place >= 0}
+        dropped = [place for place in range(scene().length) if not (place in held and not held[place])]
+        order = sorted(dropped, key=lambda place: (distance[place], place))
+        stand_in = {order[i * len(order) // 15] for i in range(15)}
+        assert stand_in == {place for place, mark in held.items() if mark}
+        drawn[list(stand_in)] += 1 / len(slot.positions[0])
+    assert kept("kvcrush@0.25").mark[LAYER].tolist() == drawn.tolist()
+
+
+def test_a_colour_says_how_many_heads_hold_a_token() -> None:
+    found = kept("kvcrush@0.25")
+    each = zip(found.share[LAYER].tolist(), found.mark[LAYER].tolist(), image(found)[LAYER] / 255, strict=True)
+    both = {(share, mark): to_hex(color) for share, mark, color in each}
+    assert both[1.0, 0.0] == BLUE.lower() and both[0.0, 0.0] == PALE
+    full = image(kept("full"))
+    assert {to_hex(color) for color in full.reshape(-1, 3) / 255} == {BLUE.lower()}
+    alone = kept("kvcrush@0.25")._replace(share=torch.ones(1, 1), mark=torch.ones(1, 1))
+    assert to_hex(image(alone)[0, 0] / 255) == ORANGE.lower()
+
+
+def test_the_scene_is_what_the_captions_say() -> None:
+    _, tokenizer = scenes.embedded()
+    prompt = scene()
+    text = tokenizer.decode(prompt.ids[0], skip_special_tokens=True)
+    assert text.count("=") == scenes.RECORDS + 1
+    first, last = prompt.fact
+    asked = tokenizer.decode(prompt.ids[0, first : last + 1])
+    assert asked == f"{text[text.rindex('?') + 1 :]}{prompt.answer}\n"
+    assert tokenizer.decode(prompt.ids[0, prompt.question :]) == text[text.rindex("?") :]
+
+
+@pytest.mark.parametrize("name", ["squeeze", "snapkv"])
+def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> None:
+    first = svg(pictures()[name])
+    kept.cache_clear()
+    scenes.cosines.cache_clear()
+    with matplotlib.rc_context({"font.size": 20.0, "svg.fonttype": "path"}):  # of whoever calls
+        main([name, "--out", str(tmp_path)])
+    assert (tmp_path / f"{name}.svg").read_bytes() == first
+    assert b"<dc:date>" not in first
+
+
+def test_a_picture_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["h3o"])
+    assert stopped.value.code == 2
+    assert "no picture 'h3o'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not DOCS.is_dir(), reason="the docs are not installed")
+class TestPages:
+    @pytest.mark.parametrize("name", methods())
+    def test_each_method_has_a_picture_that_its_page_shows(self, name: str) -> None:
+        assert name in pictures()
+        size = (DOCS / "pictures" / f"{name}.svg").stat().st_size
+        assert 1_000 < size < 100_000
+        page = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        assert re.search(rf"!\[[^\]]{{20,}}\]\(\.\./pictures/{name}\.svg\)", page)
+
+    @pytest.mark.parametrize("name", ["snapkv", "tova", "window", "kvcrush"])
+    def test_the_picture_that_is_there_is_of_this_engine(self, name: str) -> None:
+        policy = f"{name}@{scenes.BUDGET}"
+        texts = unescape((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
+        assert headline(policy, kept(policy)) in texts
+
+    @pytest.mark.parametrize("name", methods())
+    def test_pages_have_one_order(self, name: str) -> None:
+        page = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
+        assert re.findall(r"^## (.+)$", page, re.MULTILINE) == HEADINGS
+        place = page.index("<!-- table:measured -->")
+        assert f"python -m kvpolicy_eval.methods {name}" in page[:place]
+        assert page.index("| policy |", place) < page.index("<!-- /table -->", place)
+
+    @pytest.mark.parametrize("name", [name for name in SELECTORS if name != "kvcrush"])
+    def test_the_index_says_what_statistics_take(self, name: str) -> None:
+        state = kvpolicy.Policy.parse(name).selector.alloc(1, 1, 1, "cpu")
+        index = (DOCS / "methods" / "index.md").read_text(encoding="utf-8")
+        row = re.search(rf"^\| \[`{name}`\].*$", index, re.MULTILINE)
+        assert row and f"| {sum(part.nbytes for part in state)} bytes |" in row[0]

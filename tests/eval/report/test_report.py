@@ -1,0 +1,235 @@
+"""The report of a sweep: its sections and numbers, on a page that loads nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("yaml")
+
+from kvpolicy_eval import cli
+from kvpolicy_eval.report import tables
+from kvpolicy_eval.report.gather import Findings, Point, front, gather
+from kvpolicy_eval.report.page import page
+from kvpolicy_eval.report.parts import differences
+from kvpolicy_eval.report.sections import sections
+from kvpolicy_eval.sweep.cells import Cell, Store, write
+
+METHODS = {"full": 0.95, "h2o": 0.5, "squeeze+h2o": 0.6, "kvcrush/h2o": 0.45, "kivi:bits=4": 0.9}
+TASKS = ["recall", "choice"]
+KEYS = ["bytes", "budget", "parts", "layers", "positions", "costs", "run", "failed"]
+
+
+def cells() -> Iterator[tuple[Cell, float, float]]:
+    """Each cell with the accuracy and the share of bytes that it is to have."""
+    for task in TASKS:
+        for method, right in METHODS.items():
+            for budget in ["0.2", "0.1"] if "h2o" in method else [""]:
+                share = float(budget) if budget else 1.0 if method == "full" else 0.4
+                yield Cell(model="embedded", task=task, method=method, budget=budget), right * (share**0.1), share
+
+
+def results(cell: Cell, right: float, share: float) -> dict[str, Any]:
+    """What a sweep writes, of 40 examples."""
+    draw = Random(cell.task)
+    scores = [float(draw.random() < right) for _ in range(40)]
+    cost = {"kv_bytes": int(4e6 * share), "full_kv_bytes": 4_000_000, "kv_share": share}
+    cost |= {"tokens_per_second": 1000 / share, "new_tokens_per_second": 50.0}
+    late = [[100 * (at >= 40) for at in range(48)] for _ in range(4)]
+    budget = [30.0, 10.0, 10.0, 30.0] if "squeeze" in cell.method else [20.0] * 4
+    probe = {"cosine": [0.3, 0.9, 0.95, 0.99]}
+    if cell.method != "full":
+        probe |= {"layers": [0, 1, 2, 3], "prompt": 100.0, "budget": budget, "kept": late}
+    record = {"seconds": 1.0, "peak_bytes": None, "scores": {cell.task: {"acc,none": scores}}, "probe": probe}
+    record |= {"cell": {"model": cell.model, "task": cell.task, "method": cell.method, "budget": cell.budget}}
+    return {
+        "results": {cell.task: {"alias": cell.task, "acc,none": sum(scores) / 40, "acc_stderr,none": "N/A"}},
+        "higher_is_better": {cell.task: {"acc": True}},
+        "config": {"kvpolicy": {"tasks": {f"{cell.task}/generate_until": cost}}},
+        "kvpolicy_sweep": record | {"versions": {"torch": "2.13.0", "kvpolicy": "0.1.0"}},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep that nothing was measured for: the numbers are made up."""
+    place = tmp_path_factory.mktemp("report")
+    store = Store(place)
+    for cell, right, share in cells():
+        store.finish(cell, results(cell, right, share), {})
+    store.fail(Cell(model="embedded", task="recall", method="tova", budget="0.001"), ValueError("<b>small</b>"), 0.1)
+    config = {"name": "made-up", "about": "A `test`.", "tasks": TASKS, "policies": list(METHODS)}
+    note = {"config": config, "commands": ["kvpolicy-eval sweep made-up"], "settings": {"limit": 40}}
+    write(place / "sweep.json", json.dumps(note))
+    return place
+
+
+@pytest.fixture(scope="module")
+def findings(folder: Path) -> Findings:
+    return gather(folder)
+
+
+@pytest.fixture(scope="module")
+def html(findings: Findings) -> str:
+    return page(findings)
+
+
+class Outside(HTMLParser):
+    """Collects what a page would load, its headings, and tags that are not closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.titles: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        words = dict(attrs)
+        self.loads += [str(words[name]) for name in ("src", "href", "xlink:href", "data", "srcset") if words.get(name)]
+        self.loads += ["script"] * (tag in ("script", "iframe", "link", "object"))
+        self.ids += [words["id"] or ""] if "id" in words else []
+        self.titles += ["svg"] * (tag == "svg")
+        if tag not in ("meta", "br", "hr", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, f"</{tag}> closes another tag"
+
+
+def test_the_page_is_whole_and_loads_nothing(html: str) -> None:
+    read = Outside()
+    read.feed(html)
+    assert not read.open
+    assert [key for key in read.ids if key in KEYS] == KEYS
+    assert read.titles.count("svg") >= 7
+    assert all(target.startswith(("#", "data:image/png;base64,")) for target in read.loads), read.loads
+    assert not re.search(r"https?:|url\((?!#)|@import|<script", html)
+    assert len(read.ids) == len(set(read.ids)), "an id twice"
+    assert len(html) < 1_000_000
+
+
+def test_the_page_takes_the_readers_colours(html: str) -> None:
+    assert "prefers-color-scheme: dark" in html and "currentColor" in html
+    assert "#010203" not in html and "fill: #000000" not in html.lower()
+
+
+def test_the_page_shows_text_as_text(html: str) -> None:
+    assert "ValueError: &lt;b&gt;small&lt;/b&gt;" in html and "<b>small" not in html
+    assert "<code>kvpolicy-eval sweep made-up</code>" in html and "2.13.0" in html
+    assert "<title>squeeze+h2o@0.2: " in html, "what a marker says"
+
+
+def test_every_accuracy_has_an_interval(findings: Findings) -> None:
+    for point in findings.points:
+        assert point.mean is not None
+        assert point.mean.low <= point.mean.value <= point.mean.high
+        assert point.mean.high - point.mean.low < max(s.high - s.low for s in point.tasks.values()), "more examples"
+    for section in sections(findings, draw=False)[:2]:
+        for table in section.tables.values():
+            scores = [cell for row in table.rows for cell in row[1:-1] if cell]
+            assert scores and all(re.fullmatch(r"(\*\*)?\d\.\d\d \[\d\.\d\d, \d\.\d\d\](\*\*)?", one) for one in scores)
+
+
+def test_differences_are_of_one_part(findings: Findings) -> None:
+    found = {(one.policy, one.base): one for one in differences(findings)}
+    assert {(a, b): one.part for (a, b), one in found.items()} == {
+        ("squeeze+h2o@0.2", "h2o@0.2"): "layer budgets",
+        ("squeeze+h2o@0.1", "h2o@0.1"): "layer budgets",
+        ("kvcrush/h2o@0.2", "h2o@0.2"): "representatives",
+        ("kvcrush/h2o@0.1", "h2o@0.1"): "representatives",
+        ("kivi:bits=4", "full"): "codec",
+    }
+    points = {point.policy: point for point in findings.points}
+    one = found["squeeze+h2o@0.2", "h2o@0.2"]
+    mean = points["squeeze+h2o@0.2"].mean
+    base = points["h2o@0.2"].mean
+    assert mean and base and one.score.value == pytest.approx(mean.value - base.value)
+    assert one.score.high - one.score.low < mean.high - mean.low, "pairs differ less than samples do"
+
+
+def worth(point: Point) -> tuple[float, float]:
+    """Accuracy and lightness: the higher the better."""
+    return point.mean.value if point.mean else 0.0, -(point.average("kv_share") or 0.0)
+
+
+def test_the_front_is_what_nothing_beats(findings: Findings) -> None:
+    best = front(findings.points)
+    for point in findings.points:
+        right, light = worth(point)
+        others = [worth(other) for other in findings.points]
+        beaten = any(other != (right, light) and other[0] >= right and other[1] >= light for other in others)
+        assert (point in best) == (not beaten), point.policy
+
+
+def test_layers_and_positions(findings: Findings) -> None:
+    rows = tables.layers(findings, "embedded").rows
+    assert ["budget, `squeeze+h2o@0.1`", "1.50", "0.50", "0.50", "1.50"] in rows
+    assert not any("`h2o" in row[0] for row in rows), "even layers say nothing"
+    assert ["cosine, recall", "0.300", "0.900", "0.950", "0.990"] in rows
+    kept = {row[0]: row[2:] for row in tables.positions(findings, "embedded").rows}
+    assert kept["`h2o@0.1`"] == ["0%", "0%", "0%", "100%", "50%"]
+
+
+def test_a_task_that_is_missing_leaves_no_mean(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "part")
+    (
+        tmp_path / "part" / Cell(model="embedded", task="choice", method="h2o", budget="0.2").folder / "results.json"
+    ).unlink()
+    found = gather(tmp_path / "part")
+    assert next(point for point in found.points if point.policy == "h2o@0.2").mean is None
+    assert "a score is missing" in str(tables.accuracy(found, "embedded").rows)
+    assert not [one for one in differences(found) if one.base == "h2o@0.2"]
+
+
+def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "guide.md"
+    place.write_text("<!-- table:made-up-parts -->\n<!-- /table -->\n", encoding="utf-8")
+    words = ["report", str(folder), "--out", str(tmp_path / "a.html"), "--markdown", str(tmp_path / "a.md")]
+    assert cli.main([*words, "--fill", str(place)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    said = (tmp_path / "a.md").read_text(encoding="utf-8")
+    assert [line[3:] for line in said.splitlines() if line.startswith("## ")] == [
+        section.title for section in sections(gather(folder), draw=False)
+    ]
+    assert "| layer budgets | `squeeze+h2o@0.2` | `h2o@0.2` | +" in place.read_text(encoding="utf-8")
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("arguments", [["--fill", "none.md"], []])
+def test_refusals(arguments: list[str], folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("none.md").write_text("no place", encoding="utf-8")
+    assert cli.main(["report", str(folder if arguments else tmp_path), "--no-page", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "has no place for made-up" if arguments else "holds no results of a sweep; run kvpolicy-eval sweep"
+    ) in error
+
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
+def test_a_browser_shows_it(html: str, tmp_path: Path) -> None:
+    """The whole page has a picture, ask for nothing, and says nothing on its console."""
+    (tmp_path / "page.html").write_text(html, encoding="utf-8")
+    common = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    common += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--v=0", "--window-size=1180,3000"]
+    words = [*common, "--dump-dom", f"--screenshot={tmp_path / 'page.png'}", (tmp_path / "page.html").as_uri()]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in ran.stderr and "ERR_NAME_NOT_RESOLVED" not in ran.stderr
+    picture = (tmp_path / "page.png").read_bytes() if (tmp_path / "page.png").exists() else b""
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 50_000

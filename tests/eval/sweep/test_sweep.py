@@ -1,0 +1,262 @@
+"""The sweep: what it writes, what it resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.tasks import TaskManager
+
+    from kvpolicy_eval.sweep import evaluate
+
+from kvpolicy_eval import cli
+from kvpolicy_eval.sweep import config, run
+from kvpolicy_eval.sweep.cells import Cell, Store, load_json, write
+from tests.eval.sweep import helpers
+from tests.eval.sweep.helpers import quietly, sweep
+
+ROOT = Path(__file__).parents[3]
+SMALL = {"policies": ["full", "snapkv"], "budgets": [0.2], "tasks": ["kvpolicy_fewshot"], "limit": 2, "probes": 1}
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with quietly():
+        yield
+
+
+def file(folder: Path, **changes: Any) -> Path:
+    return helpers.file(folder, **SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished sweep of two policies, and one cell that fails."""
+    folder = tmp_path_factory.mktemp("sweep")
+    out = folder / "out"
+    with quietly():
+        code = sweep(file(folder, policies=["full", "snapkv", "streaming@0.001"]), out)
+    assert code == 1, "a cell failed"
+    return out
+
+
+# what is written
+
+
+def test_a_cell_has_lm_evals_format(swept: Path) -> None:
+    place = swept / "cells" / "embedded" / "kvpolicy_fewshot" / "snapkv@0.2"
+    results = load_json(place / "results.json")
+    assert set(results) >= {"results", "configs", "versions", "n-shot", "config", "kvpolicy_sweep"}
+    assert 0 <= results["results"]["kvpolicy_fewshot"]["acc,none"] <= 1
+    assert results["config"]["model"] == "kvpolicy"
+    assert results["config"]["model_args"] == "policy=snapkv@0.2"
+    lines = (place / "samples_kvpolicy_fewshot.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["doc_id"] for line in lines] == [0, 1]
+    assert json.loads(lines[0])["arguments"]["gen_args_0"]["arg_0"]
+    probe = results["kvpolicy_sweep"]["probe"]
+    assert len(probe["budget"]) == len(probe["kept"]) == len(probe["cosine"]) == 8
+    assert 15 < sum(map(sum, probe["kept"])) / (8 * len(probe["kept"][0])) < 25, "a budget of 20 %"
+    assert results["kvpolicy_sweep"]["versions"]["torch"]
+
+
+def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
+    rows = {row["method"] + row["budget"]: row for row in csv.DictReader((swept / "table.csv").open(encoding="utf-8"))}
+    assert set(rows) == {"full", "snapkv0.2", "streaming0.001"}
+    assert rows["full"]["kv_share"] == "1.0" and 0.15 < float(rows["snapkv0.2"]["kv_share"]) < 0.25
+    assert float(rows["full"]["low"]) <= float(rows["full"]["value"]) <= float(rows["full"]["high"])
+    failed = rows["streaming0.001"]
+    assert failed["status"] == "failed" and failed["error"].startswith("ValueError: ") and not failed["value"]
+    lines = (swept / "table.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["method"] for line in lines] == [row["method"] for row in rows.values()]
+
+
+def test_what_is_done_is_not_run_again(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_here", lambda *_: pytest.fail("nothing was to be run"))
+    assert sweep(file(tmp_path, policies=["full", "snapkv", "streaming@0.001"]), swept) == 1
+
+
+def test_failed_cells_run_again_when_asked(swept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[Cell]] = []
+    monkeypatch.setattr(run, "run_here", lambda _config, cells, _folder: asked.append(list(cells)) or 0)
+    sweep(file(tmp_path, policies=["full", "snapkv", "streaming@0.001"]), swept, "--retry")
+    assert [cell.policy for cell in asked[0]] == ["streaming@0.001"]
+
+
+def test_other_settings_need_another_folder(swept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(file(tmp_path, limit=3), swept) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "holds results with limit 2, but the config has 3; give another --out" in error
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    place = file(tmp_path, policies=["full", "window", "streaming"], limit=1, probes=0)
+    words = [sys.executable, "-m", "kvpolicy_eval.cli", "sweep", str(place), "--out", str(tmp_path / "out")]
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "integrations"))
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    cells = config.load(str(place)).cells()
+    store = Store(tmp_path / "out")
+    with subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 120
+        while store.state(cells[0]) != "done" and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    before = {cell: store.state(cell) for cell in cells}
+    first = tmp_path / "out" / cells[0].folder / "results.json"
+    written = first.stat().st_mtime_ns
+    assert before[cells[0]] == "done" and before[cells[-1]] == "missing"
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 0, again.stderr
+    missing = list(before.values()).count("missing")
+    assert f"{missing} to run" in again.stderr and f"[{missing}/{missing}]" in again.stderr and " left" in again.stderr
+    assert all(store.state(cell) == "done" for cell in cells)
+    assert first.stat().st_mtime_ns == written, "the finished cell was left alone"
+
+
+@pytest.mark.slow
+def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
+    found: list[Any] = []
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "integrations"))
+    for jobs in ("1", "2"):
+        words = ["sweep", str(file(tmp_path, probes=0)), "--out", str(tmp_path / jobs), "--jobs", jobs]
+        line = [sys.executable, "-m", "kvpolicy_eval.cli", *words]
+        subprocess.run(line, env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=300, capture_output=True)
+        rows = csv.DictReader((tmp_path / jobs / "table.csv").open(encoding="utf-8"))
+        found.append([(row["method"], row["value"], row["kv_bytes"]) for row in rows])
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+@pytest.mark.slow
+def test_processes_that_divide_examples_find_what_one_finds(tmp_path: Path) -> None:
+    """And a cell that fails in one of them fails in all, and the next one runs."""
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "integrations"))
+    environment = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "no"}  # as accelerate launch says it
+    place = file(tmp_path, policies=["full", "streaming@0.001", "window"], probes=0, limit=3)
+    found: list[Any] = []
+    for processes in ("1", "2"):
+        words = ["-m", "kvpolicy_eval.cli", "sweep", str(place), "--out", str(tmp_path / processes)]
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
+        line = [sys.executable, *(launcher if processes == "2" else []), *words]
+        ran = subprocess.run(line, env=environment, timeout=300, capture_output=True, text=True, check=False)
+        assert "[3/3]" in ran.stderr, ran.stderr
+        rows = csv.DictReader((tmp_path / processes / "table.csv").open(encoding="utf-8"))
+        found.append([(row["method"], row["value"], row["error"][:30]) for row in rows])
+    assert found[0] == found[1] and found[0][2][2].startswith("ValueError: A budget of 0.001")
+
+
+def test_a_draft_is_no_result(tmp_path: Path) -> None:
+    cell = Cell(model="m", task="t", method="h2o", budget="0.2")
+    store = Store(tmp_path)
+    write(tmp_path / cell.folder / ".results.json.1", "{")
+    assert store.state(cell) == "missing"
+    store.fail(cell, ValueError("too small"), 1.0)
+    assert store.state(cell) == "failed"
+    record = dict.fromkeys(("cell", "scores", "seconds", "peak_bytes", "probe", "versions"))
+    store.finish(cell, {"kvpolicy_sweep": record}, {"t": "{}\n"})
+    assert store.state(cell) == "done" and not (tmp_path / cell.folder / "error.json").exists()
+
+
+def test_what_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        write(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_cells_have_folders_of_their_own() -> None:
+    methods = ["kvcrush/h2o", "kvcrush:h2o", "csr:s=4", "csr:s=8", "window" * 40, "window" * 41, "../x"]
+    folders = {Cell(model="m", task="t", method=method).folder for method in methods}
+    assert len(folders) == len(methods)
+    assert all(len(folder.parts) == 4 and ".." not in folder.parts for folder in folders)
+
+
+# what is read and refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"polices": ["h2o"]}, "small has the unknown key polices; the keys are about, "),
+        ({"models": [{"pretrained": "x", "dtyp": "float16"}]}, "A model of small has the unknown key dtyp"),
+        ({"models": ["a/x", "b/x"]}, "two models with the name x"),
+        ({"policies": []}, "small has no policies"),
+        ({"tasks": None}, "small has no tasks"),
+        ({"budgets": []}, "small has no budgets for snapkv"),
+        ({"policies": ["h20"]}, "did you mean 'h2o'?"),
+        ({"budgets": [1.5]}, "got the fraction 1.5"),
+        ({"limit": 0}, "limit must be an integer of at least 1, got 0"),
+        ({"batch_size": "many"}, "batch_size must be an integer of at least 1, or auto, got 'many'"),
+        ({"tasks": ["no_such_task"]}, "lm-eval has no task no_such_task"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    # lm-eval's index of 14,000 files takes ten seconds
+    def without_defaults(include_defaults: bool = False, **arguments: Any) -> TaskManager:
+        return TaskManager(include_defaults=False, **arguments)
+
+    monkeypatch.setattr(evaluate, "TaskManager", without_defaults)
+    assert sweep(file(tmp_path, **changes), tmp_path / "out") == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("kvpolicy-eval: ") and message in line
+
+
+def test_no_config_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sweep", "nothing"]) == 2
+    assert "There is no config nothing; give a YAML file, or one of csr, figures, kvcrush" in capsys.readouterr().err
+
+
+def test_a_policy_with_its_own_budget_runs_once() -> None:
+    content = {"policies": ["full", "h2o", "snapkv@0.50", "kivi:bits=4", "h2o"], "budgets": [0.1, 64, "8MiB"]}
+    cells = config.read(content | {"tasks": ["a", "b"]}, "x").cells()
+    assert [cell.policy for cell in cells if cell.task == "a"] == [
+        "full",
+        "h2o@0.1",
+        "h2o@64",
+        "h2o@8MiB",
+        "snapkv@0.5",
+        "kivi:bits=4",
+    ]
+    assert [cell.policy for cell in cells if cell.task == "a"] == [cell.policy for cell in cells if cell.task == "b"]
+
+
+SHIPPED = sorted(path.stem for path in (ROOT / "eval" / "kvpolicy_eval" / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configs(name: str) -> None:
+    found = config.load(name)
+    assert found.name == name and found.output == f"results/{name}" and found.about
+    assert len(found.cells()) > 10
+
+
+def test_time_left_is_that_of_like_cells() -> None:
+    slow, fast = (Cell(model="m", task=task, method="h2o", budget="0.1") for task in ("slow", "fast"))
+    others = [Cell(model="m", task=cell.task, method="tova", budget="0.1") for cell in (slow, fast)]
+    progress = run.Progress([slow, fast, *others], 2, show=False)
+    progress.note(run.Outcome(slow, 100.0, ""))
+    assert progress.left() == 150.0, "as the only one known"
+    progress.note(run.Outcome(fast, 10.0, ""))
+    assert progress.left() == 55.0
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys\nfrom kvpolicy_eval import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert not {'torch', 'lm_eval', 'yaml', 'matplotlib'} & set(sys.modules)"
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "eval", "integrations"))
+    environment = os.environ | {"PYTHONPATH": paths, "KVPOLICY_NO_STARTUP": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "sweep" in done.stdout and "report" in done.stdout

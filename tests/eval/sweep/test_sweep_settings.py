@@ -1,0 +1,189 @@
+"""What a sweep passes to its tasks, and records in its folder."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("lm_eval.models.huggingface")
+    from kvpolicy_eval.sweep import evaluate
+
+from kvpolicy_eval.sweep import config
+from kvpolicy_eval.sweep.cells import Store
+from kvpolicy_eval.sweep.settings import check_settings, write_settings
+from tests.eval.sweep.helpers import SMALL, file, quietly, sweep
+
+MADE = """
+import datasets
+from transformers import AutoTokenizer
+
+
+def made(max_seq_lengths=(4096,), pretrained=None, tokenizer=None, **_):
+    name = tokenizer or pretrained
+    assert name, "No tokenizer or pretrained provided."
+    words = AutoTokenizer.from_pretrained(name)("a b c").input_ids
+    rows = [{"text": "a b c " * len(words), "length": length} for length in max_seq_lengths]
+    return {"test": datasets.Dataset.from_list(rows)}
+
+
+def score(doc, results):
+    return {"4096": -1.0} | {str(doc["length"]): 0.5}
+
+
+def mean(values):
+    found = [value for value in values if value != -1]
+    return sum(found) / len(found) if found else -1
+"""
+"""Tasks that make their texts with the model's tokenizer, and score by length, as RULER's do."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with quietly():
+        yield
+
+
+def done(folder: Path, of: config.Config) -> Path:
+    """Mark the first cell as finished; the file of its results."""
+    cell = of.cells()[0]
+    store = Store(folder)
+    record = {"cell": asdict(cell), "scores": {}, "seconds": 1.0, "peak_bytes": None, "probe": {}, "versions": {}}
+    store.finish(cell, {"results": {}, "config": {"kvpolicy": {"tasks": {}}}, "kvpolicy_sweep": record}, {})
+    return folder / cell.folder / "results.json"
+
+
+def made(folder: Path) -> Path:
+    """A folder with such a task."""
+    (folder / "made.py").write_text(MADE, encoding="utf-8")
+    metrics = "".join(
+        f'  - {{metric: "{length}", aggregation: !function made.mean, higher_is_better: true}}\n'
+        for length in (4096, 128)
+    )
+    (folder / "made.yaml").write_text(
+        "task: made\ncustom_dataset: !function made.made\ntest_split: test\noutput_type: generate_until\n"
+        'doc_to_text: "{{text}}"\ndoc_to_target: "x"\nprocess_results: !function made.score\n'
+        "generation_kwargs: {max_gen_toks: 2, until: []}\nmetric_list:\n" + metrics,
+        encoding="utf-8",
+    )
+    return folder
+
+
+def test_a_task_that_needs_a_tokenizer_gets_the_models(tmp_path: Path) -> None:
+    """And a length that was not asked for has no score."""
+    folder = made(tmp_path)
+    place = file(tmp_path, tasks=["made"], include_path=str(folder), metadata={"max_seq_lengths": [128]})
+    assert sweep(place, tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "table.csv").read_text(encoding="utf-8").splitlines()
+    assert [line.split(",")[3:7] for line in lines[1:]] == [["made", "128", "none", "0.5"]]
+
+
+def test_tasks_get_the_tokenizer_of_each_model() -> None:
+    models = [{"name": "a", "pretrained": "x/a"}, {"name": "b", "pretrained": "x/b", "tokenizer": "x/t"}]
+    content = {"models": models, "policies": ["full"], "tasks": ["kvpolicy_hot"]}
+    ours = evaluate.Evaluator(config.read(content, "x"))
+    assert [ours.tasks(name).metadata for name in "ab"] == [
+        {"pretrained": "x/a"},
+        {"pretrained": "x/b", "tokenizer": "x/t"},
+    ]
+    given = evaluate.Evaluator(config.read(content | {"metadata": {"tokenizer": "x/mine"}}, "x"))
+    assert given.tasks("a").metadata == {"tokenizer": "x/mine"}
+
+
+@pytest.mark.parametrize("name", ["papers-ruler", "papers-ruler-16k"])
+def test_ruler_is_limited_within_one_length(name: str) -> None:
+    """Its lengths follow each other, so that a limit would leave out all but the first."""
+    (length,) = config.load(name).metadata["max_seq_lengths"]
+    assert f"{length // 1024}k tokens" in config.load(name).about
+
+
+def test_tasks_of_another_folder_need_another_folder(tmp_path: Path) -> None:
+    before = config.read(SMALL | {"include_path": "one"}, "x")
+    write_settings(tmp_path, before)
+    done(tmp_path, before)
+    with pytest.raises(ValueError, match='holds results with include_path "one", but the config has "two"'):
+        check_settings(tmp_path, config.read(SMALL | {"include_path": "two"}, "x"))
+    check_settings(tmp_path, before)
+
+
+def test_settings_of_a_sweep_that_measured_nothing_do_not_bind(tmp_path: Path) -> None:
+    """As after a misspelled name of a task."""
+    write_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+    other = config.read(SMALL | {"limit": 1}, "x")
+    check_settings(tmp_path, other)
+    write_settings(tmp_path, other)
+    done(tmp_path, other)
+    with pytest.raises(ValueError, match="holds results with limit 1, but the config has 2"):
+        check_settings(tmp_path, config.read(SMALL | {"limit": 2}, "x"))
+
+
+FOREIGN = ["{}", "[]", "null", "7", '{"results": {}}', '{"kvpolicy_sweep": []}', '{"kvpolicy_sweep": {}}', "{", "\xe9"]
+
+
+@pytest.mark.parametrize("text", FOREIGN)
+def test_a_cell_with_a_file_that_no_sweep_wrote_is_not_done(text: str, tmp_path: Path) -> None:
+    of = config.read(SMALL, "x")
+    place = done(tmp_path, of)
+    store = Store(tmp_path)
+    assert store.state(of.cells()[0]) == "done" and store.holds_results()
+    for name in ("results.json", "error.json"):
+        place.with_name(name).write_bytes(text.encode("latin-1"))
+    assert store.state(of.cells()[0]) == "missing" and not store.holds_results()
+    for name in ("results.json", "error.json"):
+        with pytest.raises(ValueError, match=rf"{name} must be a file of a sweep; delete it"):
+            list(store.read(name))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", "{"])
+def test_notes_that_no_sweep_wrote_are_refused_in_a_sentence(text: str, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    done(out, config.read(SMALL, "x"))
+    (out / "sweep.json").write_text(text, encoding="utf-8")
+    assert sweep(file(tmp_path), out) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message == (
+        f"kvpolicy-eval: {out}/sweep.json must be a file of a sweep; delete it and rerun the sweep, or give another "
+        "folder."
+    )
+
+
+# what is read and refused, in addition to test_sweep.py
+
+
+@pytest.mark.parametrize("pretrained", [".", "sub/..", "./"])
+def test_a_model_in_this_folder_has_the_folders_name(pretrained: str, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert config.read(SMALL | {"models": [pretrained]}, "x").models == {"mine": {"pretrained": pretrained}}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("about: 5", "about must be text, got 5"),
+        ("about: 2026-10-01", "about must be text, got datetime.date(2026, 10, 1); put it in quotes"),
+        ("output: [a]", "output must be text, got ['a']"),
+        ("include_path: 7", "include_path must be text, got 7"),
+        ("metadata: abc", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got 'abc'"),
+        ("metadata: [1]", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got [1]"),
+        ("metadata: {1: a}", "metadata must be keys with values, such as {max_seq_lengths: [4096]}, got {1: 'a'}"),
+        ("metadata: {since: 2026-10-01}", "metadata has a date or another value that JSON cannot hold"),
+        ("models: [{name: a, revision: 2026-10-01}]", "The model a has a date or another value"),
+        ("models: [/]", "A model of small is '/', from which no name can be derived"),
+        ("models: ['']", "A model of small is '', from which no name can be derived"),
+        ("samples: 'no'", "samples must be true or false, got 'no'"),
+        ("about: na\xefve", "small.yaml must be text in UTF-8"),
+    ],
+)
+def test_values_of_another_type_are_refused(line: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    place = file(tmp_path)
+    place.write_bytes(place.read_bytes() + line.encode("latin-1") + b"\n")
+    assert sweep(place, tmp_path / "out", "--plan") == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("kvpolicy-eval: ") and message in error
