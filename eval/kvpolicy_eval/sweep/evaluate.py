@@ -169,10 +169,10 @@ class Evaluator:
 
     def _probe(self, lm: Switching, cell: Cell, samples: dict[str, Any] | None) -> dict[str, Any]:
         """Look at layers on the task's first prompts; every rank of a divided model takes part."""
-        if not self.config.probes or (samples is None and lm.division.tp == 1):
+        if not self.config.probes or (samples is None and lm.sharding.tp == 1):
             return {}
         held = [probe.prompts(samples, self.config.probes) if samples else []]
-        if lm.division.tp > 1:
+        if lm.sharding.tp > 1:
             torch.distributed.broadcast_object_list(held, src=0)
         rows = probe.tokens(lm, held[0])
         if cell.task not in self._cosines:
