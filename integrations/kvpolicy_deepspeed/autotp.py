@@ -42,7 +42,7 @@ def _no_op() -> None:
     return None
 
 
-def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: World) -> dict[str, Slot]:
+def shard(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: World) -> dict[str, Slot]:
     """Shard a model on the meta device with AutoTP.
 
     Afterwards its parameters are uninitialized tensors on the device of this rank.

@@ -75,8 +75,12 @@ def _whole(path: Any, config: Any, dtype: Any, place: World) -> Any:
 def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     from transformers import GenerationConfig
 
+<<<<<<< HEAD
     from kvpolicy.hf.heads import heads_of
     from kvpolicy_deepspeed.autotp import divide
+=======
+    from kvpolicy_deepspeed.autotp import shard
+>>>>>>> cli
     from kvpolicy_deepspeed.weight_copy import fill
 
     files = Checkpoint.find(str(path))
@@ -85,7 +89,7 @@ def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     family = FAMILIES[config.model_type]
     heads = heads_of(config, place.rank, place.size)
     weights = _sample(model, files, dtype)
-    slots = divide(model, family, heads, dtype, place)
+    slots = shard(model, family, heads, dtype, place)
     fill(model, family, slots, files.pieces(), place)
     if (files.folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(files.folder)
@@ -120,9 +124,14 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
+<<<<<<< HEAD
     from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.hf.heads import heads_of
     from kvpolicy_deepspeed.autotp import divide
+=======
+    from kvpolicy.hf.model_spec import find_sites, sample_weights
+    from kvpolicy_deepspeed.autotp import shard
+>>>>>>> cli
     from kvpolicy_deepspeed.weight_copy import fill
 
     dtype = checks.check_dtype(dtype or model.dtype, "deepspeed")
@@ -132,8 +141,13 @@ def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _replace(model, lambda parameter: parameter.to("meta"))
     family = FAMILIES[model.config.model_type]
+<<<<<<< HEAD
     heads = heads_of(model.config, place.rank, place.size)
     slots = divide(model, family, heads, dtype, place)
+=======
+    heads = Heads.of(model.config, place.rank, place.size)
+    slots = shard(model, family, heads, dtype, place)
+>>>>>>> cli
     fill(model, family, slots, of_tensors(tensors), place)
     return _share(model, heads.replicas, weights)
 

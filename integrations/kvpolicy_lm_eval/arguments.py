@@ -43,7 +43,7 @@ _WITH_TP = {
 }
 
 
-class Division(NamedTuple):
+class Sharding(NamedTuple):
     """How a model is sharded.
 
     Attributes:
@@ -99,7 +99,7 @@ def at_least(name: str, value: Any, low: int) -> int:
     return value
 
 
-def read_division(tp: int | None, backend: str, others: Mapping[str, Any], environment: Mapping[str, str]) -> Division:
+def read_sharding(tp: int | None, backend: str, others: Mapping[str, Any], environment: Mapping[str, str]) -> Sharding:
     """Read `tp` and `backend`, and reject arguments that cannot be combined with them.
 
     Args:
@@ -122,7 +122,7 @@ def read_division(tp: int | None, backend: str, others: Mapping[str, Any], envir
             f"backend={backend} must be combined with tp, got no tp; try tp=N with N processes under torchrun."
         )
     if tp is None or at_least("tp", tp, 1) == 1:
-        return Division()
+        return Sharding()
     _check_launcher(tp, environment)
     batch_size = str(others.get("batch_size", 1))
     if batch_size.startswith("auto"):
@@ -141,7 +141,7 @@ def read_division(tp: int | None, backend: str, others: Mapping[str, Any], envir
             "tp must be used with lm-eval 0.4.13 or newer, because every rank of an older version writes the results, "
             "got an older one; try pip install --upgrade lm_eval."
         )
-    return Division(tp, backend if backend in BACKENDS else "deepspeed")
+    return Sharding(tp, backend if backend in BACKENDS else "deepspeed")
 
 
 def _check_launcher(tp: int, environment: Mapping[str, str]) -> None:

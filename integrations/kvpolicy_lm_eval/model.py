@@ -17,7 +17,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_division, read_policy
+from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_policy, read_sharding
 from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, with_prefixes
 from kvpolicy_lm_eval.stats import Stats
 
@@ -68,7 +68,7 @@ class KVPolicyLM(HFLM):
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
-        self.division = read_division(tp, backend, kwargs, os.environ)
+        self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._auto_batch: int | None = None
         if pretrained is None:
@@ -76,7 +76,7 @@ class KVPolicyLM(HFLM):
             kwargs.setdefault("dtype", "float32")  # the checkpoint is in half precision; its results are for float32
         if not torch.cuda.is_available():
             kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, even if there is none
-        if self.division.tp > 1:
+        if self.sharding.tp > 1:
             self._load_shard(pretrained, kwargs)
         else:
             kwargs["backend"] = "default" if backend in BACKENDS else backend
@@ -89,7 +89,7 @@ class KVPolicyLM(HFLM):
             # HFLM divides the requests among processes only on several GPUs. On CPU, each would answer all of them.
             self._rank = accelerator.process_index
             self._world_size = accelerator.num_processes
-        if self.division.tp == 1:
+        if self.sharding.tp == 1:
             ranks.warn_of_copies(self._world_size, os.environ)
         # Raise errors about the model and the policy now, not at the first request.
         if self.is_full:
@@ -99,7 +99,7 @@ class KVPolicyLM(HFLM):
 
     def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
-        model = ranks.load_shard(pretrained, self.division, arguments.pop("dtype", "auto"), self.policy)
+        model = ranks.load_shard(pretrained, self.sharding, arguments.pop("dtype", "auto"), self.policy)
         if isinstance(pretrained, str):
             arguments["tokenizer"] = arguments.get("tokenizer") or pretrained
         with ranks.no_instance_warnings():
@@ -119,7 +119,7 @@ class KVPolicyLM(HFLM):
         return (
             f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
-            + (f" tp={self.division.tp} backend={self.division.backend}" if self.division.tp > 1 else "")
+            + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
@@ -136,14 +136,14 @@ class KVPolicyLM(HFLM):
                     "another --use_cache path."
                 )
             answers[_FINGERPRINT] = self.fingerprint
-            if self.division.tp > 1:
+            if self.sharding.tp > 1:
                 ranks.synchronize_answers(answers)
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
         """Add the policy, its budget, KV bytes and speed to the entries of the results file."""
         report = self.stats.report()
-        tp = self.division.tp
+        tp = self.sharding.tp
         unit = "sequence" if tp == 1 else f"sequence on each of {tp} ranks"
         for name, cost in report.items():
             kv_bytes = f"{cost['kv_bytes']:,} of {cost['full_kv_bytes']:,}"
@@ -157,7 +157,7 @@ class KVPolicyLM(HFLM):
                 "holdback": self.holdback,
                 "rolling_chunk": self.rolling_chunk,
                 "tp": tp,
-                "backend": self.division.backend,
+                "backend": self.sharding.backend,
                 "bytes_are": f"per {unit}",
                 "tasks": report,
             }
@@ -186,7 +186,7 @@ class KVPolicyLM(HFLM):
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
         """Answer the requests of each task separately, so that each task has its own tally."""
-        if self.division.tp > 1:
+        if self.sharding.tp > 1:
             ranks.check_same_requests(kind, requests)
         tasks: defaultdict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -284,7 +284,7 @@ class KVPolicyLM(HFLM):
     def _full_bytes(self, tokens: int) -> int:
         """Return the bytes of the stock cache of one row, on one rank."""
         dtype = self.model.dtype
-        plan = kvpolicy.plan(self.config, Policy(), prompt=max(tokens, 1), dtype=dtype, tp=self.division.tp)
+        plan = kvpolicy.plan(self.config, Policy(), prompt=max(tokens, 1), dtype=dtype, tp=self.sharding.tp)
         return plan.full_nbytes
 
     # Generation

@@ -26,18 +26,18 @@ from tqdm import tqdm
 from kvpolicy import Policy
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy_lm_eval.arguments import Division
+from kvpolicy_lm_eval.arguments import Sharding
 from kvpolicy_lm_eval.process_exit import end_process_at_exit
 
 log = logging.getLogger("lm_eval.kvpolicy")
 
 
-def load_shard(pretrained: Any, division: Division, dtype: Any, policy: Policy) -> Any:
+def load_shard(pretrained: Any, sharding: Sharding, dtype: Any, policy: Policy) -> Any:
     """Load this rank's shard of a model. All ranks must call this.
 
     Args:
         pretrained: The path or name of a model, or a model. A model that is already sharded is returned as it is.
-        division: The number of ranks, and the library that shards the model.
+        sharding: The number of ranks, and the library that shards the model.
         dtype: As in `hf`.
         policy: The policy that will be attached, to check that it can be used with the model.
     """
@@ -49,7 +49,7 @@ def load_shard(pretrained: Any, division: Division, dtype: Any, policy: Policy) 
         from kvpolicy_deepspeed import load  # imported late, since accelerate and DeepSpeed are optional
 
         dtype = None if dtype in (None, "auto") else get_dtype(dtype)
-        pretrained = load(pretrained, backend=division.backend or "deepspeed", dtype=dtype, policy=policy)
+        pretrained = load(pretrained, backend=sharding.backend or "deepspeed", dtype=dtype, policy=policy)
     _set_random_state(_broadcast(state))
     if pretrained.get_input_embeddings().weight is not pretrained.get_output_embeddings().weight:
         pretrained.config.tie_word_embeddings = False  # HFLM would tie them again, but only one of them is sharded

@@ -153,12 +153,12 @@ def _generate(rank: int, world: int, name: str, folder: str, backend: str) -> li
     mask[1, :9] = 0
     given: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
     for policy in ("full", words("squeeze", "kvcrush"), words("tova", "kivi"), words("h2o", "tokenwise")):
-        said: list[torch.Tensor] = []
+        output: list[torch.Tensor] = []
         for some in (alone, model):
             some.generation_config.repetition_penalty = 1.0
             with torch.no_grad(), kvpolicy.attach(some, policy):
-                said.append(some.generate(tokens, **given))
-        if not torch.equal(*said):
+                output.append(some.generate(tokens, **given))
+        if not torch.equal(*output):
             wrong.append(policy)
     return wrong
 

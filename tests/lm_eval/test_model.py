@@ -176,9 +176,9 @@ def test_invalid_numbers_are_rejected(make, name: str, value: float):
     ("wrong", "meant"), [("budgt", "budget"), ("plicy", "policy"), ("Rolling-Chunk", "rolling_chunk"), ("tps", "tp")]
 )
 def test_a_misspelled_argument_is_rejected(wrong: str, meant: str):
-    told = f"^The arguments must be arguments of the model kvpolicy, got '{wrong}'; try '{meant}'\\.$"
+    message = f"^The arguments must be arguments of the model kvpolicy, got '{wrong}'; try '{meant}'\\.$"
     given: dict[str, Any] = {wrong: 1}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         KVPolicyLM(policy="squeeze+kvcrush", **given)
 
 

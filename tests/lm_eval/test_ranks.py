@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 
 import kvpolicy_lm_eval
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import Division, read_division
+from kvpolicy_lm_eval.arguments import Sharding, read_sharding
 from kvpolicy_lm_eval.model import KVPolicyLM
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
@@ -26,10 +26,10 @@ COMMANDS = (
 )
 
 
-def test_division_is_read():
-    assert read_division(2, "default", {"batch_size": 4, "dtype": "bfloat16"}, TWO) == Division(2, "deepspeed")
-    assert read_division(2, "hf", {}, TWO) == Division(2, "hf")
-    assert read_division(1, "hf", {}, {}) == read_division(None, "causal", {}, TWO) == Division(1)
+def test_sharding_is_read():
+    assert read_sharding(2, "default", {"batch_size": 4, "dtype": "bfloat16"}, TWO) == Sharding(2, "deepspeed")
+    assert read_sharding(2, "hf", {}, TWO) == Sharding(2, "hf")
+    assert read_sharding(1, "hf", {}, {}) == read_sharding(None, "causal", {}, TWO) == Sharding(1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_division_is_read():
 )
 def test_contradicting_arguments_are_rejected(tp: Any, backend: str, others: Any, environment: Any, why: str):
     with pytest.raises(ValueError, match=why):
-        read_division(tp, backend, others, environment)
+        read_sharding(tp, backend, others, environment)
 
 
 def test_arguments_are_checked_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
@@ -72,7 +72,7 @@ def test_an_lm_eval_whose_ranks_all_write_is_rejected(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("kvpolicy_lm_eval.arguments.huggingface.HFLM", Old)
     with pytest.raises(RuntimeError, match=r"0\.4\.13"):
-        read_division(2, "hf", {}, TWO)
+        read_sharding(2, "hf", {}, TWO)
 
 
 def test_copies_are_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
@@ -123,7 +123,7 @@ def part(two, monkeypatch: pytest.MonkeyPatch, tiny) -> Any:
     monkeypatch.setattr(ranks, "sharing_of", lambda _model: "two ranks")
     monkeypatch.setattr(ranks, "end_process_at_exit", lambda: None)
     monkeypatch.setattr(ranks, "silence", lambda: None)
-    return lambda: ranks.load_shard(tiny[0], Division(2, "hf"), None, None)  # pyright: ignore[reportArgumentType]
+    return lambda: ranks.load_shard(tiny[0], Sharding(2, "hf"), None, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_random_numbers_follow_the_first_rank(two, part):
@@ -147,7 +147,7 @@ def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("last", "code", "said"),
+    ("last", "code", "output"),
     [
         ("print('done')", 0, "done"),
         ("sys.exit()", 0, ""),
@@ -158,7 +158,7 @@ def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.parametrize("command_line", [True, False])
-def test_exit_code_is_kept(last: str, code: int, said: str, command_line: bool):
+def test_exit_code_is_kept(last: str, code: int, output: str, command_line: bool):
     lines = [
         "import sys, atexit",
         f"sys.path.insert(0, {str(Path(kvpolicy_lm_eval.__file__).parent.parent)!r})",
@@ -170,7 +170,7 @@ def test_exit_code_is_kept(last: str, code: int, said: str, command_line: bool):
     ]
     done = subprocess.run([sys.executable, "-S", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == code
-    assert said in done.stdout + done.stderr
+    assert output in done.stdout + done.stderr
     assert ("later" in done.stdout) is (not command_line and "raise" not in last)
 
 

@@ -123,12 +123,12 @@ def test_deepspeed(launch, alone, tmp_path: Path):
     from sqlitedict import SqliteDict
 
     pytest.importorskip("deepspeed")
-    said = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
+    output = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
     check_against(alone, tmp_path / "out", "deepspeed")
-    assert said.count("|kvpolicy_hot") == 1  # one table is printed
-    assert said.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
+    assert output.count("|kvpolicy_hot") == 1  # one table is printed
+    assert output.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
     for bar in ("Tokenizing inputs", "Scoring under squeeze+kvcrush@0.5"):
-        assert said.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
+        assert output.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
     first, second = (dict(SqliteDict(str(tmp_path / f"answers_rank{rank}.db"))) for rank in (0, 1))
     assert len(first) > 4 and first.keys() == second.keys()
 
