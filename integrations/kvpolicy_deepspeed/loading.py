@@ -75,12 +75,8 @@ def _whole(path: Any, config: Any, dtype: Any, place: World) -> Any:
 def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     from transformers import GenerationConfig
 
-<<<<<<< HEAD
     from kvpolicy.hf.heads import heads_of
-    from kvpolicy_deepspeed.autotp import divide
-=======
     from kvpolicy_deepspeed.autotp import shard
->>>>>>> cli
     from kvpolicy_deepspeed.weight_copy import fill
 
     files = Checkpoint.find(str(path))
@@ -124,14 +120,9 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
-<<<<<<< HEAD
     from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.hf.heads import heads_of
-    from kvpolicy_deepspeed.autotp import divide
-=======
-    from kvpolicy.hf.model_spec import find_sites, sample_weights
     from kvpolicy_deepspeed.autotp import shard
->>>>>>> cli
     from kvpolicy_deepspeed.weight_copy import fill
 
     dtype = checks.check_dtype(dtype or model.dtype, "deepspeed")
@@ -141,13 +132,8 @@ def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _replace(model, lambda parameter: parameter.to("meta"))
     family = FAMILIES[model.config.model_type]
-<<<<<<< HEAD
     heads = heads_of(model.config, place.rank, place.size)
-    slots = divide(model, family, heads, dtype, place)
-=======
-    heads = Heads.of(model.config, place.rank, place.size)
     slots = shard(model, family, heads, dtype, place)
->>>>>>> cli
     fill(model, family, slots, of_tensors(tensors), place)
     return _share(model, heads.replicas, weights)
 

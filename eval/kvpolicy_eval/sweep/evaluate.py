@@ -199,29 +199,18 @@ class Evaluator:
         plain = json.loads(json.dumps(results, default=handle_non_serializable))
         return Evaluation(plain, _sample_lines(samples) if config.samples else {})
 
-<<<<<<< HEAD
     def _probe(self, lm: SweepLM, cell: Cell, samples: dict[str, Any] | None) -> dict[str, Any]:
         """Probe the layers on the task's first prompts.
 
         Only the first process has the samples. If the model is sharded, it broadcasts the prompts, because every rank
         takes part in the forward pass.
         """
-        if not self.config.probes or (samples is None and lm.division.tp == 1):
-            return {}
-        shared = [probe.prompts(samples, self.config.probes) if samples else []]
-        if lm.division.tp > 1:
-            torch.distributed.broadcast_object_list(shared, src=0)
-        rows = probe.tokens(lm, shared[0])
-=======
-    def _probe(self, lm: Switching, cell: Cell, samples: dict[str, Any] | None) -> dict[str, Any]:
-        """Look at layers on the task's first prompts; every rank of a divided model takes part."""
         if not self.config.probes or (samples is None and lm.sharding.tp == 1):
             return {}
-        held = [probe.prompts(samples, self.config.probes) if samples else []]
+        shared = [probe.prompts(samples, self.config.probes) if samples else []]
         if lm.sharding.tp > 1:
-            torch.distributed.broadcast_object_list(held, src=0)
-        rows = probe.tokens(lm, held[0])
->>>>>>> cli
+            torch.distributed.broadcast_object_list(shared, src=0)
+        rows = probe.tokens(lm, shared[0])
         if cell.task not in self._cosines:
             self._cosines[cell.task] = probe.cosines(lm, rows)
         return probe.layers(lm, rows) | {"cosine": self._cosines[cell.task]}
