@@ -1,6 +1,7 @@
-"""What strategies are written with: division among layers, and slots of codes.
+"""Helper functions for custom strategies.
 
-An allocator needs `waterfill`; a codec needs the others. All of them stay on the device and trace whole.
+`waterfill` is for allocators, the others are for codecs. They do not synchronize with the host, and they are traced
+without graph breaks.
 """
 
 from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks
