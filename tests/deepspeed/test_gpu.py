@@ -1,4 +1,4 @@
-"""Two ranks on one card."""
+"""Two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
 
 
 def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float]]:
-    """Of each policy: the share of positions that one rank keeps too, and how far logits are apart."""
+    """For each policy, the fraction of positions that a single rank keeps too, and the largest difference of logits."""
     import kvpolicy_deepspeed
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -49,8 +49,8 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-def test_two_ranks_on_one_card(tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     for found in run_ranks(_compare, 2, save("llama", tmp_path)):
         assert all(share > 0.95 for share, _ in found.values()), found
         assert found["full"][1] < 1e-4

@@ -53,7 +53,9 @@ def layers(lm: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
     with torch.inference_mode(), kvpolicy.attach(lm.model, lm.policy):
         caches = [_prefill(lm, lm.policy, row) for row in rows]
     kept = torch.stack([_kept(cache, row.shape[1]) for cache, row in zip(caches, rows, strict=True)]).mean(0)
-    budget = torch.stack([torch.stack([layer.budget.float().mean().cpu() for layer in c.slots]) for c in caches])
+    budget = torch.stack(
+        [torch.stack([layer.budget.float().mean().cpu() for layer in c.policy_layers]) for c in caches]
+    )
     return {
         "layers": [layer.layer_idx for layer in caches[0].slots],
         "prompt": round(sum(row.shape[1] for row in rows) / len(rows), 1),
