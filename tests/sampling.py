@@ -61,7 +61,7 @@ def star(*axes: Sequence[Any], centers: Sequence[Row]) -> list[Row]:
         for place, (axis, center) in enumerate(zip(axes, centers, strict=True))
         for value in axis
     ]
-    return list(dict.fromkeys(rows))
+    return [row for number, row in enumerate(rows) if row not in rows[:number]]
 
 
 class _Search:
