@@ -80,7 +80,8 @@ def watched(part: Any) -> Generator[None, None, None]:
         yield
         return
     cls: Any = type(part)
-    priority, observe = cls.priority, cls.observe
+    priority = cls.priority
+    observe = cls.observe
 
     def checked_priority(self: Any, state: Any, view: View) -> Tensor:
         result = priority(self, state, view)
