@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
     from kvpolicy.allocators.uniform import Uniform as Uniform
-    from kvpolicy.attachment import Handle as Handle
-    from kvpolicy.attachment import attach as attach
-    from kvpolicy.cache import PolicyCache as PolicyCache
+    from kvpolicy.calibration.layer_profile import profile as profile
     from kvpolicy.codecs.bfp import BFP as BFP
     from kvpolicy.codecs.csr import CSR as CSR
     from kvpolicy.codecs.gear import GEAR as GEAR
@@ -31,12 +29,15 @@ if TYPE_CHECKING:
     from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
     from kvpolicy.codecs.zipcache import ZipCache as ZipCache
     from kvpolicy.distortion import Distortion as Distortion
-    from kvpolicy.embedded import tiny as tiny
-    from kvpolicy.notices import KVPolicyWarning as KVPolicyWarning
-    from kvpolicy.planning import plan as plan
-    from kvpolicy.plans import CachePlan as CachePlan
+    from kvpolicy.hf.attach import Handle as Handle
+    from kvpolicy.hf.attach import attach as attach
+    from kvpolicy.hf.cache import PolicyCache as PolicyCache
+    from kvpolicy.hf.embedded import tiny as tiny
+    from kvpolicy.hf.plan import plan as plan
+    from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.parallel.weights import Weights as Weights
+    from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
-    from kvpolicy.profiling import profile as profile
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
@@ -45,8 +46,10 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
     from kvpolicy.selectors.tova import TOVA as TOVA
     from kvpolicy.selectors.window import SlidingWindow as SlidingWindow
-    from kvpolicy.weights import Weights as Weights
-    from kvpolicy.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.spec.errors import KVPolicyError as KVPolicyError
+    from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError
+    from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
+    from kvpolicy.spec.errors import KVPolicyWarning as KVPolicyWarning
 
 __version__ = "0.1.0"
 
@@ -54,9 +57,9 @@ _LAZY = {
     "Pyramid": "kvpolicy.allocators.pyramid",
     "SqueezeAttention": "kvpolicy.allocators.squeeze",
     "Uniform": "kvpolicy.allocators.uniform",
-    "attach": "kvpolicy.attachment",
-    "Handle": "kvpolicy.attachment",
-    "PolicyCache": "kvpolicy.cache",
+    "attach": "kvpolicy.hf.attach",
+    "Handle": "kvpolicy.hf.attach",
+    "PolicyCache": "kvpolicy.hf.cache",
     "BFP": "kvpolicy.codecs.bfp",
     "CSR": "kvpolicy.codecs.csr",
     "GEAR": "kvpolicy.codecs.gear",
@@ -70,12 +73,15 @@ _LAZY = {
     "TurboQuant": "kvpolicy.codecs.turboquant",
     "ZipCache": "kvpolicy.codecs.zipcache",
     "Distortion": "kvpolicy.distortion",
-    "tiny": "kvpolicy.embedded",
-    "KVPolicyWarning": "kvpolicy.notices",
-    "plan": "kvpolicy.planning",
-    "CachePlan": "kvpolicy.plans",
+    "tiny": "kvpolicy.hf.embedded",
+    "KVPolicyError": "kvpolicy.spec.errors",
+    "KVPolicyStateError": "kvpolicy.spec.errors",
+    "KVPolicyTypeError": "kvpolicy.spec.errors",
+    "KVPolicyWarning": "kvpolicy.spec.errors",
+    "plan": "kvpolicy.hf.plan",
+    "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
-    "profile": "kvpolicy.profiling",
+    "profile": "kvpolicy.calibration.layer_profile",
     "KeepAll": "kvpolicy.selectors.full",
     "H2O": "kvpolicy.selectors.h2o",
     "KVCrush": "kvpolicy.selectors.kvcrush",
@@ -84,8 +90,8 @@ _LAZY = {
     "StreamingLLM": "kvpolicy.selectors.streaming",
     "TOVA": "kvpolicy.selectors.tova",
     "SlidingWindow": "kvpolicy.selectors.window",
-    "Weights": "kvpolicy.weights",
-    "weights_per_rank": "kvpolicy.weights",
+    "Weights": "kvpolicy.parallel.weights",
+    "weights_per_rank": "kvpolicy.hf.weights",
 }
 """Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""
 

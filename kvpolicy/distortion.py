@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, Selector
-from kvpolicy.rotary import Rope
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class Distortion(NamedTuple):
@@ -55,7 +56,7 @@ def distortion(
         Error, bits and tokens.
 
     Raises:
-        ValueError: Where the codec leaves all of so few tokens exact.
+        KVPolicyError: Where the codec leaves all of so few tokens exact.
 
     Examples:
         >>> from kvpolicy import KIVI
@@ -66,21 +67,21 @@ def distortion(
         (5.0, 3.0, True)
     """
     count, dim = keys.shape[2:]
-    layer = coded_layer(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
+    layer = coded_store(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
     past = layer.past()
     assert past is not None
-    coded = past.live.clone()
+    coded = past.occupied.clone()
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
-        raise ValueError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
-    held, slots = layer.held(), sum(layer.layout.coded)
+        raise KVPolicyError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
+    held, slots = layer.nbytes_by_kind(), sum(layer.layout.coded)
     bits = 8 * (held["codes"] + held["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
     at = layer.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)
     lost = [_error(got, want.gather(2, at), coded) for got, want in ((past.keys, keys), (past.values, values))]
     return Distortion(lost[0], lost[1], bits, float(coded.sum()) / coded[..., 0].numel())
 
 
-def coded_layer(
+def coded_store(
     codec: Codec,
     keys: Tensor,
     values: Tensor,
@@ -89,21 +90,25 @@ def coded_layer(
     layer_idx: int = 0,
     selector: Selector | None = None,
     rope: Rope | None = None,
-) -> PolicyLayer:
+) -> LayerStore:
     """A layer of a cache after a prompt of which all tokens are kept; the arguments are those of `distortion`.
 
     With `rope`, keys are taken as attention sees them, and a codec whose frame is `pre` undoes the embedding.
     """
-    ranked = codec.traits.order == "worth"
+    ranked = codec.traits.demote_by == "priority"
     policy = Policy(codec=codec, selector=selector or (SlidingWindow() if ranked else KeepAll()), budget=1.0)
-    layer = PolicyLayer(policy, layer_idx, lambda _: None, rope if codec.traits.frame == "pre" else None)
+    rope = rope if codec.traits.key_space == "unrotated" else None
+    store = LayerStore(layer_idx, policy.selector, codec, policy.decode, rope)
     batch, _, count, dim = keys.shape
+    everything = torch.full((batch,), count, device=keys.device)
+    budget = RowBudget(everything, torch.zeros_like(everything), everything.cpu())
     with torch.no_grad():
-        layer.forward(keys if queries is None else queries, keys, values, None, Kernel(dim**-0.5))
-        whole = torch.full((batch,), count, device=keys.device)
-        layer.massive = torch.zeros(batch, count, dtype=torch.bool, device=keys.device)
-        layer.settle(whole, torch.zeros_like(whole), whole.cpu())
-    return layer
+        store.initialize(keys)
+        _, pending = store.attend_prompt(
+            keys if queries is None else queries, keys, values, None, ScoreTransform(dim**-0.5)
+        )
+        store.compress(pending, budget, massive=torch.zeros(batch, count, dtype=torch.bool, device=keys.device))
+    return store
 
 
 def _error(got: Tensor, want: Tensor, coded: Tensor) -> float:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import inspect
+from dataclasses import dataclass, field, fields, is_dataclass
+from html import escape
 from typing import Any
 
-from kvpolicy import grammar, notebook
 from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.budget import Budget, check_budget
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.fields import check_instance
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.spec import grammar
+from kvpolicy.spec.budget import Budget, check_budget
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import Cells, section, table
+from kvpolicy.spec.validation import check_instance
 
 DEFAULT_SHARE = 0.2
 """The budget of a policy that names a selector and no budget."""
@@ -38,8 +42,8 @@ class Policy:
             token and takes the selector's ranking for its precision; else 0.2.
 
     Raises:
-        TypeError: Where a part is in the wrong place.
-        ValueError: Where the budget is out of range, too small for the selector, or needs a selector.
+        KVPolicyTypeError: Where a part is in the wrong place.
+        KVPolicyError: Where the budget is out of range, too small for the selector, or needs a selector.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -71,7 +75,7 @@ class Policy:
             text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a.
 
         Raises:
-            ValueError: Where the text is not a policy; it says which word, what exists and what is near.
+            KVPolicyError: Where the text is not a policy; it says which word, what exists and what is near.
 
         Examples:
             >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
@@ -85,15 +89,15 @@ class Policy:
         try:
             return cls(**parts, budget=_UNSET if budget is None else budget)
         except TypeError as error:  # of a text, nothing but ValueError: here a plug-in does not implement its kind
-            raise ValueError(f"The policy {text!r} cannot be built: {error}") from error
+            raise KVPolicyError(f"The policy {text!r} cannot be built: {error}") from error
 
     @classmethod
     def of(cls, policy: Policy | str) -> Policy:
         """A policy as it is, or read from its words.
 
         Raises:
-            TypeError: Where it is neither.
-            ValueError: Where the words are not a policy.
+            KVPolicyTypeError: Where it is neither.
+            KVPolicyError: Where the words are not a policy.
 
         Examples:
             >>> Policy.of("h2o") == Policy.of(Policy.parse("h2o"))
@@ -105,7 +109,7 @@ class Policy:
             return cls.parse(policy)
         fits = _fitting(policy)
         advice = f"write Policy({fits[0]}=...)" if fits else 'give words such as "snapkv@0.2", or a kvpolicy.Policy'
-        raise TypeError(f"The policy is {policy!r}, which is none: {advice}.")
+        raise KVPolicyTypeError(f"The policy is {policy!r}, which is none: {advice}.")
 
     def __eq__(self, other: object) -> bool:
         """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is everything."""
@@ -124,14 +128,16 @@ class Policy:
         try:
             return grammar.show(parts, budget) if parts else _IDENTITY[0]
         except ValueError:
-            return notebook.parts_words(self)
+            return _constructor(self)
 
     def __repr__(self) -> str:
         """What makes it again."""
-        return notebook.policy_words(self)
+        spec = str(self)
+        constructor = _constructor(self)
+        return constructor if spec == constructor else f"Policy.parse({spec!r})"
 
     def _repr_html_(self) -> str:
-        return notebook.policy_html(self)
+        return policy_html(self)
 
     @property
     def decode(self) -> DecodeMode:
@@ -141,7 +147,7 @@ class Policy:
 
     @property
     def _ranks(self) -> bool:
-        return self.codec.traits.order == "worth"
+        return self.codec.traits.demote_by == "priority"
 
     @property
     def _keeps_all(self) -> bool:
@@ -150,20 +156,46 @@ class Policy:
     def _check_budget(self) -> None:
         budget = self.budget
         if self._keeps_all and self._ranks:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The codec {self.codec} stores the tokens of highest rank precisely, and no selector ranks them: "
                 "name one, such as h2o."
             )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
-            raise ValueError(
+            raise KVPolicyError(
                 f"The budget {budget} may leave tokens out, and no selector says which to keep: "
                 "name one, such as snapkv, or leave the budget out."
             )
-        if isinstance(budget, int) and budget < self.selector.floor:
-            raise ValueError(
+        if isinstance(budget, int) and budget < self.selector.min_tokens:
+            raise KVPolicyError(
                 f"The budget of {budget} tokens is too small for {self.selector}: "
-                f"the smallest that works is {self.selector.floor}."
+                f"the smallest that works is {self.selector.min_tokens}."
             )
+
+
+def policy_html(policy: Policy) -> str:
+    """An HTML table of a policy's parts: what each does, and its parameters."""
+    rows = [_part_cells(kind, getattr(policy, kind)) for kind in _PROTOCOLS]
+    rows.append(("budget", escape(str(policy.budget)), _budget_unit(policy.budget), ""))
+    columns = ("", "part", "what it does", "with")
+    return section(f"policy <code>{escape(str(policy))}</code>", table(columns, rows, text_columns=4))
+
+
+def _constructor(policy: Policy) -> str:
+    """The expression that makes a policy again, for parts that have no registered name."""
+    return f"Policy({', '.join(f'{field.name}={getattr(policy, field.name)!r}' for field in fields(policy))})"
+
+
+def _part_cells(kind: str, part: Any) -> Cells:
+    summary = (inspect.getdoc(type(part)) or "").partition("\n\n")[0]
+    options = fields(part) if is_dataclass(part) else ()
+    values = ", ".join(f"{option.name}={getattr(part, option.name)}" for option in options)
+    return kind, escape(type(part).__name__), escape(" ".join(summary.split())), escape(values)
+
+
+def _budget_unit(budget: Budget) -> str:
+    if isinstance(budget, str):
+        return "bytes of the whole cache"
+    return "tokens per layer on average" if isinstance(budget, int) else "of each prompt's tokens"
 
 
 def _check_part(kind: Kind, part: object) -> None:
@@ -177,7 +209,7 @@ def _check_part(kind: Kind, part: object) -> None:
         advice = f"words are read by Policy.parse({part!r})"
     else:
         advice = lacking(part, kind)
-    raise TypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
+    raise KVPolicyTypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
 
 
 def _fitting(part: object) -> list[Kind]:

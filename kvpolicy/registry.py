@@ -13,6 +13,8 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
+from kvpolicy.spec.errors import KVPolicyError
+
 Kind = Literal["allocator", "selector", "codec"]
 
 ALLOCATORS = {
@@ -74,7 +76,7 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
         What kind of part it is, and its class.
 
     Raises:
-        ValueError: Where there is no such name, or what it points to cannot be imported.
+        KVPolicyError: Where there is no such name, or what it points to cannot be imported.
 
     Examples:
         >>> lookup("uniform")
@@ -83,7 +85,7 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
     found = _table().get(ALIASES.get(name, name))
     if found is None:
         every = "; ".join(f"{kind}s {', '.join(names(kind))}" for kind in kinds())
-        raise ValueError(f"There is no strategy called {name!r}{suggest(name, names())} There are {every}.")
+        raise KVPolicyError(f"There is no strategy called {name!r}{suggest(name, names())} There are {every}.")
     kind, target = found
     return kind, _load(name, target)
 
@@ -92,7 +94,7 @@ def name_of(cls: type[Any]) -> str:
     """The name under which a strategy class is registered.
 
     Raises:
-        ValueError: Where it is not registered.
+        KVPolicyError: Where it is not registered.
 
     Examples:
         >>> from kvpolicy.codecs.plain import Plain
@@ -106,7 +108,7 @@ def name_of(cls: type[Any]) -> str:
     for name, (kind, target) in _table().items():  # a plug-in may point to a re-export
         if name not in _BUILT_IN[kind] and _load(name, target) is cls:
             return name
-    raise ValueError(
+    raise KVPolicyError(
         f"{cls.__qualname__} has no name: add an entry point for {own} to the group kvpolicy.allocators, "
         "kvpolicy.selectors or kvpolicy.codecs."
     )
@@ -140,7 +142,7 @@ def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[s
     for name, target in items:
         taken = (kind, ALIASES[name]) if name in ALIASES else table.get(name)
         if taken is not None and taken != (kind, target):  # one package seen twice on the path is no clash
-            raise ValueError(
+            raise KVPolicyError(
                 f"The name {name!r} is taken twice, by the {taken[0]} {taken[1]} and the {kind} {target}: "
                 "rename one entry point or uninstall its package."
             )
@@ -152,7 +154,7 @@ def _load(name: str, target: str) -> type[Any]:
     try:
         found: object = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"The strategy {name!r} is {target}, which cannot be imported: {error}.") from error
+        raise KVPolicyError(f"The strategy {name!r} is {target}, which cannot be imported: {error}.") from error
     if not isinstance(found, type):
-        raise ValueError(f"The strategy {name!r} is {target}, which is not a class.")
+        raise KVPolicyError(f"The strategy {name!r} is {target}, which is not a class.")
     return found

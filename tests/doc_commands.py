@@ -152,7 +152,7 @@ def parse(run: Callable[[], Any], name: str, words: list[str]) -> None:
 
 
 def _kvpolicy(words: list[str], block: Block) -> None:
-    from kvpolicy import cli
+    from kvpolicy.cli import app as cli
 
     if not hasattr(cli, "app"):
         return parse(cli.main, "kvpolicy", words)

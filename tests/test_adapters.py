@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
-from kvpolicy.adapters import KVPressScorer
+from kvpolicy.hf.adapters import KVPressScorer
 from tests.conformance.models import VOCABULARY, build
 
 

@@ -22,7 +22,7 @@ if not DOCS.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
 
 import kvpolicy
-from kvpolicy.cli import USAGE
+from kvpolicy.cli.app import USAGE
 from tests.doc_commands import NOWHERE, check, simple_commands
 
 PAGES = pages()
@@ -119,7 +119,7 @@ def test_commands_print_what_the_page_says(block: Block, capsys: pytest.CaptureF
 
 def run(words: list[str], *, wrong: bool = False) -> None:
     """Run `kvpolicy` here; where a page shows its complaint, it must complain."""
-    from kvpolicy.cli import main
+    from kvpolicy.cli.app import main
 
     assert main(words[1:]) == (2 if wrong else 0), shlex.join(words)
 

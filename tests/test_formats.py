@@ -10,7 +10,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.allocators.profile import load_profile, save_profile
-from kvpolicy.formats import check_format, stamp
+from kvpolicy.spec.formats import check_format, stamp
 
 
 def newer(content: dict[str, Any]) -> dict[str, Any]:

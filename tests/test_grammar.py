@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvpolicy import grammar, registry
+from kvpolicy import registry
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
@@ -19,6 +19,7 @@ from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.spec import grammar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +94,10 @@ def test_path_holds_what_a_path_may_hold() -> None:
 def test_the_least_budget_of_a_split(split: str, base: str) -> None:
     """It leaves the base its own, and one token less does not."""
     selector: Any = Policy.parse(f"kvcrush:split={split}/{base}@0.5").selector
-    of_base = [floor - floor * round(float(split) * 10**6) // 10**6 for floor in (selector.floor, selector.floor - 1)]
-    assert of_base[0] == selector.base.floor > of_base[1]
+    of_base = [
+        floor - floor * round(float(split) * 10**6) // 10**6 for floor in (selector.min_tokens, selector.min_tokens - 1)
+    ]
+    assert of_base[0] == selector.base.min_tokens > of_base[1]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_an_attachment_that_failed_is_not_told_of(caplog: pytest.LogCaptureFixtu
 
 def test_silent_where_nobody_listens() -> None:
     """Not even what logging prints by itself of warnings without a handler."""
-    code = "import kvpolicy.notices as n; n.log.warning('heard'); n.log.error('heard')"
+    code = "import kvpolicy.reporting.logging as n; n.log.warning('heard'); n.log.error('heard')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""
 

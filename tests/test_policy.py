@@ -30,7 +30,7 @@ class Newest:
     """A selector that nobody registered."""
 
     decode: DecodeMode = "evict"
-    floor: int = 1
+    min_tokens: int = 1
     needs: Needs = field(default_factory=Needs)
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
@@ -89,9 +89,9 @@ def test_budget_of_another_type() -> None:
 
 def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
     with pytest.raises(ValueError, match=r"7 tokens is too small .* the smallest that works is 8"):
-        Policy(selector=Newest(floor=8), budget=7)
-    Policy(selector=Newest(floor=8), budget=8)
-    Policy(selector=Newest(floor=8), budget=0.001)  # a share is only known with a prompt
+        Policy(selector=Newest(min_tokens=8), budget=7)
+    Policy(selector=Newest(min_tokens=8), budget=8)
+    Policy(selector=Newest(min_tokens=8), budget=0.001)  # a share is only known with a prompt
 
 
 @pytest.mark.parametrize(
@@ -186,4 +186,4 @@ def test_keep_all_keeps_all() -> None:
     assert keep.observe((), Seen(None, None), view) == ()
     assert keep.priority((), view).tolist() == [[[0.0] * 3] * 2]
     assert keep.statistic(Seen(None, None), view) is None
-    assert not any(keep.needs) and keep.floor == 1 and keep.decode == "grow"
+    assert not any(keep.needs) and keep.min_tokens == 1 and keep.decode == "grow"

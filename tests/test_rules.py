@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import TokenWise
-from kvpolicy.protocols import At, Layout, Store, Traits, Turn
-from kvpolicy.testing import check
+from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
+from kvpolicy.testing.conformance import check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,34 +41,36 @@ class Bytes(TokenWise):
             return found._replace(keys=found.keys[..., :1])
         return found
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         if self.how == "rows":
             keys = keys.mean(0, keepdim=True).expand_as(keys)
         if self.how == "shift":
             slots = (slots + 1) % store.codes.keys.shape[2]
         if self.how == "inactive":
-            active = torch.ones_like(active)
+            write_mask = torch.ones_like(write_mask)
         if self.how == "batch":
             scale = keys.abs().amax() / 127
             keys = (keys / scale).round() * scale
         if self.how == "clears":
-            store.codes.keys.masked_fill_(~active.any(-1)[..., None, None], 0)
+            store.codes.keys.masked_fill_(~write_mask.any(-1)[..., None, None], 0)
         if self.how == "once" and bool(store.codes.keys.any()):
             return
         if self.how != "nothing":
-            TokenWise.write(self, store, keys, values, slots, active, live)
+            TokenWise.write(self, store, keys, values, slots, write_mask, occupied)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         found = TokenWise.keys(self, store, at)
         found = found + torch.randn_like(found) if self.how == "noise" else found
         return found.bfloat16() if self.how == "short" else found
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
-        found = TokenWise.score(self, store, queries, turn)
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        found = TokenWise.score(self, store, queries, rope)
         return {"score": found * 2, "hidden": torch.full_like(found, -torch.inf)}.get(self.how, found)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
-        found = TokenWise.mix(self, store, share)
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        found = TokenWise.mix(self, store, weights)
         return found.mean(0, keepdim=True).expand_as(found) if self.how == "mix" else found
 
 
@@ -84,9 +86,9 @@ def test_a_right_one_passes() -> None:
         ("stages", "1 stages, and the layout has 2"),
         ("meta", "on the device meta"),
         ("rows", "the other row, changes the keys"),
-        ("inactive", "write heeds tokens that are not active: keys differs"),
+        ("inactive", "write heeds tokens that are not write_mask: keys differs"),
         ("batch", "write codes a row otherwise beside another one: keys differs"),
-        ("clears", "write changes a head that is given no active token: keys differs"),
+        ("clears", "write changes a head that is given no write_mask token: keys differs"),
         ("once", "write leaves a head as it was"),
         ("shift", "no nearer to those written"),
         ("nothing", "no nearer to those written"),

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.shading import DARK, LIGHT, SHADES, cells, ink, level, runs_on, visible, wrapped
-from kvpolicy.spans import Span, pieces, spans
+from kvpolicy.reporting.text_rendering import DARK, LIGHT, SHADES, cells, ink, level, runs_on, visible, wrapped
+from kvpolicy.reporting.token_spans import Span, pieces, spans
 
 TEXTS = ("tiger=4821\nlion=1234\n?lion=", "def f(x):\n    return x + 1\n\n\nprint(f(2), f(3))\n?tiger=")
 
@@ -23,7 +23,7 @@ def tiny() -> tuple[Any, Any]:
 
 def counted(cache: Any, layer: int, row: int, position: int) -> float:
     """The share of a layer's heads that hold a position, slot by slot."""
-    heads = cache.slots[layer].positions[row].tolist()
+    heads = cache.policy_layers[layer].positions[row].tolist()
     return sum(position in slots for slots in heads) / len(heads)
 
 
@@ -35,7 +35,7 @@ def test_shares_are_those_of_the_slots_in_padded_rows(policy: str, tiny: tuple[A
     with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
         made = model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     cache = handle.cache
-    assert cache is not None and cache.slots[0].positions.shape[1] == 4
+    assert cache is not None and cache.policy_layers[0].positions.shape[1] == 4
     for row, text in enumerate(TEXTS):
         padding = int((batch.attention_mask[row] == 0).sum())
         tokens = pieces(tokenizer, made[row, padding:].tolist())

@@ -12,10 +12,10 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy
-from kvpolicy.budget import waterfill
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.registry import lookup, names
-from kvpolicy.testing import check
+from kvpolicy.spec.budget import waterfill
+from kvpolicy.testing.conformance import check
 from tests.conformance.policies import words
 
 SOME = ("squeeze", "kvcrush", "kivi", "mikv")
@@ -40,10 +40,10 @@ class Layers:
     how: str = "right"
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         return cast("Any", "entropy") if self.how == "measure" else ""
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         wish = torch.ones(len(total), layers, dtype=torch.float64)
         if self.how == "total":
             total -= 1
@@ -71,7 +71,7 @@ class Tokens:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         return 0 if self.how == "zero" else 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:

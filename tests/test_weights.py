@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mixtr
 
 import kvpolicy
 from kvpolicy import weights_per_rank
-from kvpolicy.embedded import config_of
+from kvpolicy.hf.embedded import config_of
 
 TINY: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 10,

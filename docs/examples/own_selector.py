@@ -47,7 +47,7 @@ class RareKeys:
         return Needs(forward=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """The smallest budget that works: the current token."""
         return 1
 

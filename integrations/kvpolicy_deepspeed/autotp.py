@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy.dividing import SUMMED, Family, Heads, Slot, kinds, slots
+from kvpolicy.parallel.sharding import SUMMED, Family, Heads, Slot, kinds, slots
+from kvpolicy.spec.errors import KVPolicyStateError
 from kvpolicy_deepspeed.launch import World
 
 _HEADS = {
@@ -46,7 +47,7 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
     Returns:
         What each parameter is to be filled with.
     """
-    from kvpolicy.families import find_sites
+    from kvpolicy.hf.discovery import find_sites
 
     deepspeed = engine()
     block = type(find_sites(model).layers[0].block)
@@ -108,7 +109,7 @@ def _check(model: nn.Module, family: Family) -> None:
         if module is None:  # experts' matrices, which are ours
             continue
         if ("Allreduce" in type(module).__name__) is not (kind in SUMMED) or getattr(module, "mp_group", None) is None:
-            raise RuntimeError(
+            raise KVPolicyStateError(
                 f"DeepSpeed made {type(module).__name__} of {name}, which would give wrong numbers: use another "
                 'version of DeepSpeed, or backend="hf".'
             )
@@ -126,7 +127,7 @@ def _resize(model: nn.Module, own: dict[str, Slot], dtype: torch.dtype, device: 
 
 def _tell_heads(model: Any, heads: Heads) -> None:
     """Let attention modules know their own number of heads, where they keep one."""
-    from kvpolicy.families import find_sites
+    from kvpolicy.hf.discovery import find_sites
 
     own = {"queries": len(heads.queries), "keys": len(heads.keys)}
     configs: dict[int, Any] = {}

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.spec.errors import KVPolicyError
+
 INDEX = "model.safetensors.index.json"
 PATTERNS = ["*.json", "*.safetensors"]
 Take = Callable[..., Tensor]
@@ -43,7 +45,7 @@ class Checkpoint(NamedTuple):
         """Find a model's files: in a folder, or by its name on the hub.
 
         Raises:
-            ValueError: Where there are no safetensors.
+            KVPolicyError: Where there are no safetensors.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -58,7 +60,7 @@ class Checkpoint(NamedTuple):
             files = (folder / "model.safetensors",)
         missing = [file.name for file in files if not file.exists()]
         if missing:
-            raise ValueError(
+            raise KVPolicyError(
                 f"{path} has no {missing[0]}, and only safetensors are read: convert the checkpoint with "
                 "transformers' save_pretrained, or download the missing file."
             )

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.dividing import Family, Part, Slot, aligned
+from kvpolicy.parallel.sharding import Family, Part, Slot, aligned
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_deepspeed.checkpoint import Piece
 from kvpolicy_deepspeed.launch import World
 
@@ -26,7 +27,7 @@ def fill(model: Any, family: Family, slots: dict[str, Slot], pieces: Iterable[tu
     """Copy this rank's part of every tensor into the divided model.
 
     Raises:
-        ValueError: Where a tensor is missing, or has another shape than the config says.
+        KVPolicyError: Where a tensor is missing, or has another shape than the config says.
     """
     parameters = dict(model.named_parameters())
     left = {name: parameter.numel() for name, parameter in parameters.items()}
@@ -42,7 +43,7 @@ def fill(model: Any, family: Family, slots: dict[str, Slot], pieces: Iterable[tu
                 left[head] -= _copy(_Goal(head, parameters[head], slots[head]), key, piece)
     missing = [name for name, count in left.items() if count]
     if missing:
-        raise ValueError(
+        raise KVPolicyError(
             f"The checkpoint lacks {len(missing)} of the model's tensors, such as {missing[0]}: "
             "check that it is whole and that its config.json belongs to it."
         )
@@ -88,7 +89,7 @@ def _expert(
 def _copy(goal: _Goal, key: str, piece: Piece) -> int:
     """Copy a part of a tensor, range by range; returns how many numbers."""
     if piece.shape != goal.slot.whole:
-        raise ValueError(
+        raise KVPolicyError(
             f"The checkpoint's {key} is {list(piece.shape)}, and the config asks for {list(goal.slot.whole)}: "
             "check that its config.json belongs to it."
         )

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from kvpolicy.spec.errors import KVPolicyStateError
+
 
 class World(NamedTuple):
     """One rank's place in a job.
@@ -44,13 +46,13 @@ def world() -> World:
     """Read this rank's place from the launcher's environment, or from `torch.distributed` where it is initialised.
 
     Raises:
-        RuntimeError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: Where there is no launcher; it gives the command to use.
     """
     if dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise RuntimeError(
+        raise KVPolicyStateError(
             "No launcher started this process (RANK and WORLD_SIZE are not set): run "
             f"`torchrun --standalone --nproc_per_node N {_script()}` or "
             f"`deepspeed --num_gpus N --no_local_rank {_script()}`."
@@ -88,7 +90,7 @@ def ranks(seed: int | None = None) -> Generator[World, None, None]:
             sampling; nothing is seeded by default.
 
     Raises:
-        RuntimeError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: Where there is no launcher; it gives the command to use.
 
     Examples:
         A script for `torchrun --standalone --nproc_per_node 2 script.py`::

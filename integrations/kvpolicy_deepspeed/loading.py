@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kvpolicy.dividing import FAMILIES, Heads, check_family
+from kvpolicy.parallel.sharding import FAMILIES
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import Checkpoint, of_tensors
 from kvpolicy_deepspeed.launch import World, meet, world
@@ -35,9 +35,9 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
         A `transformers.PreTrainedModel` in evaluation mode whose logits, on every rank, are the whole model's.
 
     Raises:
-        ValueError: Where the model cannot be divided so, or the policy does not fit it.
+        KVPolicyError: Where the model cannot be divided so, or the policy does not fit it.
         ImportError: Where DeepSpeed is asked for and not installed.
-        RuntimeError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: Where there is no launcher; it gives the command to use.
     """
     place = world()
     checks.check_backend(backend, path_or_model)
@@ -45,7 +45,9 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
     checks.check_policy(config, policy)
     dtype = checks.check_dtype(dtype, backend)
     if place.size > 1:
-        check_family(config, backend, place.size)
+        from kvpolicy.hf.heads import check_shardable
+
+        check_shardable(config, backend, place.size)
     place = meet()
     if isinstance(path_or_model, nn.Module):
         model = _divide_model(path_or_model, dtype, place)
@@ -73,13 +75,14 @@ def _whole(path: Any, config: Any, dtype: Any, place: World) -> Any:
 def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     from transformers import GenerationConfig
 
+    from kvpolicy.hf.heads import heads_of
     from kvpolicy_deepspeed.autotp import divide
     from kvpolicy_deepspeed.filling import fill
 
     files = Checkpoint.find(str(path))
     dtype = checks.check_dtype(dtype or getattr(config, "dtype", None) or files.dtype(), "deepspeed")
     model = _empty(config, dtype)
-    family, heads = FAMILIES[config.model_type], Heads.of(config, place.rank, place.size)
+    family, heads = FAMILIES[config.model_type], heads_of(config, place.rank, place.size)
     weights = _sample(model, files, dtype)
     slots = divide(model, family, heads, dtype, place)
     fill(model, family, slots, files.pieces(), place)
@@ -115,7 +118,8 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 
 
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
-    from kvpolicy.families import find_sites, sample_weights
+    from kvpolicy.hf.discovery import find_sites, sample_weights
+    from kvpolicy.hf.heads import heads_of
     from kvpolicy_deepspeed.autotp import divide
     from kvpolicy_deepspeed.filling import fill
 
@@ -125,7 +129,7 @@ def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     weights = sample_weights(find_sites(model).layers[0])
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _replace(model, lambda parameter: parameter.to("meta"))
-    family, heads = FAMILIES[model.config.model_type], Heads.of(model.config, place.rank, place.size)
+    family, heads = FAMILIES[model.config.model_type], heads_of(model.config, place.rank, place.size)
     slots = divide(model, family, heads, dtype, place)
     fill(model, family, slots, of_tensors(tensors), place)
     return _share(model, heads.replicas, weights)
@@ -141,8 +145,8 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor | None:
-    """A few numbers of the whole first attention matrix, as `kvpolicy.families.sample_weights` takes them."""
-    from kvpolicy.families import Site, find_sites, sample_weights
+    """A few numbers of the whole first attention matrix, as `kvpolicy.hf.discovery.sample_weights` takes them."""
+    from kvpolicy.hf.discovery import Site, find_sites, sample_weights
 
     site = find_sites(model).layers[0]
     first = next(parameter for parameter in site.attention.parameters() if parameter.dim() == 2)
@@ -155,7 +159,7 @@ def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor |
 
 
 def _share(model: Any, replicas: int, weights: Tensor | None) -> Any:
-    from kvpolicy.parallel import share
+    from kvpolicy.parallel.runtime import share
 
     share(model, dist.group.WORLD, replicas=replicas, weights=weights)
     return model

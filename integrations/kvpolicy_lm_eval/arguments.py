@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 from lm_eval.models import huggingface
 
 from kvpolicy import Policy
-from kvpolicy.embedded import as_config
+from kvpolicy.hf.embedded import as_config
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 
 Backend = Literal["deepspeed", "hf"]
 BACKENDS: tuple[Backend, ...] = ("deepspeed", "hf")
@@ -48,12 +49,12 @@ def check_spelling(others: Mapping[str, Any], pretrained: Any) -> None:
         pretrained: The model or its name, whose config takes arguments too.
 
     Raises:
-        ValueError: Where there is one; the model's constructor would be the first to complain of it.
+        KVPolicyError: Where there is one; the model's constructor would be the first to complain of it.
     """
     for name in others:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), _OWN, 1, _NEAR)
         if near and not _is_known(name, pretrained):
-            raise ValueError(f"{name} is no argument of the model kvpolicy: did you mean {near[0]}?")
+            raise KVPolicyError(f"{name} is no argument of the model kvpolicy: did you mean {near[0]}?")
 
 
 def _is_known(name: str, pretrained: Any) -> bool:
@@ -78,7 +79,7 @@ def read_policy(policy: str | Policy | None, budget: float | str | None) -> Poli
 def at_least(name: str, value: Any, low: int) -> int:
     """Give a whole number back, or refuse what is none or too small."""
     if not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} is {value!r}: give a whole number of at least {low}.")
+        raise KVPolicyError(f"{name} is {value!r}: give a whole number of at least {low}.")
     return value
 
 
@@ -92,23 +93,23 @@ def read_division(tp: int | None, backend: str, others: Mapping[str, Any], envir
         environment: In which a launcher said how many processes it started.
 
     Raises:
-        ValueError: Where they contradict the launcher, or each other.
-        RuntimeError: Where lm-eval is so old that all ranks would write the results.
+        KVPolicyError: Where they contradict the launcher, or each other.
+        KVPolicyStateError: Where lm-eval is so old that all ranks would write the results.
     """
     if others.get("tp_plan") is not None:
-        raise ValueError("tp_plan is not for kvpolicy: say tp=N,backend=hf, with N processes under torchrun.")
+        raise KVPolicyError("tp_plan is not for kvpolicy: say tp=N,backend=hf, with N processes under torchrun.")
     if tp is None and backend in BACKENDS:
-        raise ValueError(f"backend={backend} says what divides a model over ranks: say tp=N, their number, too.")
+        raise KVPolicyError(f"backend={backend} says what divides a model over ranks: say tp=N, their number, too.")
     if tp is None or at_least("tp", tp, 1) == 1:
         return Division()
     _check_launcher(tp, environment)
     if str(others.get("batch_size", 1)).startswith("auto"):
-        raise ValueError(f"batch_size=auto would be measured by each rank for itself: give a number with tp={tp}.")
+        raise KVPolicyError(f"batch_size=auto would be measured by each rank for itself: give a number with tp={tp}.")
     strange = sorted(name for name, value in others.items() if name not in _WITH_TP and value not in (None, False))
     if strange:
-        raise ValueError(f"{strange[0]} cannot be combined with tp={tp}: give a folder with all weights, and dtype.")
+        raise KVPolicyError(f"{strange[0]} cannot be combined with tp={tp}: give a folder with all weights, and dtype.")
     if "tp_plan" not in inspect.signature(huggingface.HFLM.__init__).parameters:
-        raise RuntimeError("Every rank would write results under this lm-eval: tp needs 0.4.13 or newer.")
+        raise KVPolicyStateError("Every rank would write results under this lm-eval: tp needs 0.4.13 or newer.")
     return Division(tp, backend if backend in BACKENDS else "deepspeed")
 
 
@@ -119,10 +120,10 @@ def _check_launcher(tp: int, environment: Mapping[str, str]) -> None:
         f"or deepspeed --num_gpus {tp} --no_local_rank --module lm_eval ..."
     )
     if "ACCELERATE_MIXED_PRECISION" in environment:  # set by `accelerate launch` for whatever it starts
-        raise ValueError(
+        raise KVPolicyError(
             f"accelerate launch gives every process the whole model, and tp={tp} divides one: "
             f"leave tp out for data parallelism, or run {command}."
         )
     processes = int(environment.get("WORLD_SIZE", 1))
     if processes != tp:
-        raise ValueError(f"tp={tp} needs {tp} processes, and there are {processes}: run {command}.")
+        raise KVPolicyError(f"tp={tp} needs {tp} processes, and there are {processes}: run {command}.")

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_division, read_policy
 from kvpolicy_lm_eval.scoring import Answer, Scorer, held_lengths, split, whole
@@ -78,7 +79,7 @@ class KVPolicyLM(HFLM):
             ranks.refuse_part(pretrained)
             super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
-            raise ValueError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
+            raise KVPolicyError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > self._world_size:
             # HFLM does this for several GPUs only; on CPU each process would answer everything
@@ -121,7 +122,7 @@ class KVPolicyLM(HFLM):
         if answers is not None:
             owner = answers.get(_FINGERPRINT) or ("a model other than kvpolicy" if len(answers) else None)
             if owner not in (None, self.fingerprint):
-                raise ValueError(
+                raise KVPolicyError(
                     f"This request cache was filled by {owner}, and this run is {self.fingerprint}: "
                     "give each policy a --use_cache path of its own."
                 )

@@ -24,7 +24,8 @@ from lm_eval.models.huggingface import get_dtype
 from tqdm import tqdm
 
 from kvpolicy import Policy
-from kvpolicy.parallel import sharing_of
+from kvpolicy.parallel.runtime import sharing_of
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy_lm_eval.arguments import Division
 from kvpolicy_lm_eval.leaving import leave_at_exit
 
@@ -62,12 +63,12 @@ def refuse_part(model: Any) -> None:
     """Refuse a model that is one rank's part where nobody said so.
 
     Raises:
-        ValueError: Where it is a part.
+        KVPolicyError: Where it is a part.
     """
     sharing = None if isinstance(model, str) else sharing_of(model)
     if sharing is not None:
         size = dist.get_world_size(sharing.group)
-        raise ValueError(f"This model is one rank's part of a model that {size} ranks hold: say tp={size} too.")
+        raise KVPolicyError(f"This model is one rank's part of a model that {size} ranks hold: say tp={size} too.")
 
 
 def silence() -> None:
@@ -100,13 +101,13 @@ def same_requests(kind: str, requests: Sequence[Any]) -> None:
     """Refuse to start on requests that differ between ranks; all ranks must call this.
 
     Raises:
-        RuntimeError: Where they differ, on every rank.
+        KVPolicyStateError: Where they differ, on every rank.
     """
     digest = hashlib.sha256(kind.encode())
     for request in requests:
         digest.update(json.dumps(request.args, default=repr, sort_keys=True).encode())
     if len(set(_from_all(digest.hexdigest()))) > 1:
-        raise RuntimeError(
+        raise KVPolicyStateError(
             f"Ranks were given different {kind} requests, as where examples are drawn at random: "
             "give --seed four numbers, none of them None."
         )
@@ -121,11 +122,11 @@ def same_answers(cache: Any) -> None:
         cache: A `SqliteDict`.
 
     Raises:
-        ValueError: Where two ranks have one file.
+        KVPolicyError: Where two ranks have one file.
     """
     paths = _from_all(os.path.realpath(cache.filename))
     if len(set(paths)) < len(paths):
-        raise ValueError(f"Several ranks would write the request cache {paths[0]}: leave --use_cache out with tp.")
+        raise KVPolicyError(f"Several ranks would write the request cache {paths[0]}: leave --use_cache out with tp.")
     first = _from_first(list(cache.items()))
     if dist.get_rank() != 0:
         cache.clear()

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.spec.errors import KVPolicyError
+
 Answer = tuple[float, bool]
 """The log-likelihood of an answer, and whether greedy decoding would give it."""
 
@@ -51,7 +53,7 @@ def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int,
     groups: defaultdict[Tokens, list[Piece]] = defaultdict(list)
     for index, (_, context, answer) in enumerate(requests):
         if not 0 < len(answer) <= max_length:
-            raise ValueError(f"An answer has {len(answer)} tokens; 1 to {max_length} can be scored.")
+            raise KVPolicyError(f"An answer has {len(answer)} tokens; 1 to {max_length} can be scored.")
         tokens = tuple((context + answer)[-(max_length + 1) :])
         cut = max(len(tokens) - len(answer) - holdback, 0)
         groups[tokens[:cut]].append(Piece(index, tokens[cut:], len(answer)))

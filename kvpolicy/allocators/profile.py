@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
-from kvpolicy.formats import check_format, stamp
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import check_format, stamp
 
 FORMAT = 1
 """Version of the file; a reader refuses a newer one."""
@@ -37,15 +38,15 @@ def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]
         layers: How many layers the model has.
 
     Raises:
-        ValueError: Where there is no such file, it is no profile, or it is of a model with other layers.
+        KVPolicyError: Where there is no such file, it is no profile, or it is of a model with other layers.
     """
     try:
         status = os.stat(path)
         cosine = _read(os.fspath(path), status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise ValueError(f"The profile {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
+        raise KVPolicyError(f"The profile {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
     if len(cosine) != layers:
-        raise ValueError(
+        raise KVPolicyError(
             f"The profile {os.fspath(path)!r} is of a model with {len(cosine)} layers and this one has {layers}: "
             "record a profile of this model."
         )
@@ -57,11 +58,11 @@ def _read(path: str, _changed: int, _size: int) -> tuple[float, ...]:
     try:
         raw: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"The profile {path!r} is not JSON: record it with kvpolicy's save_profile.") from error
+        raise KVPolicyError(f"The profile {path!r} is not JSON: record it with kvpolicy's save_profile.") from error
     content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
     listed = content.get("cosine")
     if not isinstance(listed, list) or not all(map(_is_number, cast("list[Any]", listed))):
-        raise ValueError(f"The profile {path!r} has no list of numbers called cosine: record it with save_profile.")
+        raise KVPolicyError(f"The profile {path!r} has no list of numbers called cosine: record it with save_profile.")
     check_format({"format": content.get("version"), **content}, FORMAT, f"The profile {path!r}")
     return tuple(float(value) for value in cast("list[float]", listed))
 

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.budget import waterfill
-from kvpolicy.fields import check_fields
+from kvpolicy.spec.budget import waterfill
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,14 +38,14 @@ class Pyramid:
         """Check `beta`."""
         check_fields(self)
         if not 1 <= self.beta < float("inf"):
-            raise ValueError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
+            raise KVPolicyError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         """Nothing is measured."""
         return ""
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         even = total.double()[:, None] / layers
         least = even / self.beta

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
-from kvpolicy.budget import waterfill
-from kvpolicy.fields import check_fields
+from kvpolicy.spec.budget import waterfill
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 _SAME = 1e-6  # cosines closer than this are equal
 
@@ -50,27 +51,27 @@ class SqueezeAttention:
         """Check the parameters."""
         check_fields(self)
         if not 0 < self.share <= 1:
-            raise ValueError(f"SqueezeAttention's share is {self.share}: give a number in (0, 1], such as 0.4.")
+            raise KVPolicyError(f"SqueezeAttention's share is {self.share}: give a number in (0, 1], such as 0.4.")
         if self.groups < 2:
-            raise ValueError(f"SqueezeAttention's groups is {self.groups}: give at least 2.")
+            raise KVPolicyError(f"SqueezeAttention's groups is {self.groups}: give at least 2.")
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         """The cosine, unless a profile has it."""
         return "" if self.profile else "cosine"
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`.
 
         Raises:
-            ValueError: Where the profile cannot be read or is of a model with other layers.
+            KVPolicyError: Where the profile cannot be read or is of a model with other layers.
         """
         if self.profile:
             recorded = torch.tensor(load_profile(self.profile, layers), dtype=torch.float32)
             idle = self._idle(recorded).expand(len(total), -1)
         else:
-            assert measures is not None, "squeeze needs the cosine of every layer"
-            idle = torch.stack([self._idle(row) for row in measures.float().cpu()])
+            assert metrics is not None, "squeeze needs the cosine of every layer"
+            idle = torch.stack([self._idle(row) for row in metrics.float().cpu()])
         idle = idle.to(total.device)
         even = total.double()[:, None] / layers
         kept = torch.where(idle.any(-1, keepdim=True), self.share * even, even)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvpolicy.budget import waterfill
+from kvpolicy.spec.budget import waterfill
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,11 +23,11 @@ class Uniform:
     """
 
     @property
-    def measure(self) -> Literal["", "cosine"]:
+    def layer_metric(self) -> Literal["", "cosine"]:
         """Nothing is measured."""
         return ""
 
-    def budgets(self, measures: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
+    def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
         even = total.double() / layers
         return waterfill(even[:, None].expand(-1, layers), total, floor, ceiling)

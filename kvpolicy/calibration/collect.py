@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
-from kvpolicy.backend import PREFIX
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.configs import configs_of
-from kvpolicy.families import describe, find_sites
-from kvpolicy.rotary import Rope
+from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.config_swap import configs_of
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy.spec.errors import KVPolicyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +67,8 @@ def collect(
         progress: Whether to show a bar.
 
     Raises:
-        TypeError: Where the windows are no token ids.
-        ValueError: Where the model is not supported, has a policy, or makes numbers that are not finite.
+        KVPolicyTypeError: Where the windows are no token ids.
+        KVPolicyError: Where the model is not supported, has a policy, or makes numbers that are not finite.
 
     Examples:
         >>> import kvpolicy
@@ -74,10 +76,10 @@ def collect(
         torch.Size([4, 20, 32])
     """
     if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
-        raise ValueError("A policy is attached to this model: detach it before calibrating.")
+        raise KVPolicyError("A policy is attached to this model: detach it before calibrating.")
     windows = as_windows(windows)
     if not windows:
-        raise ValueError("There are no tokens to calibrate on: give a longer text.")
+        raise KVPolicyError("There are no tokens to calibrate on: give a longer text.")
     reader = _Reader(model, frames, fisher)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
@@ -110,7 +112,7 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     for part, vectors in joined.items():
         for layer, x in vectors.items():
             if not x.isfinite().all():
-                raise ValueError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
+                raise KVPolicyError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
     return joined
 
 
@@ -122,7 +124,7 @@ class _Reader:
         shape = describe(model.config)
         self.sites, self.layers, self.heads = find_sites(model), shape.evictable, shape.heads
         own = [site for site in self.sites.layers if site.layer_idx in self.layers]
-        self.ropes = {site.layer_idx: Rope.of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
+        self.ropes = {site.layer_idx: rope_of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
 
     def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
         """Every token's vectors of one window [n], by part and layer, each [H, n, D]."""
@@ -150,14 +152,14 @@ class _Reader:
 
     def _undo(self, layer: int, keys: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.ropes[layer].undo(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
+            return self.ropes[layer].unrotate(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
 
     def _slopes(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
         """Gradients of the loss in keys and values; rotations turn a gradient back as they do a key."""
         with torch.enable_grad():
             loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
             if not loss.requires_grad:
-                raise ValueError(
+                raise KVPolicyError(
                     "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
 
 def read_texts(paths: Iterable[str | Path]) -> list[str]:
     """Read text files; of a folder, all its `.txt` files in the order of their names.
 
     Raises:
-        ValueError: Where a file cannot be read as UTF-8 text, or there is none.
+        KVPolicyError: Where a file cannot be read as UTF-8 text, or there is none.
     """
     texts: list[str] = []
     for path in map(Path, paths):
@@ -23,9 +25,9 @@ def read_texts(paths: Iterable[str | Path]) -> list[str]:
             try:
                 texts.append(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"The text {file} cannot be read ({error}): give UTF-8 text files.") from error
+                raise KVPolicyError(f"The text {file} cannot be read ({error}): give UTF-8 text files.") from error
     if not any(text.strip() for text in texts):
-        raise ValueError("There is no text to calibrate on: give text files, or folders with .txt files.")
+        raise KVPolicyError("There is no text to calibrate on: give text files, or folders with .txt files.")
     return texts
 
 
@@ -59,7 +61,7 @@ def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
     """Token ids, each [n] int64 on the CPU; a tokenizer's [1, n] are read too.
 
     Raises:
-        TypeError: Where one is no tensor of token ids, or of several rows.
+        KVPolicyTypeError: Where one is no tensor of token ids, or of several rows.
 
     Examples:
         >>> [window.shape for window in as_windows([torch.arange(5)[None], torch.arange(3)])]
@@ -71,9 +73,13 @@ def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
 def _as_window(ids: object) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         what = str(ids.dtype).removeprefix("torch.") if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"A window of tokens is of type {what}: give a tensor of whole numbers [n], such as input_ids.")
+        raise KVPolicyTypeError(
+            f"A window of tokens is of type {what}: give a tensor of whole numbers [n], such as input_ids."
+        )
     if ids.dim() != 1 and (ids.dim() != 2 or len(ids) != 1):
-        raise TypeError(f"A window of tokens has the shape {list(ids.shape)}: give each row by itself, [n] or [1, n].")
+        raise KVPolicyTypeError(
+            f"A window of tokens has the shape {list(ids.shape)}: give each row by itself, [n] or [1, n]."
+        )
     return ids.flatten().long().cpu()
 
 

@@ -20,7 +20,8 @@ from kvpolicy.calibration.grouping import Directions, divergence, group_layers, 
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.progress import Progress
 from kvpolicy.codecs import _files
-from kvpolicy.families import describe
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.spec.errors import KVPolicyError
 
 PER_HEAD, MOST = 256, 8192
 """Atoms of a dictionary for each KV head, and the most, where their number is not given."""
@@ -67,11 +68,11 @@ class Dictionaries:
     def __post_init__(self) -> None:
         """Check the options."""
         if not self.frames or set(self.frames) - {"pre", "post"}:
-            raise ValueError(f"The frames {','.join(self.frames)} are not known: give pre, post or pre,post.")
+            raise KVPolicyError(f"The frames {','.join(self.frames)} are not known: give pre, post or pre,post.")
         if not self.sn or any(parts < 1 or self.pairs % parts for parts in self.sn):
-            raise ValueError(f"Each sn must divide the {self.pairs} pairs: give some of 1,2,4.")
+            raise KVPolicyError(f"Each sn must divide the {self.pairs} pairs: give some of 1,2,4.")
         if self.atoms < 0 or self.tokens < 1:
-            raise ValueError("Give atoms of at least 0, and tokens of at least 1.")
+            raise KVPolicyError("Give atoms of at least 0, and tokens of at least 1.")
 
 
 class _Job(NamedTuple):
@@ -109,15 +110,15 @@ def calibrate_csr(
         What was written beside the tensors.
 
     Raises:
-        TypeError: Where the windows are no token ids.
-        ValueError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
+        KVPolicyTypeError: Where the windows are no token ids.
+        KVPolicyError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
             finished.
     """
     windows = as_windows(windows)
     model_facts, layers = identity(model, name), describe(model.config).evictable
     dim, atoms = model_facts["head_dim"], options.atoms or min(PER_HEAD * model_facts["heads"], MOST)
     if any(dim % parts for parts in options.sn):
-        raise ValueError(
+        raise KVPolicyError(
             f"The head dimension {dim} cannot be cut into {' or '.join(map(str, options.sn))} equal chunks."
         )
     written = {key: parse_groups(text, layers) for key, text in _written(options).items()}

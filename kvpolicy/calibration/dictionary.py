@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._pursuit import pursue
 from kvpolicy.codecs._sparse import Words, spell, unit
+from kvpolicy.spec.errors import KVPolicyError
 
 _INIT = 32
 """Vectors per atom that k-means sees at most."""
@@ -42,9 +43,11 @@ class Training:
     def __post_init__(self) -> None:
         """Check the numbers."""
         if self.epochs < 0 or self.batch < 1 or self.patience < 1:
-            raise ValueError("Give epochs of at least 0, and a batch and patience of at least 1.")
+            raise KVPolicyError("Give epochs of at least 0, and a batch and patience of at least 1.")
         if not 0 < self.held_out < 1 or not 0 < self.rate < math.inf or not 0 <= self.diverse < math.inf:
-            raise ValueError("Give held_out between 0 and 1, a finite rate above 0 and a finite diverse of at least 0.")
+            raise KVPolicyError(
+                "Give held_out between 0 and 1, a finite rate above 0 and a finite diverse of at least 0."
+            )
 
 
 class State(NamedTuple):
@@ -100,9 +103,9 @@ def start(x: Tensor, count: int, seed: int) -> Tensor:
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:
-        raise ValueError("Calibration starts from a k-means: pip install scikit-learn.") from error
+        raise KVPolicyError("Calibration starts from a k-means: pip install scikit-learn.") from error
     if len(x) < count:
-        raise ValueError(f"There are {len(x)} vectors for {count} atoms: give more text, or ask for fewer atoms.")
+        raise KVPolicyError(f"There are {len(x)} vectors for {count} atoms: give more text, or ask for fewer atoms.")
     generator = torch.Generator().manual_seed(seed)
     some = x[torch.randperm(len(x), generator=generator)[: _INIT * count]].cpu()
     means = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]

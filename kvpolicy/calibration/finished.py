@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.codecs import _files
+from kvpolicy.spec.errors import KVPolicyError
 
 
 def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
@@ -20,7 +21,7 @@ def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
         facts: What it will say of itself, as far as that is known before anything is learned.
 
     Raises:
-        ValueError: Where another one is there.
+        KVPolicyError: Where another one is there.
     """
     there = _files.written(Path(out))
     if there is None:
@@ -28,7 +29,7 @@ def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
     was, found = there
     others = ["method"] if was != method else _others(_flat(found.meta), _flat(json.loads(json.dumps(facts))))
     if others:
-        raise ValueError(
+        raise KVPolicyError(
             f"The folder {str(out)!r} holds a finished calibration that differs in {', '.join(others)}: write to "
             "another folder, or replace it with --force (from Python, force=True)."
         )

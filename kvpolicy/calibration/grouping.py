@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._sparse import unit
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class Directions(NamedTuple):
@@ -87,7 +88,7 @@ def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
     """Read groups such as `0,1,2-4`; `each` and `all` are one per layer and one for all.
 
     Raises:
-        ValueError: Where a layer is missing, there twice or unknown.
+        KVPolicyError: Where a layer is missing, there twice or unknown.
 
     Examples:
         >>> parse_groups("0,1-3", [0, 1, 2, 3])
@@ -99,9 +100,9 @@ def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise ValueError(f"{part!r} is no group of layers: write groups as 0,1,2-4, or auto, each or all.")
+            raise KVPolicyError(f"{part!r} is no group of layers: write groups as 0,1,2-4, or auto, each or all.")
         first, last = int(match[1]), int(match[2] or match[1])
         groups.append([layer for layer in layers if first <= layer <= last])
     if sorted(layer for group in groups for layer in group) != sorted(layers) or not all(groups):
-        raise ValueError(f"The groups {text} do not name each of the layers {', '.join(map(str, layers))} once.")
+        raise KVPolicyError(f"The groups {text} do not name each of the layers {', '.join(map(str, layers))} once.")
     return groups

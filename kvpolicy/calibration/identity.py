@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from kvpolicy.families import describe, find_sites, sample_weights
+from kvpolicy.hf.discovery import find_sites, sample_weights
+from kvpolicy.hf.model_spec import describe
 from kvpolicy.protocols import ModelInfo
 
 
@@ -15,7 +16,7 @@ def model_info(model: nn.Module) -> ModelInfo:
     """What a codec may know of a model, with a few of its weights.
 
     Raises:
-        ValueError: Where no policy could be attached to the model.
+        KVPolicyError: Where no policy could be attached to the model.
 
     Examples:
         >>> import kvpolicy

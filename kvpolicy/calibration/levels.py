@@ -15,6 +15,7 @@ from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
+from kvpolicy.spec.errors import KVPolicyError
 
 LEAST = 128
 """The fewest tokens: of fewer, a channel's range is set by a handful, and other text lies outside of it."""
@@ -53,8 +54,8 @@ def calibrate_kvquant(
         What was written beside the tensors.
 
     Raises:
-        TypeError: Where the windows are no token ids.
-        ValueError: Where the model is not supported, the text too short, or `out` holds another one.
+        KVPolicyTypeError: Where the windows are no token ids.
+        KVPolicyError: Where the model is not supported, the text too short, or `out` holds another one.
     """
     windows = as_windows(windows)
     count = sum(shares(windows, tokens))
@@ -80,11 +81,13 @@ def calibrate_kvquant(
 def _check(bits: Sequence[int], outliers: float, count: int) -> None:
     """Refuse options, and a count of tokens, that nothing can be fitted with."""
     if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
-        raise ValueError(f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4.")
+        raise KVPolicyError(
+            f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4."
+        )
     if not 0 <= outliers < 1:
-        raise ValueError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
+        raise KVPolicyError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
     if count < LEAST:
-        raise ValueError(
+        raise KVPolicyError(
             f"There are {count} tokens to fit KVQuant's ranges to, and at least {LEAST} are needed: give a longer "
             "text, or more tokens of it."
         )

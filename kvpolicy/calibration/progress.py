@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpolicy.calibration.dictionary import State
 from kvpolicy.codecs._files import replace_file
+from kvpolicy.spec.errors import KVPolicyError
 
 UNFINISHED = "unfinished"
 """The folder inside the calibration's."""
@@ -25,7 +26,7 @@ class Progress:
         facts: What must be the same for a training to go on: the model, the text and all options.
 
     Raises:
-        ValueError: Where another calibration is unfinished there.
+        KVPolicyError: Where another calibration is unfinished there.
     """
 
     def __init__(self, out: Path, facts: dict[str, Any]) -> None:
@@ -66,9 +67,9 @@ class Progress:
             losses = [float(loss) for loss in json.loads(facts["losses"])]
             state = State(*(tensors[key] for key in ("atoms", "first", "second", "best")), losses)  # pyright: ignore[reportCallIssue]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"The unfinished training {file} cannot be read: delete it to begin anew.") from error
+            raise KVPolicyError(f"The unfinished training {file} cannot be read: delete it to begin anew.") from error
         if facts.get("mark") != self._mark:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The unfinished calibration {self._folder} is of another model, text or options: finish that one, "
                 "delete it, or write to another folder."
             )

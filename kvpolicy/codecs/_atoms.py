@@ -68,41 +68,41 @@ class Side(NamedTuple):
         """Products of queries with every slot's vector; see `_sparse.score`."""
         return _sparse.score(words, queries, self.read, self.slots)
 
-    def mix(self, share: Tensor) -> Tensor:
+    def mix(self, weights: Tensor) -> Tensor:
         """Every slot's vector, weighted and summed; see `_sparse.mix`."""
-        return _sparse.mix(self.words(), share, self.read, self.parts)
+        return _sparse.mix(self.words(), weights, self.read, self.parts)
 
-    def write(self, x: Tensor, slots: Tensor, active: Tensor, live: Tensor, solver: Solver) -> None:
+    def write(self, x: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor, solver: Solver) -> None:
         """Code vectors `x` [B, H, n, D] into slots, in place; see `Stage.write`."""
-        vectors = torch.where(active[..., None], x.float(), 0).reshape(*x.shape[:2], -1, self.shared.shape[1])
+        vectors = torch.where(write_mask[..., None], x.float(), 0).reshape(*x.shape[:2], -1, self.shared.shape[1])
         pairs = self.coef.shape[-1] // self.parts
         if self.guard.shape[2]:
-            self._renew_guard(vectors, pairs, active, live)
+            self._renew_guard(vectors, pairs, write_mask, occupied)
         index, coef = pursue(vectors, self.words(), pairs, solver)
         index, coef = (t.reshape(*x.shape[:3], -1) for t in (index, coef))
-        put(self.numbers, pack(index, self.bits) if self.bits else index.to(torch.int16), slots, active)
-        put(self.coef, self._small(coef, active, live), slots, active)
+        put(self.numbers, pack(index, self.bits) if self.bits else index.to(torch.int16), slots, write_mask)
+        put(self.coef, self._small(coef, write_mask, occupied), slots, write_mask)
 
     def _words(self, guard: Tensor) -> Words:
         return Words(self.shared, torch.cat([unit(guard), unit(self.online)], 2))
 
-    def _renew_guard(self, vectors: Tensor, pairs: int, active: Tensor, live: Tensor) -> None:
-        """In heads without a live slot, make atoms of the vectors [B, H, m, d] that are coded worst without them."""
+    def _renew_guard(self, vectors: Tensor, pairs: int, write_mask: Tensor, occupied: Tensor) -> None:
+        """In heads without an occupied slot, make atoms of the worst-coded vectors of [B, H, m, d]."""
         words = self._words(self.guard[:, :, :0])
         rest = vectors - spell(words, words.table(), *pursue(vectors, words, pairs))
         size, lost = (vectors * vectors).sum(-1), (rest * rest).sum(-1)
         worst = (lost / size.masked_fill(size == 0, 1)).argsort(dim=-1, descending=True, stable=True)
         taken = unit(take(vectors, worst[:, :, : self.guard.shape[2]]))
-        renewed = is_fresh(active, live)
+        renewed = is_fresh(write_mask, occupied)
         self.guard[:, :, : taken.shape[2]].copy_(torch.where(renewed, taken.half(), self.guard[:, :, : taken.shape[2]]))
         self.guard[:, :, taken.shape[2] :].masked_fill_(renewed, 0)
 
-    def _small(self, coef: Tensor, active: Tensor, live: Tensor) -> Tensor:
+    def _small(self, coef: Tensor, write_mask: Tensor, occupied: Tensor) -> Tensor:
         """Coefficients [B, H, n, s] as they are stored; too large ones are clipped."""
         if self.coef.dtype == torch.float16:
             return coef.clamp(-_FP16, _FP16).half()
         most = coef.abs().amax((2, 3), keepdim=True) / _FP8
-        renewed = is_fresh(active, live)
+        renewed = is_fresh(write_mask, occupied)
         scale = torch.where(renewed, round_to_half(most.clamp(_TINY, _FP16)), self.scale.float())
         self.scale.copy_(scale.half())
         code = (coef / scale.masked_fill(scale == 0, 1)).clamp(-_FP8, _FP8)

@@ -31,13 +31,13 @@ class Blocks(NamedTuple):
         return some.masked_fill(~there, 0), there
 
 
-def blocks_of(slots: Tensor, active: Tensor, live: Tensor, size: int) -> Blocks:
+def blocks_of(slots: Tensor, write_mask: Tensor, occupied: Tensor, size: int) -> Blocks:
     """Find the blocks of `size` slots that a write begins; see `Stage.write` for the arguments."""
-    tokens, total = slots.shape[2], live.shape[2]
+    tokens, total = slots.shape[2], occupied.shape[2]
     number = torch.arange(tokens, device=slots.device).expand_as(slots)
-    nowhere = slots.new_full((*slots.shape[:2], total + 1), -1)  # the last place takes what is not active
-    token = nowhere.scatter(2, torch.where(active, slots, total), number)[..., :total]
+    nowhere = slots.new_full((*slots.shape[:2], total + 1), -1)  # the last place takes what is not write_mask
+    token = nowhere.scatter(2, torch.where(write_mask, slots, total), number)[..., :total]
     token = token.unflatten(2, (total // size, size))
-    fresh = (token >= 0).any(-1) & ~live.unflatten(2, (total // size, size)).any(-1)
+    fresh = (token >= 0).any(-1) & ~occupied.unflatten(2, (total // size, size)).any(-1)
     which = fresh.int().argsort(dim=-1, descending=True, stable=True)[..., : min(tokens, total // size)]
     return Blocks(token, which, fresh.gather(2, which))

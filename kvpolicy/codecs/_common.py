@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpolicy.products import products
-from kvpolicy.protocols import At, Layout, Store, Traits, Turn
+from kvpolicy.kernels.products import products
+from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
 
 CHUNK, CHUNKS = 1024, 16
 """Attention on codes decodes at least so many slots at a time, and does so at most so many times: few enough for a
@@ -27,43 +28,43 @@ def ordinary_layout(traits: Traits, tokens: int) -> Layout:
         return Layout(tokens)
     frozen = traits.pins == "newest"  # such slots hold nothing else, even when their tokens are evicted
     coded = tokens - traits.residual - (0 if frozen else traits.pinned)
-    return Layout(exact, (-(-coded // traits.grain) * traits.grain,))
+    return Layout(exact, (-(-coded // traits.group_size) * traits.group_size,))
 
 
 def check_least(codec: object, **fields: tuple[int, int]) -> None:
-    """Raise ValueError where a field of a codec is below its least; each field has its least and an example."""
+    """Raise KVPolicyError where a field of a codec is below its least; each field has its least and an example."""
     for field, (least, example) in fields.items():
         if getattr(codec, field) < least:
-            raise ValueError(
+            raise KVPolicyError(
                 f"{type(codec).__name__}'s {field} is {getattr(codec, field)}: give at least {least}, "
                 f"such as {example}."
             )
 
 
-def is_fresh(active: Tensor, live: Tensor) -> Tensor:
+def is_fresh(write_mask: Tensor, occupied: Tensor) -> Tensor:
     """Heads that hold nothing and are given something, [B, H, 1, 1] bool: there a sequence's parameters are fitted."""
-    return (active.any(-1) & ~live.any(-1))[..., None, None]
+    return (write_mask.any(-1) & ~occupied.any(-1))[..., None, None]
 
 
-def put(target: Tensor, data: Tensor, slots: Tensor, active: Tensor) -> None:
-    """Write tokens into slots, in place, and leave those alone that are not active.
+def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+    """Write tokens into slots, in place, and leave those alone that are not write_mask.
 
     Args:
         target: [B, H, C, ...], what is written to.
         data: [B, H, n, ...], in the dtype of `target`.
         slots: [B, H, n] int64, where each token goes.
-        active: [B, H, n] bool, whether it is written.
+        write_mask: [B, H, n] bool, whether it is written.
 
     A scatter cannot skip a token, and an inactive one may point to a slot that is in use. So an inactive token
-    repeats the write of its head's first active one; in a head without any, all rewrite what is there.
+    repeats the write of its head's first write_mask one; in a head without any, all rewrite what is there.
     """
     if not data.shape[2]:
         return
-    first = active.int().argmax(-1, keepdim=True)
-    token = torch.where(active, torch.arange(active.shape[-1], device=active.device), first)
+    first = write_mask.int().argmax(-1, keepdim=True)
+    token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
     data = take(data, token)
     index = _widen(slots.gather(-1, token), data)
-    some = _widen(active.any(-1, keepdim=True).expand_as(token), data)
+    some = _widen(write_mask.any(-1, keepdim=True).expand_as(token), data)
     target.scatter_(2, index, torch.where(some, data, target.gather(2, index)))
 
 
@@ -90,14 +91,19 @@ def coarse(at: At, size: int) -> At:
     return at.div(size, rounding_mode="floor")
 
 
-def chunks(slots: int, grain: int = 1) -> list[slice]:
+def chunks(slots: int, group_size: int = 1) -> list[slice]:
     """Ranges of slots that together are all of them."""
-    size = -(-max(CHUNK, -(-slots // CHUNKS)) // grain) * grain
+    size = -(-max(CHUNK, -(-slots // CHUNKS)) // group_size) * group_size
     return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
 
 
 def score_by_chunks(
-    keys: Callable[[Store, At], Tensor], store: Store, queries: Tensor, turn: Turn | None, slots: int, grain: int = 1
+    keys: Callable[[StageStore, At], Tensor],
+    store: StageStore,
+    queries: Tensor,
+    rope: RotaryView | None,
+    slots: int,
+    group_size: int = 1,
 ) -> Tensor:
     """Multiply queries with the keys of all slots, of which one chunk at a time is decoded.
 
@@ -105,34 +111,36 @@ def score_by_chunks(
         keys: Reads keys of some slots back, [B, H, n, D].
         store: What it reads from.
         queries: [B, H, G, D].
-        turn: The rotary embedding, where keys are coded without it; else None.
+        rope: The rotary embedding, where keys are coded without it; else None.
         slots: How many slots there are, C.
-        grain: How many slots share parameters; a chunk is a multiple of it.
+        group_size: How many slots share parameters; a chunk is a multiple of it.
 
     Returns:
         [B, H, G, C] fp32.
     """
     scores: list[Tensor] = []
-    for at in chunks(slots, grain):
+    for at in chunks(slots, group_size):
         some = keys(store, at)
-        some = some if turn is None else turn.keys(some, at)
+        some = some if rope is None else rope.keys(some, at)
         scores.append(products(queries, some.to(queries.dtype)))
     return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
-def mix_by_chunks(values: Callable[[Store, At], Tensor], store: Store, share: Tensor, grain: int = 1) -> Tensor:
+def mix_by_chunks(
+    values: Callable[[StageStore, At], Tensor], store: StageStore, weights: Tensor, group_size: int = 1
+) -> Tensor:
     """Weight the values of all slots and sum them; one chunk at a time is decoded.
 
     Args:
         values: Reads values of some slots back, [B, H, n, D].
         store: What it reads from.
-        share: The weights, [B, H, G, C].
-        grain: How many slots share parameters; a chunk is a multiple of it.
+        weights: The weights, [B, H, G, C].
+        group_size: How many slots share parameters; a chunk is a multiple of it.
 
     Returns:
         [B, H, G, D] fp32.
     """
-    parts = [share[..., at] @ values(store, at).to(share.dtype) for at in chunks(share.shape[-1], grain)]
+    parts = [weights[..., at] @ values(store, at).to(weights.dtype) for at in chunks(weights.shape[-1], group_size)]
     return sum(parts[1:], parts[0]).float()
 
 

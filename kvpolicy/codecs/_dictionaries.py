@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import Calibrated, load
 from kvpolicy.codecs._sparse import unit
+from kvpolicy.spec.errors import KVPolicyError
 
 
 def dictionary(folder: str, name: str, layer_idx: int, device: str) -> Tensor:
@@ -25,7 +26,7 @@ def dictionary(folder: str, name: str, layer_idx: int, device: str) -> Tensor:
         [N, d] fp32, unit vectors, and zero vectors up to the size of the largest group's.
 
     Raises:
-        ValueError: Where the calibration has none for that layer.
+        KVPolicyError: Where the calibration has none for that layer.
     """
     return _loaded(_Key(load(folder, "csr")), name, _tensor(folder, name, layer_idx), device)
 
@@ -41,7 +42,7 @@ def _tensor(folder: str, name: str, layer_idx: int) -> str:
     for group, layers in enumerate(found.meta["groups"].get(name, [])):
         if layer_idx in layers and f"{name}.{group}" in found.tensors:
             return f"{name}.{group}"
-    raise ValueError(
+    raise KVPolicyError(
         f"The calibration {folder!r} has no dictionary {name} for layer {layer_idx}: make one that has it with "
         "kvpolicy calibrate csr."
     )
@@ -52,7 +53,7 @@ def size(folder: str, name: str) -> int:
     found = load(folder, "csr")
     sizes = [t.shape[1] for key, t in found.tensors.items() if key.rpartition(".")[0] == name]
     if not sizes:
-        raise ValueError(
+        raise KVPolicyError(
             f"The calibration {folder!r} has no dictionary {name}: make one that has it with kvpolicy calibrate csr."
         )
     return max(sizes)

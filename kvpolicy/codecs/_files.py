@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec.errors import KVPolicyError
 
 FORMAT = 1
 """Version of the files' layout; a reader refuses a newer one."""
@@ -56,7 +57,7 @@ def load(folder: str, method: str) -> Calibrated:
         method: Which calibration it must be, such as `csr`.
 
     Raises:
-        ValueError: Where the folder is missing, damaged, edited, of another method or from a newer version.
+        KVPolicyError: Where the folder is missing, damaged, edited, of another method or from a newer version.
 
     Examples:
         >>> import os, tempfile
@@ -67,7 +68,7 @@ def load(folder: str, method: str) -> Calibrated:
     """
     where: _Folder = files("kvpolicy") / "assets" / method if folder == EMBEDDED else Path(folder).expanduser()
     if not where.is_dir():
-        raise ValueError(
+        raise KVPolicyError(
             f"The calibration {folder!r} is no folder: make it with kvpolicy calibrate {method}, or give "
             f"{EMBEDDED!r} for that of the embedded model."
         )
@@ -77,7 +78,7 @@ def load(folder: str, method: str) -> Calibrated:
     if known is None or known[0] != stamp:
         _loaded[key] = known = (stamp, *_read(where, folder, method))
     if known[1] != method:
-        raise ValueError(
+        raise KVPolicyError(
             f"The calibration {folder!r} is one for {known[1]}, not for {method}: make one with kvpolicy calibrate "
             f"{method}."
         )
@@ -130,13 +131,13 @@ def check_model(found: Calibrated, folder: str, model: ModelInfo) -> None:
         model: The model at hand.
 
     Raises:
-        ValueError: Where the sizes or the weights differ.
+        KVPolicyError: Where the sizes or the weights differ.
     """
     wanted: dict[str, Any] | None = found.meta.get("model")
     if wanted is None:
         dim = found.meta.get("head_dim", model.head_dim)
         if dim != model.head_dim:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The calibration {folder!r} is for a head dimension of {dim}, and the model's is {model.head_dim}: "
                 "make one for it with kvpolicy calibrate."
             )
@@ -176,14 +177,14 @@ def _read(where: _Folder, folder: str, method: str) -> tuple[str, Calibrated]:
     facts = _facts(_bytes(where, FACTS, folder, again), folder, again)
     blob = _bytes(where, TENSORS, folder, again)
     if hashlib.sha256(blob).hexdigest() != facts["tensors_sha256"]:
-        raise ValueError(f"The file {TENSORS} of the calibration {folder!r} is truncated or was changed: {again}.")
+        raise KVPolicyError(f"The file {TENSORS} of the calibration {folder!r} is truncated or was changed: {again}.")
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:
         tensors = from_bytes(blob)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(f"The file {TENSORS} of the calibration {folder!r} cannot be read: {again}.") from error
+        raise KVPolicyError(f"The file {TENSORS} of the calibration {folder!r} cannot be read: {again}.") from error
     return facts["method"], Calibrated(facts["meta"], tensors)
 
 
@@ -192,7 +193,7 @@ def _bytes(where: _Folder, name: str, folder: str, again: str) -> bytes:
         return cast(bytes, (where / name).read_bytes())
     except OSError as error:
         reason = "is missing from" if isinstance(error, FileNotFoundError) else "cannot be read in"
-        raise ValueError(f"The file {name} {reason} the calibration {folder!r}: {again}.") from error
+        raise KVPolicyError(f"The file {name} {reason} the calibration {folder!r}: {again}.") from error
 
 
 def _facts(blob: bytes, folder: str, again: str) -> dict[str, Any]:
@@ -200,16 +201,16 @@ def _facts(blob: bytes, folder: str, again: str) -> dict[str, Any]:
     try:
         facts: Any = json.loads(blob)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"The file {FACTS} of the calibration {folder!r} is not JSON: {again}.") from error
+        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} is not JSON: {again}.") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
-        raise ValueError(f"The file {FACTS} of the calibration {folder!r} is none that kvpolicy wrote: {again}.")
+        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} is none that kvpolicy wrote: {again}.")
     if facts["format"] > FORMAT:
-        raise ValueError(
+        raise KVPolicyError(
             f"The calibration {folder!r} was written by kvpolicy {facts.get('kvpolicy')}, which is newer than this "
             f"one: update kvpolicy, or {again}."
         )
     if facts.get("sha256") != _digest({name: value for name, value in facts.items() if name != "sha256"}):
-        raise ValueError(f"The file {FACTS} of the calibration {folder!r} was changed by hand or damaged: {again}.")
+        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} was changed by hand or damaged: {again}.")
     return facts
 
 
@@ -222,8 +223,8 @@ def _alike(stored: list[float], weights: Tensor) -> bool:
     return len(ours) == len(theirs) and bool(torch.cosine_similarity(ours, theirs, dim=0) >= _ALIKE)
 
 
-def _other(folder: str, wanted: dict[str, Any], why: str) -> ValueError:
-    return ValueError(
+def _other(folder: str, wanted: dict[str, Any], why: str) -> KVPolicyError:
+    return KVPolicyError(
         f"The calibration {folder!r} was made for another model ({wanted['type']} {wanted['name']!r}, {why}): run "
         "kvpolicy calibrate on this one."
     )

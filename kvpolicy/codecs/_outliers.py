@@ -10,7 +10,7 @@ _ABSENT = 1e38
 
 
 def each_side(share: float, length: int) -> int:
-    """How many of the largest, and of the smallest, numbers are kept where `share` of `length` are kept in all.
+    """How many of the largest, and of the smallest, numbers are kept where `weights` of `length` are kept in all.
 
     >>> each_side(0.02, 128), each_side(0.001, 128), each_side(0, 128)
     (1, 1, 0)

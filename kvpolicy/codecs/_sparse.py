@@ -17,7 +17,7 @@ Read = Callable[[slice], tuple[Tensor, Tensor]]
 
 
 class Words(NamedTuple):
-    """The dictionary of each KV head: atoms that all share, and behind them those of the head alone.
+    """The dictionary of each KV head: atoms that all weights, and behind them those of the head alone.
 
     Attributes:
         shared: [N, d] fp32, unit vectors or zero.
@@ -95,18 +95,20 @@ def score(words: Words, queries: Tensor, read: Read, slots: int) -> Tensor:
     return torch.cat(parts, -1)
 
 
-def mix(words: Words, share: Tensor, read: Read, parts: int) -> Tensor:
-    """Vectors of all slots, of `parts` parts, weighted by `share` [B, H, G, C] and summed, [B, H, G, D] fp32.
+def mix(words: Words, weights: Tensor, read: Read, parts: int) -> Tensor:
+    """Vectors of all slots, of `parts` parts, weighted by `weights` [B, H, G, C] and summed, [B, H, G, D] fp32.
 
     The weights are added up for each atom; then each atom is taken once.
     """
-    batch, heads, group, slots = share.shape
-    weight = torch.zeros(batch, heads, group, parts * words.size, device=share.device)
-    first = torch.arange(parts, device=share.device)[:, None] * words.size
+    batch, heads, group, slots = weights.shape
+    weight = torch.zeros(batch, heads, group, parts * words.size, device=weights.device)
+    first = torch.arange(parts, device=weights.device)[:, None] * words.size
     for at in chunks(slots):
         index, coef = read(at)
         bins = (index + first).flatten(2)[:, :, None].expand(-1, -1, group, -1)
-        weight = weight.scatter_add(-1, bins, (share[..., at, None].float() * coef.flatten(-2)[:, :, None]).flatten(-2))
+        weight = weight.scatter_add(
+            -1, bins, (weights[..., at, None].float() * coef.flatten(-2)[:, :, None]).flatten(-2)
+        )
     weight = weight.unflatten(-1, (parts, -1))
     some, rest = weight.split([words.shared.shape[0], words.own.shape[-2]], -1)
     own = (rest.flatten(2, 3) @ words.own).unflatten(2, (group, parts))

@@ -73,24 +73,24 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
     return (grouped * scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
 
 
-def largest_size(x: Tensor, active: Tensor) -> Tensor:
-    """The largest absolute number of each channel of `x` [B, H, n, D], [B, H, 1, D]; 0 where no token is active."""
-    return x.abs().masked_fill(~active[..., None], 0).amax(2, keepdim=True)
+def largest_size(x: Tensor, write_mask: Tensor) -> Tensor:
+    """The largest absolute number of each channel of `x` [B, H, n, D], [B, H, 1, D]; 0 where no token is write_mask."""
+    return x.abs().masked_fill(~write_mask[..., None], 0).amax(2, keepdim=True)
 
 
-def settle(stored: Tensor, fitted: Tensor, active: Tensor, live: Tensor) -> Tensor:
-    """Fix what a sequence's tokens share where a head has no live token, and return what holds now.
+def settle(stored: Tensor, fitted: Tensor, write_mask: Tensor, occupied: Tensor) -> Tensor:
+    """Fix what a sequence's tokens share where a head has no occupied token, and return what holds now.
 
     Args:
-        stored: [B, H, 1, D] fp16, changed in place in heads where a token is written and none is live.
+        stored: [B, H, 1, D] fp16, changed in place in heads where a token is written and none is occupied.
         fitted: To the tokens that are written, [B, H, 1, D] fp32, numbers that fp16 has.
-        active: [B, H, n] bool.
-        live: [B, H, C] bool.
+        write_mask: [B, H, n] bool.
+        occupied: [B, H, C] bool.
 
     Returns:
         [B, H, 1, D] fp32.
     """
-    fresh = is_fresh(active, live)
+    fresh = is_fresh(write_mask, occupied)
     now = torch.where(fresh, fitted, stored.float())
     stored.copy_(now)
     return now

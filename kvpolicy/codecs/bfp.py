@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class BFPCodes(NamedTuple):
@@ -51,7 +52,7 @@ class BFP:
         block_size: How many tokens are coded at a time.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> BFP(mantissa=4).layout(1000)
@@ -78,7 +79,7 @@ class BFP:
         """Check the parameters."""
         check_fields(self)
         if self.mantissa not in (3, 4, 5, 6, 8):
-            raise ValueError(f"BFP's mantissa is {self.mantissa!r}: give 3, 4, 5, 6 or 8.")
+            raise KVPolicyError(f"BFP's mantissa is {self.mantissa!r}: give 3, 4, 5, 6 or 8.")
         check_least(self, block_channels=(1, 32), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -95,14 +96,14 @@ class BFP:
         """Room for the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where a channel's number does not fit its place in the order."""
+        """Raise KVPolicyError where a channel's number does not fit its place in the order."""
         if model.head_dim > 2**15:
-            raise ValueError(
+            raise KVPolicyError(
                 f"BFP numbers channels up to {2**15}, and the head dimension is {model.head_dim}: use another codec."
             )
 
@@ -122,46 +123,48 @@ class BFP:
             zeros(slots, 0 if exact else blocks),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: BFPCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         keys, values = keys.float(), values.float()
-        _sort(codes, keys, active, live)
+        _sort(codes, keys, write_mask, occupied)
         mantissas, exponents = self._encode(keys.gather(-1, codes.order.long().expand_as(keys)))
-        put(codes.keys, mantissas, slots, active)
-        put(codes.key_scale, exponents, slots, active)
+        put(codes.keys, mantissas, slots, write_mask)
+        put(codes.key_scale, exponents, slots, write_mask)
         if self.exact_values:
-            put(codes.values, values.clamp(-FP16, FP16).half(), slots, active)
+            put(codes.values, values.clamp(-FP16, FP16).half(), slots, write_mask)
             return
         mantissas, exponents = self._encode(values)
-        put(codes.values, mantissas, slots, active)
-        put(codes.value_scale, exponents, slots, active)
+        put(codes.values, mantissas, slots, write_mask)
+        put(codes.value_scale, exponents, slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         keys = self._sorted_keys(store, at)
         return keys.gather(-1, store.codes.order.argsort(-1).expand_as(keys))
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: BFPCodes = store.codes
         if self.exact_values:
             return take(codes.values, at).float()
         return self._decode(codes.values, codes.value_scale, at, codes.order.shape[-1])
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        assert turn is None, "keys are coded as attention sees them"
+        assert rope is None, "keys are coded as attention sees them"
         queries = queries.gather(-1, store.codes.order.long().expand_as(queries))
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
-    def _sorted_keys(self, store: Store, at: At) -> Tensor:
+    def _sorted_keys(self, store: StageStore, at: At) -> Tensor:
         codes: BFPCodes = store.codes
         return self._decode(codes.keys, codes.key_scale, at, codes.order.shape[-1])
 
@@ -189,12 +192,12 @@ class BFP:
         return step.masked_fill(biased == 0, 0)
 
 
-def _sort(codes: BFPCodes, keys: Tensor, active: Tensor, live: Tensor) -> None:
+def _sort(codes: BFPCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
     """Find the order of channels anew, largest first, in heads that hold nothing and are given something.
 
     Sums are fp64, so that their order does not matter: a row must give the same codes with more padding.
     """
-    square = keys.square().masked_fill(~active[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
+    square = keys.square().masked_fill(~write_mask[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
     order = square.argsort(dim=-1, descending=True, stable=True).to(torch.int16)
-    fresh = is_fresh(active, live)
+    fresh = is_fresh(write_mask, occupied)
     codes.order.copy_(torch.where(fresh, order, codes.order))

@@ -14,9 +14,10 @@ from kvpolicy.codecs._dictionaries import dictionary, size, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs.packing import packed_width
-from kvpolicy.fields import check_fields
-from kvpolicy.products import products
-from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.kernels.products import products
+from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class CSRBook(NamedTuple):
@@ -116,15 +117,17 @@ class CSR:
         for field, allowed in {**choices, "coef": ("fp16", "fp8"), "index": ("int16", "packed")}.items():
             if getattr(self, field) not in allowed:
                 *most, last = map(str, allowed)
-                raise ValueError(f"CSR's {field} is {getattr(self, field)!r}: give {', '.join(most)} or {last}.")
+                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)!r}: give {', '.join(most)} or {last}.")
         for field in ("online", "guard", "top", "distance", "residual_length"):
             if getattr(self, field) < 0:
-                raise ValueError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
+                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
         check_least(self, block_size=(1, 32))
         if self.s < 1 or self.s % self.sn:
-            raise ValueError(f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}.")
+            raise KVPolicyError(
+                f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}."
+            )
         if self.top and self.frame == "post":
-            raise ValueError(f"CSR's top is {self.top}, and with frame=post all scores are exact: leave it out.")
+            raise KVPolicyError(f"CSR's top is {self.top}, and with frame=post all scores are exact: leave it out.")
 
     @property
     def traits(self) -> Traits:
@@ -132,7 +135,7 @@ class CSR:
         return Traits(
             block=self.block_size,
             residual=self.residual_length,
-            frame=self.frame,
+            key_space="unrotated" if self.frame == "pre" else "rotated",
             pins="newest" if self.online else "none",
             pinned=self.online,
         )
@@ -146,15 +149,15 @@ class CSR:
         """Room for atoms, the residual and one block exact, and all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRBook:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRBook:
         """A layer's dictionaries; layers of a group and all caches share them."""
         found = [dictionary(self.dictionary, name, layer_idx, str(device)) for name in self._names]
         return CSRBook(*found)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the dictionaries are missing, of another model or too large."""
+        """Raise KVPolicyError where the dictionaries are missing, of another model or too large."""
         if model.head_dim % self.sn:
-            raise ValueError(
+            raise KVPolicyError(
                 f"CSR cuts a value into {self.sn} chunks, and the head dimension {model.head_dim} is no multiple of "
                 f"{self.sn}: use sn=1."
             )
@@ -163,7 +166,7 @@ class CSR:
             for layer_idx in model.indices:
                 its = width(self.dictionary, name, layer_idx)
                 if its != model.head_dim // chunks:
-                    raise ValueError(
+                    raise KVPolicyError(
                         f"The dictionary {name} of {self.dictionary!r} has vectors of {its} numbers, and the model's "
                         f"have {model.head_dim // chunks}: make one for it with kvpolicy calibrate csr."
                     )
@@ -187,48 +190,50 @@ class CSR:
             parts.append(zeros(self.guard, head_dim // chunks, torch.float16))
         return CSRCodes(*parts)
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         if keys.shape[2] == 0 or store.codes.key_index.shape[2] == 0:
             return
-        self._keys(store).write(keys, slots, active, live, self.solver)
-        self._values(store).write(values, slots, active, live, self.solver)
+        self._keys(store).write(keys, slots, write_mask, occupied, self.solver)
+        self._values(store).write(values, slots, write_mask, occupied, self.solver)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, in the codec's frame, [B, H, n, D] fp32."""
         side = self._keys(store)
         words = side.words()
         return side.spell(words, words.table(), at)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         side = self._values(store)
         words = side.words()
         return side.spell(words, words.table(), at)
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; -inf where `top` leaves a slot out. See `Stage.score`."""
         side = self._keys(store)
         words = side.words()
-        if turn is None:
+        if rope is None:
             return side.score(words, queries)
         table = words.table()
         if not 0 < self.top < side.slots:
-            return score_by_chunks(lambda _, at: side.spell(words, table, at), store, queries, turn, side.slots)
-        near = turn.queries(queries, self.distance)
+            return score_by_chunks(lambda _, at: side.spell(words, table, at), store, queries, rope, side.slots)
+        near = rope.queries(queries, self.distance)
         rough = side.score(words, near).amax(2)
-        rough = rough.masked_fill(~turn.live, -torch.inf)  # an empty slot must not displace others
+        rough = rough.masked_fill(~rope.occupied, -torch.inf)  # an empty slot must not displace others
         best = rough.topk(self.top, -1).indices  # [B, H, top]
         exact: list[Tensor] = []
         for at in best.split(CHUNK, -1):
-            some = turn.keys(side.spell(words, table, at), at)
+            some = rope.keys(side.spell(words, table, at), at)
             exact.append(products(queries, some.to(queries.dtype)))
         hidden = torch.full((*queries.shape[:3], side.slots), -torch.inf, device=queries.device)
         return hidden.scatter(-1, best[:, :, None].expand(-1, -1, queries.shape[2], -1), torch.cat(exact, -1))
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed without being read back; see `Stage.mix`."""
-        return self._values(store).mix(share)
+        return self._values(store).mix(weights)
 
     @property
     def _names(self) -> tuple[str, str]:
@@ -243,19 +248,19 @@ class CSR:
         count = self._count(size(self.dictionary, name), parts)
         most = 2**15 - 1 if self.index == "int16" else 2**16
         if count > most:
-            raise ValueError(
+            raise KVPolicyError(
                 f"CSR numbers at most {most} atoms with index={self.index}, and {name} has {count} with {self.guard} "
                 f"of the guard and {self.online} online tokens: lower guard or online."
             )
         return count
 
-    def _keys(self, store: Store) -> Side:
+    def _keys(self, store: StageStore) -> Side:
         atoms = None if store.atoms is None else store.atoms[0]
-        return self._side(store.codes[:4], store.book.keys, atoms, 1)
+        return self._side(store.codes[:4], store.calibration.keys, atoms, 1)
 
-    def _values(self, store: Store) -> Side:
+    def _values(self, store: StageStore) -> Side:
         atoms = None if store.atoms is None else store.atoms[1]
-        return self._side(store.codes[4:], store.book.values, atoms, self.sn)
+        return self._side(store.codes[4:], store.calibration.values, atoms, self.sn)
 
     def _side(self, codes: tuple[Tensor, ...], shared: Tensor, atoms: Tensor | None, parts: int) -> Side:
         index, coef, scale, guard = codes

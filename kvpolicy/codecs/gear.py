@@ -14,8 +14,9 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import each_side, extremes, fill, index_dtype
 from kvpolicy.codecs._uniform import FP16, codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class GEARCodes(NamedTuple):
@@ -103,21 +104,21 @@ class GEAR:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
+            raise KVPolicyError(f"GEAR's bits is {self.bits!r}: give 2, 4 or 8.")
         if not 2 <= self.group_size <= 2**15:
-            raise ValueError(f"GEAR's group_size is {self.group_size}: give 2 to 32768, such as 64.")
+            raise KVPolicyError(f"GEAR's group_size is {self.group_size}: give 2 to 32768, such as 64.")
         if not 0 <= self.rank <= self.group_size:
-            raise ValueError(f"GEAR's rank is {self.rank}: give 0 to the group_size, which is {self.group_size}.")
+            raise KVPolicyError(f"GEAR's rank is {self.rank}: give 0 to the group_size, which is {self.group_size}.")
         if not 0 <= self.sparse < 1:
-            raise ValueError(f"GEAR's sparse is {self.sparse}: give a share from 0 to below 1, such as 0.02.")
+            raise KVPolicyError(f"GEAR's sparse is {self.sparse}: give a share from 0 to below 1, such as 0.02.")
         check_least(self, residual_length=(0, 64))
         if self.backbone not in ("kivi", "kcvt"):
-            raise ValueError(f"GEAR's backbone is {self.backbone!r}: give 'kivi' or 'kcvt'.")
+            raise KVPolicyError(f"GEAR's backbone is {self.backbone!r}: give 'kivi' or 'kcvt'.")
 
     @property
     def traits(self) -> Traits:
         """A block is coded at a time."""
-        return Traits(block=self.group_size, grain=self.group_size, residual=self.residual_length)
+        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -128,14 +129,14 @@ class GEAR:
         """Room for the residual and one block exact, and whole blocks coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the low rank is not low."""
+        """Raise KVPolicyError where the low rank is not low."""
         if self.rank > model.head_dim:
-            raise ValueError(
+            raise KVPolicyError(
                 f"GEAR's rank is {self.rank}, and the model's heads have {model.head_dim} numbers: give a rank "
                 f"of at most {model.head_dim}."
             )
@@ -167,21 +168,23 @@ class GEAR:
             value_right=zeros(blocks, self.rank, head_dim),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: GEARCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        slots = slots.masked_fill(~active, 0)
-        blocks = blocks_of(slots, active, live, self.group_size)
+        slots = slots.masked_fill(~write_mask, 0)
+        blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         keys, values = keys.float().clamp(-FP16, FP16), values.float().clamp(-FP16, FP16)
         self._fit_keys(codes, keys, blocks)
-        error = self._write_keys(codes, keys, slots, active)
-        self._write_error(codes.key_left, codes.key_right, error, slots, active, blocks)
-        error = self._write_values(codes, values, slots, active)
-        self._write_error(codes.value_left, codes.value_right, error, slots, active, blocks)
+        error = self._write_keys(codes, keys, slots, write_mask)
+        self._write_error(codes.key_left, codes.key_right, error, slots, write_mask, blocks)
+        error = self._write_values(codes, values, slots, write_mask)
+        self._write_error(codes.value_left, codes.value_right, error, slots, write_mask, blocks)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         block = coarse(at, self.group_size)
@@ -194,7 +197,7 @@ class GEAR:
             x = torch.where(here, take(kept, block)[:, :, :, None].float(), x)
         return x.flatten(2, 3)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
@@ -202,13 +205,13 @@ class GEAR:
         x = self._add_error(x, codes.value_left, codes.value_right, at).flatten(2, 3)
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2], self.group_size)
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share, self.group_size)
+        return mix_by_chunks(self.values, store, weights, self.group_size)
 
     def _channels(self, head_dim: int) -> int:
         """Channels of a value group."""
@@ -230,33 +233,33 @@ class GEAR:
             new = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, shape[2:4])
             codes.key_outliers.copy_(torch.where(token >= 0, new.half(), codes.key_outliers))
 
-    def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, active: Tensor) -> Tensor:
+    def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
         """Write the codes of keys; what they miss, [B, H, n, D]."""
         block = coarse(slots, self.group_size)
         scale, zero = take(codes.key_scale, block).float(), take(codes.key_zero, block).float()
         code = codes_in(keys, scale, zero, self.bits)
-        put(codes.keys, pack(code, self.bits), slots, active)
+        put(codes.keys, pack(code, self.bits), slots, write_mask)
         error, place = keys - (code * scale + zero), (slots % self.group_size)[..., None]
         for some in codes.key_places.unbind(3):
             error = error.masked_fill(take(some, block) == place, 0)
         return error
 
-    def _write_values(self, codes: GEARCodes, values: Tensor, slots: Tensor, active: Tensor) -> Tensor:
+    def _write_values(self, codes: GEARCodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
         """Write the codes of values and their outliers; what the codes miss, [B, H, n, D]."""
         head_dim = values.shape[-1]
         places = extremes(values, codes.value_places.shape[3] // 2, -1)
         kept = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
         code, scale, zero = quantize(fill(values, kept, -1), self.bits, self._channels(head_dim))
-        put(codes.values, code, slots, active)
-        put(codes.value_scale, scale, slots, active)
-        put(codes.value_zero, zero, slots, active)
+        put(codes.values, code, slots, write_mask)
+        put(codes.value_scale, scale, slots, write_mask)
+        put(codes.value_zero, zero, slots, write_mask)
         if self.sparse:
-            put(codes.value_places, places.to(codes.value_places.dtype), slots, active)
-            put(codes.value_outliers, values.gather(-1, places).half(), slots, active)
+            put(codes.value_places, places.to(codes.value_places.dtype), slots, write_mask)
+            put(codes.value_outliers, values.gather(-1, places).half(), slots, write_mask)
         return (values - dequantize(code, scale, zero, self.bits, head_dim)).masked_fill(~kept, 0)
 
     def _write_error(
-        self, left: Tensor, right: Tensor, error: Tensor, slots: Tensor, active: Tensor, blocks: Blocks
+        self, left: Tensor, right: Tensor, error: Tensor, slots: Tensor, write_mask: Tensor, blocks: Blocks
     ) -> None:
         """Fix the rows of the low rank of the blocks that begin, and write each token's part in its block's rows."""
         if not self.rank:
@@ -264,7 +267,7 @@ class GEAR:
         put(right, basis(blocks.bring(error)[0], self.rank).half(), blocks.which, blocks.fresh)
         block = coarse(slots, self.group_size)
         parts = [(error * take(row, block).float()).sum(-1) for row in right.unbind(3)]
-        put(left, torch.stack(parts, -1).clamp(-FP16, FP16).half(), slots, active)
+        put(left, torch.stack(parts, -1).clamp(-FP16, FP16).half(), slots, write_mask)
 
     def _add_error(self, x: Tensor, left: Tensor, right: Tensor, at: At) -> Tensor:
         """Add L to numbers by block, in an order that does not depend on how they are asked for."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, coarse, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import codes_in, dequantize, frame, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class KIVICodes(NamedTuple):
@@ -68,13 +69,13 @@ class KIVI:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 4, 8):
-            raise ValueError(f"KIVI's bits is {self.bits!r}: give 2, 4 or 8.")
+            raise KVPolicyError(f"KIVI's bits is {self.bits!r}: give 2, 4 or 8.")
         check_least(self, group_size=(1, 32), residual_length=(0, 128))
 
     @property
     def traits(self) -> Traits:
         """A group of keys is coded at a time."""
-        return Traits(block=self.group_size, grain=self.group_size, residual=self.residual_length)
+        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -85,15 +86,15 @@ class KIVI:
         """Room for the residual and one group exact, and whole groups coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes."""
+        """Raise KVPolicyError where vectors do not fill whole bytes."""
         per_byte = 8 // self.bits
         if model.head_dim % per_byte:
-            raise ValueError(
+            raise KVPolicyError(
                 f"KIVI packs {per_byte} codes of {self.bits} bits into a byte, and the head dimension {model.head_dim} "
                 f"is no multiple of {per_byte}: use bits=8."
             )
@@ -116,15 +117,17 @@ class KIVI:
             zeros(slots, parts, torch.float16),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: KIVICodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        self._write_keys(codes, keys.float(), slots, active, live)
-        self._write_values(codes, values.float(), slots, active)
+        self._write_keys(codes, keys.float(), slots, write_mask, occupied)
+        self._write_values(codes, values.float(), slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
         code, group = unpack(take(codes.keys, at), self.bits), coarse(at, self.group_size)
@@ -134,41 +137,41 @@ class KIVI:
             return (grouped * scale[:, :, :, None]).add_(zero[:, :, :, None]).flatten(2, 3)
         return (code * scale).add_(zero)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1])
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2], self.group_size)
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share, self.group_size)
+        return mix_by_chunks(self.values, store, weights, self.group_size)
 
-    def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
         group = (slots // self.group_size)[..., None].expand_as(keys)  # [B, H, n, D]
-        least, most = self._bounds(codes.key_zero, keys, group, active)
+        least, most = self._bounds(codes.key_zero, keys, group, write_mask)
         scale, zero = frame(least, most, self.bits)
-        held = live.reshape(*least.shape[:3], self.group_size).any(-1, keepdim=True)
+        held = occupied.reshape(*least.shape[:3], self.group_size).any(-1, keepdim=True)
         frozen = held | (least > most)  # the latter where nothing is written
         codes.key_scale.copy_(torch.where(frozen, codes.key_scale, scale.half()))
         codes.key_zero.copy_(torch.where(frozen, codes.key_zero, zero.half()))
         scale, zero = codes.key_scale.float(), codes.key_zero.float()
         coded = codes_in(keys, scale.gather(2, group), zero.gather(2, group), self.bits)
-        put(codes.keys, pack(coded, self.bits), slots, active)
+        put(codes.keys, pack(coded, self.bits), slots, write_mask)
 
-    def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, active: Tensor) -> None:
+    def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         parts = quantize(values, self.bits, values.shape[-1] // codes.value_scale.shape[-1])
         for target, part in zip(codes[3:], parts, strict=True):
-            put(target, part, slots, active)
+            put(target, part, slots, write_mask)
 
-    def _bounds(self, like: Tensor, keys: Tensor, group: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    def _bounds(self, like: Tensor, keys: Tensor, group: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The least and the most that is written to each group and channel; least > most where nothing is."""
         inf = torch.full_like(like, torch.inf, dtype=torch.float32)
-        used = active[..., None]
+        used = write_mask[..., None]
         least = inf.scatter_reduce(2, group, keys.masked_fill(~used, torch.inf), "amin")
         most = (-inf).scatter_reduce(2, group, keys.masked_fill(~used, -torch.inf), "amax")
         return least, most

@@ -12,8 +12,9 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -106,12 +107,12 @@ class KVQuant:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"KVQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         if not 0 <= self.outliers < 1:
-            raise ValueError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
+            raise KVPolicyError(f"KVQuant's outliers is {self.outliers}: give a share from 0 to below 1, such as 0.01.")
         check_least(self, sinks=(0, 5), residual_length=(0, 32), block_size=(1, 32))
         if not self.calibration:
-            raise ValueError("KVQuant's calibration is empty: give a folder, or 'tiny' for the embedded model.")
+            raise KVPolicyError("KVQuant's calibration is empty: give a folder, or 'tiny' for the embedded model.")
 
     @property
     def traits(self) -> Traits:
@@ -119,7 +120,7 @@ class KVQuant:
         return Traits(
             block=self.block_size,
             residual=self.residual_length,
-            frame="pre",
+            key_space="unrotated",
             pins="first" if self.sinks else "none",
             pinned=self.sinks,
         )
@@ -133,7 +134,7 @@ class KVQuant:
         """Room for the first tokens, the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
         """A layer's calibrated ranges and levels."""
         offset, range_ = (self._calibrated(f"keys.{name}", layer_idx) for name in ("offset", "range"))
         key_levels, key_read = self._levels("keys", layer_idx)
@@ -141,16 +142,18 @@ class KVQuant:
         if offset.shape[0] > 1:  # else all heads share one
             offset, range_ = offset[heads], range_[heads]
         range_ = range_.clamp(min=1e-12)  # a channel that was constant
-        book = KVQuantBook(offset[None, :, None], range_[None, :, None], key_levels, key_read, value_levels, value_read)
-        return KVQuantBook(*(t.to(device) for t in book))
+        calibration = KVQuantBook(
+            offset[None, :, None], range_[None, :, None], key_levels, key_read, value_levels, value_read
+        )
+        return KVQuantBook(*(t.to(device) for t in calibration))
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where the calibration is missing, lacks a layer or is of another model."""
+        """Raise KVPolicyError where the calibration is missing, lacks a layer or is of another model."""
         _files.check_model(_files.load(self.calibration, "kvquant"), self.calibration, model)
         for layer_idx in model.indices:
-            shape = self.open(layer_idx, "cpu").key_offset.shape
+            shape = self.load_calibration(layer_idx, "cpu").key_offset.shape
             if shape[1] not in (1, model.heads) or shape[3] != model.head_dim:
-                raise ValueError(
+                raise KVPolicyError(
                     f"The calibration {self.calibration!r} has {shape[1]} heads of {shape[3]} numbers, and the model "
                     f"{model.heads} of {model.head_dim}: run kvpolicy calibrate kvquant on this model."
                 )
@@ -173,53 +176,58 @@ class KVQuant:
             value_outliers=zeros(apart, torch.float16),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: KVQuantCodes = store.codes
-        book: KVQuantBook = store.book
+        calibration: KVQuantBook = store.calibration
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        slots = slots.masked_fill(~active, 0)
+        slots = slots.masked_fill(~write_mask, 0)
         keys, values = keys.float().clamp(-_FP16, _FP16), values.float().clamp(-_FP16, _FP16)
         count = codes.key_places.shape[-1]
-        inner = (keys - book.key_offset) / book.key_range
-        put(codes.keys, pack(nearest(inner, book.key_levels), self.bits), slots, active)
-        _put_outliers(codes.key_places, codes.key_outliers, keys, largest(inner.abs(), count), slots, active)
+        inner = (keys - calibration.key_offset) / calibration.key_range
+        put(codes.keys, pack(nearest(inner, calibration.key_levels), self.bits), slots, write_mask)
+        _put_outliers(codes.key_places, codes.key_outliers, keys, largest(inner.abs(), count), slots, write_mask)
         inner, scale, zero, places = normalise_values(values, count)
-        put(codes.values, pack(nearest(inner, book.value_levels), self.bits), slots, active)
-        _put_outliers(codes.value_places, codes.value_outliers, values, places, slots, active)
-        put(codes.value_scale, scale.half(), slots, active)
-        put(codes.value_zero, zero.half(), slots, active)
+        put(codes.values, pack(nearest(inner, calibration.value_levels), self.bits), slots, write_mask)
+        _put_outliers(codes.value_places, codes.value_outliers, values, places, slots, write_mask)
+        put(codes.value_scale, scale.half(), slots, write_mask)
+        put(codes.value_zero, zero.half(), slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at` before the rotary embedding, [B, H, n, D] fp32."""
         codes: KVQuantCodes = store.codes
-        book: KVQuantBook = store.book
-        code = unpack(take(codes.keys, at), self.bits, book.key_offset.shape[-1])
-        x = book.key_read[code.int()] * book.key_range + book.key_offset
+        calibration: KVQuantBook = store.calibration
+        code = unpack(take(codes.keys, at), self.bits, calibration.key_offset.shape[-1])
+        x = calibration.key_read[code.int()] * calibration.key_range + calibration.key_offset
         return x.scatter(-1, take(codes.key_places, at).long(), take(codes.key_outliers, at).float())
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: KVQuantCodes = store.codes
-        book: KVQuantBook = store.book
-        code = unpack(take(codes.values, at), self.bits, book.key_offset.shape[-1])
-        x = book.value_read[code.int()] * take(codes.value_scale, at).float() + take(codes.value_zero, at).float()
+        calibration: KVQuantBook = store.calibration
+        code = unpack(take(codes.values, at), self.bits, calibration.key_offset.shape[-1])
+        x = (
+            calibration.value_read[code.int()] * take(codes.value_scale, at).float()
+            + take(codes.value_zero, at).float()
+        )
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2])
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
     def _calibrated(self, name: str, layer_idx: int) -> Tensor:
         """A layer's calibrated tensor, fp32."""
         tensor = _files.load(self.calibration, "kvquant").tensors.get(f"{name}.{layer_idx}")
         if tensor is None:
-            raise ValueError(
+            raise KVPolicyError(
                 f"The calibration {self.calibration!r} has no {name} of layer {layer_idx}: run kvpolicy calibrate "
                 f"kvquant on this model, for {self.bits} bits."
             )
@@ -273,8 +281,8 @@ def outlier_count(share: float, head_dim: int) -> int:
     return min(max(1, round(share * head_dim)), head_dim - 1) if share else 0
 
 
-def _put_outliers(places: Tensor, outliers: Tensor, x: Tensor, at: Tensor, slots: Tensor, active: Tensor) -> None:
+def _put_outliers(places: Tensor, outliers: Tensor, x: Tensor, at: Tensor, slots: Tensor, write_mask: Tensor) -> None:
     """Write the numbers of `x` at the places `at` [B, H, n, k], and the places."""
     if at.shape[-1]:
-        put(places, at.to(places.dtype), slots, active)
-        put(outliers, x.gather(-1, at).half(), slots, active)
+        put(places, at.to(places.dtype), slots, write_mask)
+        put(outliers, x.gather(-1, at).half(), slots, write_mask)

@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class MiKVCodes(NamedTuple):
@@ -50,7 +51,7 @@ class MiKVStage:
     bits: int
     group_size: int
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
@@ -71,22 +72,24 @@ class MiKVStage:
             zeros(slots, groups, torch.float16),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: MiKVCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        assert store.peaks is not None, "MiKV's traits ask for peaks"
+        assert store.query_absmax is not None, "MiKV's traits ask for query_absmax"
         keys = keys.float()
-        balancer = _balancer(store.peaks[:, :, None], largest_size(keys, active))
-        keys = keys * settle(codes.channel_scale, balancer, active, live)
+        balancer = _balancer(store.query_absmax[:, :, None], largest_size(keys, write_mask))
+        keys = keys * settle(codes.channel_scale, balancer, write_mask, occupied)
         size = keys.shape[-1] // codes.key_scale.shape[-1]
         targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)
         parts = (*quantize(keys, self.bits, size), *quantize(values.float(), self.bits, size))
         for target, part in zip(targets, parts, strict=True):
-            put(target, part, slots, active)
+            put(target, part, slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.keys, codes.key_scale, codes.key_zero))
@@ -94,19 +97,19 @@ class MiKVStage:
         balancer = codes.channel_scale.float()
         return balanced / balancer.masked_fill(balancer == 0, 1)  # 0 before anything is written
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2])
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,17 +153,17 @@ class MiKV:
         """Check the parameters."""
         check_fields(self)
         if not 0 <= self.high <= 1:
-            raise ValueError(f"MiKV's high is {self.high}: give a share from 0 to 1, such as 0.2.")
+            raise KVPolicyError(f"MiKV's high is {self.high}: give a share from 0 to 1, such as 0.2.")
         if self.high_bits not in (8, 16):
-            raise ValueError(f"MiKV's high_bits is {self.high_bits!r}: give 8 or 16.")
+            raise KVPolicyError(f"MiKV's high_bits is {self.high_bits!r}: give 8 or 16.")
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"MiKV's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"MiKV's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:
         """The least worthy tokens leave first."""
-        return Traits(block=self.block_size, residual=self.residual_length, order="worth", peaks=True)
+        return Traits(block=self.block_size, residual=self.residual_length, demote_by="priority", query_absmax=True)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -1,4 +1,4 @@
-"""Store tokens as they are."""
+"""StageStore tokens as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
-    """Store every token in the model's own dtype.
+    """StageStore every token in the model's own dtype.
 
     There is no coded part, so nothing is ever written or read here.
 

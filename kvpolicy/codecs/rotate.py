@@ -12,8 +12,9 @@ from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordina
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class RotateCodes(NamedTuple):
@@ -78,16 +79,20 @@ class RotateKV:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"RotateKV's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"RotateKV's bits is {self.bits!r}: give 2, 3 or 4.")
         if self.sinks >= 2**15:
-            raise ValueError(f"RotateKV's sinks is {self.sinks}: give at most 32767, such as 20.")
+            raise KVPolicyError(f"RotateKV's sinks is {self.sinks}: give at most 32767, such as 20.")
         check_least(self, group_size=(1, 128), sinks=(0, 20), residual_length=(0, 32), block_size=(1, 32))
 
     @property
     def traits(self) -> Traits:
         """A slot's code depends on its own token alone; massive activations are pinned."""
         return Traits(
-            block=self.block_size, residual=self.residual_length, frame="pre", pins="massive", pinned=self.sinks
+            block=self.block_size,
+            residual=self.residual_length,
+            key_space="unrotated",
+            pins="massive",
+            pinned=self.sinks,
         )
 
     @property
@@ -102,11 +107,11 @@ class RotateKV:
     def check(self, model: ModelInfo) -> None:
         """Every head dimension that fits an order in int16 can be coded."""
         if model.head_dim >= 2**15:
-            raise ValueError(
+            raise KVPolicyError(
                 f"RotateKV orders channels in int16, and the head dimension is {model.head_dim}: use KIVI."
             )
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
@@ -127,49 +132,51 @@ class RotateKV:
             zeros(slots, groups, torch.uint8),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: RotateCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         mixed = mix(keys.float())
         if codes.key_scale.shape[-1] > 1:  # an order inside one group changes nothing
-            fresh = is_fresh(active, live)
-            codes.place.copy_(torch.where(fresh, _places(mixed, active), codes.place))
+            fresh = is_fresh(write_mask, occupied)
+            codes.place.copy_(torch.where(fresh, _places(mixed, write_mask), codes.place))
             order = codes.place.argsort(-1).expand_as(mixed)
             mixed = mixed.gather(-1, order)
-        self._put((codes.keys, codes.key_scale, codes.key_zero), mixed, slots, active)
-        self._put((codes.values, codes.value_scale, codes.value_zero), mix(values.float()), slots, active)
+        self._put((codes.keys, codes.key_scale, codes.key_zero), mixed, slots, write_mask)
+        self._put((codes.values, codes.value_scale, codes.value_zero), mix(values.float()), slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at` without rotary embedding, [B, H, n, D] fp32."""
         return unmix(self._mixed_keys(store, at))
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_values(store, at))
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
         matrix = mixing(queries.shape[-1], None, queries.device)
 
-        def keys(store: Store, at: At) -> Tensor:
+        def keys(store: StageStore, at: At) -> Tensor:
             return self._mixed_keys(store, at) @ matrix
 
-        return score_by_chunks(keys, store, queries, turn, store.codes.keys.shape[2])
+        return score_by_chunks(keys, store, queries, rope, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed, and only the sum mixed back; see `Stage.mix`."""
-        return unmix(mix_by_chunks(self._mixed_values, store, share))
+        return unmix(mix_by_chunks(self._mixed_values, store, weights))
 
-    def _mixed_keys(self, store: Store, at: At) -> Tensor:
+    def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes
         mixed = self._read((codes.keys, codes.key_scale, codes.key_zero), at, codes.place.shape[-1])
         if codes.key_scale.shape[-1] > 1:
             mixed = mixed.gather(-1, codes.place.long().expand_as(mixed))
         return mixed
 
-    def _mixed_values(self, store: Store, at: At) -> Tensor:
+    def _mixed_values(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes
         return self._read((codes.values, codes.value_scale, codes.value_zero), at, codes.place.shape[-1])
 
@@ -178,7 +185,7 @@ class RotateKV:
         steps = unpack(code, self.bits, width).unflatten(-1, (scale.shape[-1], -1)).float() - zero[..., None].float()
         return (steps * scale.float()[..., None]).flatten(-2)
 
-    def _put(self, parts: tuple[Tensor, Tensor, Tensor], mixed: Tensor, slots: Tensor, active: Tensor) -> None:
+    def _put(self, parts: tuple[Tensor, Tensor, Tensor], mixed: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         """Quantize groups, of which 2-bit codes cut off the outer fifth of either side's range."""
         grouped = mixed.unflatten(-1, (parts[1].shape[-1], -1))
         least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
@@ -188,17 +195,17 @@ class RotateKV:
         divisor = scale.masked_fill(scale == 0, 1)  # where it is 0, any code is 0
         zero = (-low / divisor).round().clamp(0, top)
         code = ((grouped / divisor).round() + zero).clamp(0, top).to(torch.uint8)
-        put(parts[0], pack(code.flatten(-2), self.bits), slots, active)
-        put(parts[1], scale.squeeze(-1).half(), slots, active)
-        put(parts[2], zero.squeeze(-1).to(torch.uint8), slots, active)
+        put(parts[0], pack(code.flatten(-2), self.bits), slots, write_mask)
+        put(parts[1], scale.squeeze(-1).half(), slots, write_mask)
+        put(parts[2], zero.squeeze(-1).to(torch.uint8), slots, write_mask)
 
 
-def _places(mixed: Tensor, active: Tensor) -> Tensor:
+def _places(mixed: Tensor, write_mask: Tensor) -> Tensor:
     """Each channel's place when channels are sorted by their sum of sizes, the largest first, [B, H, 1, D] int16.
 
     The sum is one of integers: it must not depend on how many inactive tokens stand between the others.
     """
-    size = mixed.abs().masked_fill(~active[..., None], 0)
+    size = mixed.abs().masked_fill(~write_mask[..., None], 0)
     unit = size.amax((2, 3), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) * 2.0**-24
     total = (size / unit).round().long().sum(2, keepdim=True)
     return total.sort(dim=-1, descending=True, stable=True).indices.argsort(-1).to(torch.int16)

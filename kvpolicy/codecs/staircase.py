@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from kvpolicy.codecs._common import check_least
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staircase:
-    """Store tokens in 8 bits, then in 4, then in 2 as they age.
+    """StageStore tokens in 8 bits, then in 4, then in 2 as they age.
 
     Every stage is a KIVI. A block of tokens that leaves the exact part is coded in 8 bits. Where that stage is full,
     its oldest tokens are decoded and coded again in 4 bits, and those of that stage in 2. So attention has the newest
@@ -25,7 +26,7 @@ class Staircase:
         residual_length: How many of the newest tokens always stay exact.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> Staircase().layout(1000)
@@ -52,7 +53,7 @@ class Staircase:
     @property
     def traits(self) -> Traits:
         """A group of keys is coded at a time."""
-        return Traits(block=self.group_size, grain=self.group_size, residual=self.residual_length)
+        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -76,9 +77,9 @@ class Staircase:
         return Layout(exact, tuple(count * self.group_size for count in (*groups, left)))
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes in every stage."""
+        """Raise KVPolicyError where vectors do not fill whole bytes in every stage."""
         if model.head_dim % 4:
-            raise ValueError(
+            raise KVPolicyError(
                 f"Staircase packs 4 codes of 2 bits into a byte, and the head dimension {model.head_dim} is no "
                 f"multiple of 4: use kivi with bits=8."
             )

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 _E4M3 = 448.0
 """The largest number of 8 bits of which 4 are an exponent and 3 a mantissa."""
@@ -61,7 +62,7 @@ class TokenWise:
         normalize: Whether key channels are brought to one range.
 
     Raises:
-        ValueError: Where a parameter is out of its range.
+        KVPolicyError: Where a parameter is out of its range.
 
     Examples:
         >>> TokenWise(bits=4).layout(1000)
@@ -87,7 +88,7 @@ class TokenWise:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4, 8, "fp8"):
-            raise ValueError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
+            raise KVPolicyError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
         check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -104,7 +105,7 @@ class TokenWise:
         """Room for the residual and one block exact, and for all else coded."""
         return ordinary_layout(self.traits, tokens)
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
@@ -130,40 +131,42 @@ class TokenWise:
             zeros(slots, zero_parts),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: TokenWiseCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         keys = keys.float()
         if self.normalize:
-            _fit(codes, keys, active, live)
+            _fit(codes, keys, write_mask, occupied)
             keys = (keys - codes.channel_zero.float()) / codes.channel_scale.float()
         parts = codes.key_scale.shape[-1]
         coded = (*self._encode(keys, parts), *self._encode(values.float(), parts))
         targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)
         for target, data in zip(targets, coded, strict=True):
             if target.shape[-1]:
-                put(target, data, slots, active)
+                put(target, data, slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         keys = self._decode(codes.keys, codes.key_scale, codes.key_zero, at, codes.channel_scale.shape[-1])
         return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
         return self._decode(codes.values, codes.value_scale, codes.value_zero, at, codes.channel_scale.shape[-1])
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2])
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
     def _width(self) -> int:
         """Bits of a code."""
@@ -187,12 +190,12 @@ class TokenWise:
         return (_from_e4m3(codes).unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2)
 
 
-def _fit(codes: TokenWiseCodes, keys: Tensor, active: Tensor, live: Tensor) -> None:
+def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
     """Find the mean and deviation of each channel anew, in heads that hold nothing and are given something.
 
     Sums are fp64, so that their order does not matter: a row must give the same codes with more padding.
     """
-    used, count = active[..., None], active.sum(-1)[..., None, None].clamp(min=1)
+    used, count = write_mask[..., None], write_mask.sum(-1)[..., None, None].clamp(min=1)
     mean = (keys.masked_fill(~used, 0).sum(2, keepdim=True, dtype=torch.float64) / count).float()
     apart = (keys - mean).masked_fill(~used, 0)
     deviation = (apart.square().sum(2, keepdim=True, dtype=torch.float64) / count).sqrt().float()
@@ -200,7 +203,7 @@ def _fit(codes: TokenWiseCodes, keys: Tensor, active: Tensor, live: Tensor) -> N
     rounded = round_to_half(mean.clamp(-FP16, FP16))
     # Divided by less than this, the error of the mean alone would be the largest number of its group.
     deviation = torch.where(deviation == 0, 1, deviation).maximum((mean - rounded).abs().clamp(max=FP16))
-    fresh = is_fresh(active, live)
+    fresh = is_fresh(write_mask, occupied)
     codes.channel_zero.copy_(torch.where(fresh, rounded.half(), codes.channel_zero))
     codes.channel_scale.copy_(torch.where(fresh, round_to_half(deviation).half(), codes.channel_scale))
 

@@ -17,8 +17,9 @@ from kvpolicy.codecs._constants import kept
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 _CHANNELS = 128  # of a value group, at most
 
@@ -45,7 +46,7 @@ class TurboQuantCodes(NamedTuple):
 class TurboQuant:
     """Quantize each token on its own: a key's direction by fixed levels, a value by its range.
 
-    Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
+    Random signs and a Hadamard transform rope any key into one whose channels are nearly normally distributed. So the
     levels that are best for a normal distribution serve every key, and a key needs only its norm beside its codes.
     Queries are mixed too, instead of each key back. Values have a scale and a zero for up to 128 channels. The newest
     tokens stay exact.
@@ -78,7 +79,7 @@ class TurboQuant:
         """Check the parameters."""
         check_fields(self)
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, seed=(0, 0), residual_length=(0, 32), block_size=(1, 32))
 
     @property
@@ -96,15 +97,15 @@ class TurboQuant:
         return ordinary_layout(self.traits, tokens)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise ValueError where vectors do not fill whole bytes."""
+        """Raise KVPolicyError where vectors do not fill whole bytes."""
         codes = 8 // math.gcd(8, self.bits)
         if model.head_dim % codes:
-            raise ValueError(
+            raise KVPolicyError(
                 f"TurboQuant fills bytes with {codes} codes of {self.bits} bits, and the head dimension "
                 f"{model.head_dim} is no multiple of {codes}: use {'MiKV' if self.bits == 4 else 'bits=4'}."
             )
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
@@ -123,7 +124,9 @@ class TurboQuant:
             zeros(groups, torch.float16),
         )
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: TurboQuantCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
@@ -133,36 +136,36 @@ class TurboQuant:
         normal = mixed / norm.masked_fill(norm == 0, 1) * mixed.shape[-1] ** 0.5
         levels = _levels(operator.index(self.bits), mixed.device)
         code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
-        put(codes.keys, pack(code, self.bits), slots, active)
-        put(codes.key_scale, norm.clamp(max=FP16).half(), slots, active)
+        put(codes.keys, pack(code, self.bits), slots, write_mask)
+        put(codes.key_scale, norm.clamp(max=FP16).half(), slots, write_mask)
         group = values.shape[-1] // codes.value_scale.shape[-1]
         for target, part in zip(codes[2:], quantize(values.float(), self.bits, group), strict=True):
-            put(target, part, slots, active)
+            put(target, part, slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         return unmix(self._mixed_keys(store, at), self.seed)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         codes: TurboQuantCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         return dequantize(code, scale, zero, self.bits, self._width(codes))
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
-        """Products of mixed queries with every slot's mixed key; see `Stage.score`. This frame has no turn."""
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        """Products of mixed queries with every slot's mixed key; see `Stage.score`. This frame has no rope."""
         mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
     def _width(self, codes: TurboQuantCodes) -> int:
         """The head dimension, which fills its bytes."""
         return codes.keys.shape[-1] * 8 // self.bits
 
-    def _mixed_keys(self, store: Store, at: At) -> Tensor:
+    def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: TurboQuantCodes = store.codes
         width = self._width(codes)
         code = unpack(take(codes.keys, at), self.bits, width)

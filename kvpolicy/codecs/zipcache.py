@@ -12,8 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.fields import check_fields
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class ZipCacheCodes(NamedTuple):
@@ -50,7 +51,7 @@ class ZipCacheStage:
 
     bits: int
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""
         return ()
 
@@ -67,32 +68,34 @@ class ZipCacheStage:
 
         return ZipCacheCodes(*side(), *side())
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         """Encode tokens into slots, in place; see `Stage.write`."""
         codes: ZipCacheCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         for x, targets in ((keys.float(), codes[:4]), (values.float(), codes[4:])):
-            channel = settle(targets[3], _channel(largest_size(x, active)), active, live)
+            channel = settle(targets[3], _channel(largest_size(x, write_mask)), write_mask, occupied)
             parts = quantize(x / channel.masked_fill(channel == 0, 1), self.bits, x.shape[-1])
             for target, part in zip(targets[:3], parts, strict=True):
-                put(target, part, slots, active)
+                put(target, part, slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         return self._read(store.codes[:4], at)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
         return self._read(store.codes[4:], at)
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with every slot's key; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2])
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Every slot's value, weighted and summed; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, share)
+        return mix_by_chunks(self.values, store, weights)
 
     def _read(self, parts: tuple[Tensor, ...], at: At) -> Tensor:
         code, scale, zero = (take(part, at) for part in parts[:3])
@@ -137,17 +140,17 @@ class ZipCache:
         """Check the parameters."""
         check_fields(self)
         if not 0 <= self.high <= 1:
-            raise ValueError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
+            raise KVPolicyError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
         if self.high_bits not in (4, 8):
-            raise ValueError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
+            raise KVPolicyError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
         if self.bits not in (2, 3, 4):
-            raise ValueError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
+            raise KVPolicyError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
         check_least(self, recode_every=(1, 100))
 
     @property
     def traits(self) -> Traits:
         """All tokens are coded anew whenever the exact part is full."""
-        return Traits(block=self.recode_every, order="worth", recode=True)
+        return Traits(block=self.recode_every, demote_by="priority", recode_all=True)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import View
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class Scores(NamedTuple):
@@ -37,6 +38,6 @@ def by_position(positions: Tensor) -> Tensor:
 
 
 def check_decode(decode: str) -> None:
-    """Raise ValueError unless `decode` is a mode."""
+    """Raise KVPolicyError unless `decode` is a mode."""
     if decode not in ("evict", "grow"):
-        raise ValueError(f"decode={decode!r} is not a mode: use 'evict' (generated tokens compete) or 'grow'.")
+        raise KVPolicyError(f"decode={decode!r} is not a mode: use 'evict' (generated tokens compete) or 'grow'.")

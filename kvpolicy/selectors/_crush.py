@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpolicy.parallel import ALONE, Ranks
 from kvpolicy.protocols import View
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 
 Anchor = Literal["random", "mean", "alternate", "zeros", "ones"]
 Pick = Literal["first", "random", "best"]
@@ -46,7 +46,7 @@ def signatures(statistic: Tensor, valid: Tensor, quantile: float) -> Tensor:
     return top_mask(statistic.masked_fill(~valid, -torch.inf), ones)
 
 
-def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int, ranks: Ranks = ALONE) -> Tensor:
+def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int, ranks: Ranks = SINGLE_RANK) -> Tensor:
     """The signature that distances are measured from, its bits of this rank's heads, [B, Hq] bool.
 
     `mean` is the majority bit of each head; where a head's quantile is a half or more, that is all zeros.

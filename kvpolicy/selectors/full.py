@@ -33,7 +33,7 @@ class KeepAll:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token."""
         return 1
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class H2O:
         decode: `evict` goes on accumulating and evicting while generating; `grow` gives generated tokens room.
 
     Raises:
-        ValueError: If `recent` is outside [0, 1].
+        KVPolicyError: If `recent` is outside [0, 1].
 
     Examples:
         >>> from kvpolicy import Policy
@@ -46,15 +47,15 @@ class H2O:
         check_fields(self)
         check_decode(self.decode)
         if not 0 <= self.recent <= 1:
-            raise ValueError(f"recent={self.recent} is no share: use a number from 0 to 1.")
+            raise KVPolicyError(f"recent={self.recent} is no share: use a number from 0 to 1.")
 
     @property
     def needs(self) -> Needs:
         """Sums over all queries, and each decoded row."""
-        return Needs(total=True, row=True)
+        return Needs(attn_sum=True, decode_attn=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 
@@ -64,8 +65,8 @@ class H2O:
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Add the attention of a prefill."""
-        assert seen.total is not None
-        return Scores(state.score + group_mean(seen.total, view))
+        assert seen.attn_sum is not None
+        return Scores(state.score + group_mean(seen.attn_sum, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token."""
@@ -78,4 +79,4 @@ class H2O:
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Attention summed over the queries of this forward, per query head."""
-        return seen.total
+        return seen.attn_sum

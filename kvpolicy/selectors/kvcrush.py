@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
 from kvpolicy.selectors._crush import (
     Anchor,
@@ -24,6 +23,8 @@ from kvpolicy.selectors._crush import (
 )
 from kvpolicy.selectors._pages import best_pages, least_room, mark_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.validation import check_fields
 
 KEEP, FREE, DROP = 1, 0, -1
 TAIL = 32
@@ -63,7 +64,7 @@ class KVCrush:
         page: 0 chooses tokens; else whole pages of this many positions are kept or dropped.
 
     Raises:
-        ValueError: If a number is out of range or a word unknown.
+        KVPolicyError: If a number is out of range or a word unknown.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -96,16 +97,16 @@ class KVCrush:
         """Check the hyper-parameters."""
         check_fields(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
+            raise KVPolicyTypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
         if not 0 <= self.split < 1 or self._parts == MILLION:
-            raise ValueError(f"split={self.split} leaves the base nothing: use a number from 0 to 0.999999.")
+            raise KVPolicyError(f"split={self.split} leaves the base nothing: use a number from 0 to 0.999999.")
         if not 0 <= self.quantile <= 1:
-            raise ValueError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
+            raise KVPolicyError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
         if self.page < 0:
-            raise ValueError(f"page={self.page} is negative: use 0 for tokens, or a page size.")
+            raise KVPolicyError(f"page={self.page} is negative: use 0 for tokens, or a page size.")
         for word, known in ((self.anchor, Anchor), (self.pick, Pick), (self.buckets, Buckets)):
             if word not in known.__args__:
-                raise ValueError(f"{word!r} is unknown: use one of {', '.join(known.__args__)}.")
+                raise KVPolicyError(f"{word!r} is unknown: use one of {', '.join(known.__args__)}.")
 
     @property
     def decode(self) -> DecodeMode:
@@ -116,12 +117,12 @@ class KVCrush:
     def needs(self) -> Needs:
         """What the base needs, and some attention to sign with."""
         needs = self.base.needs
-        return needs if needs.total or needs.tail else needs | Needs(tail=TAIL)
+        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=TAIL)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """Enough that the base's share is its own floor, by pages in whole ones."""
-        return (least_room(self.base.floor, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
+        return (least_room(self.base.min_tokens, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No representatives yet."""

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 class Salience(NamedTuple):
@@ -35,7 +36,7 @@ class ProbeSalience:
         decode: Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`).
 
     Raises:
-        ValueError: If a share is outside [0, 1], or both are zero.
+        KVPolicyError: If a share is outside [0, 1], or both are zero.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -60,17 +61,17 @@ class ProbeSalience:
         check_fields(self)
         check_decode(self.decode)
         if not (0 <= self.recent <= 1 and 0 <= self.random <= 1 and self.recent + self.random > 0):
-            raise ValueError(
+            raise KVPolicyError(
                 f"recent={self.recent} and random={self.random} are no shares of which one is above zero: use 0.05."
             )
 
     @property
     def needs(self) -> Needs:
         """Sums over the probes, and each decoded row."""
-        return Needs(probes=Probes(self.recent, self.random, self.seed), row=True)
+        return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 
@@ -81,8 +82,10 @@ class ProbeSalience:
 
     def observe(self, state: Salience, seen: Seen, view: View) -> State:
         """Add the attention of a prefill's probes."""
-        assert seen.probed is not None and seen.probes is not None
-        return Salience(state.total + group_mean(seen.probed, view), state.probes + group_mean(seen.probes, view))
+        assert seen.probe_sum is not None and seen.probe_count is not None
+        return Salience(
+            state.total + group_mean(seen.probe_sum, view), state.probes + group_mean(seen.probe_count, view)
+        )
 
     def step(self, state: Salience, row: Tensor, view: View) -> None:
         """Add the attention of one decoded token, which is a probe."""
@@ -95,5 +98,5 @@ class ProbeSalience:
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Mean attention of the probes per query head."""
-        assert seen.probed is not None and seen.probes is not None
-        return seen.probed / seen.probes.clamp_min(1)
+        assert seen.probe_sum is not None and seen.probe_count is not None
+        return seen.probe_sum / seen.probe_count.clamp_min(1)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class SnapKV:
             stays; `grow`: generated tokens get room of their own, as in the paper.
 
     Raises:
-        ValueError: If `window` or `kernel` is below 1, `kernel` is even or above 32767, or `pool` is unknown.
+        KVPolicyError: If `window` or `kernel` is below 1, `kernel` is even or above 32767, or `pool` is unknown.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -53,19 +54,19 @@ class SnapKV:
         check_fields(self)
         check_decode(self.decode)
         if self.window < 1:
-            raise ValueError(f"window={self.window} observes nothing: use 1 or more.")
+            raise KVPolicyError(f"window={self.window} observes nothing: use 1 or more.")
         if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} is even or out of range: use an odd number from 1 to 32767.")
+            raise KVPolicyError(f"kernel={self.kernel} is even or out of range: use an odd number from 1 to 32767.")
         if self.pool not in ("avg", "max"):
-            raise ValueError(f"pool={self.pool!r} is unknown: use 'avg' or 'max'.")
+            raise KVPolicyError(f"pool={self.pool!r} is unknown: use 'avg' or 'max'.")
 
     @property
     def needs(self) -> Needs:
         """The rows of the observation window."""
-        return Needs(tail=self.window)
+        return Needs(window_queries=self.window)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """One token, the current one."""
         return 1
 

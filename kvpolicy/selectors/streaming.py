@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.fields import check_fields
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import by_position, check_decode, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class StreamingLLM:
         decode: `evict` slides the window over generated tokens; `grow` gives them room of their own.
 
     Raises:
-        ValueError: If `sinks` is negative.
+        KVPolicyError: If `sinks` is negative.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -43,7 +44,7 @@ class StreamingLLM:
         check_fields(self)
         check_decode(self.decode)
         if self.sinks < 0:
-            raise ValueError(f"sinks={self.sinks} is negative: use 0 or more.")
+            raise KVPolicyError(f"sinks={self.sinks} is negative: use 0 or more.")
 
     @property
     def needs(self) -> Needs:
@@ -51,7 +52,7 @@ class StreamingLLM:
         return Needs()
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1
 

@@ -15,9 +15,9 @@ ALL = [registry.lookup(name)[1] for name in registry.names("allocator")]
 
 
 def budgets(allocator: Any, total: list[int], layers: int, floor: int = 1, ceiling: int = 10**6, seed: int = 0) -> Any:
-    measures = torch.rand(len(total), layers, generator=torch.Generator().manual_seed(seed))
+    metrics = torch.rand(len(total), layers, generator=torch.Generator().manual_seed(seed))
     most = torch.full((len(total),), ceiling)
-    return allocator.budgets(measures, torch.tensor(total), floor, most, layers)
+    return allocator.budgets(metrics, torch.tensor(total), floor, most, layers)
 
 
 def test_uniform_is_even() -> None:

@@ -80,7 +80,7 @@ def test_profile_replaces_measuring(tmp_path: Path) -> None:
     save_profile(path, "tiny", COSINE[0])
     policy = Policy.parse(f"squeeze:profile={path}")
     squeeze = policy.allocator
-    assert squeeze.measure == "" and SqueezeAttention().measure == "cosine"
+    assert squeeze.layer_metric == "" and SqueezeAttention().layer_metric == "cosine"
     got = squeeze.budgets(None, torch.tensor([1600, 800]), 1, torch.tensor([999, 999]), 16)
     assert got[0].tolist() == budgets(COSINE, 1600)
     assert got[1].tolist() == budgets(COSINE, 800)

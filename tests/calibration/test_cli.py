@@ -8,7 +8,7 @@ import pytest
 
 import kvpolicy
 from kvpolicy.calibration import model_info
-from kvpolicy.cli import main
+from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant

@@ -14,7 +14,7 @@ from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForC
 import kvpolicy
 from kvpolicy.calibration import calibrate_kvquant, collect, identity, model_info, read_texts, token_windows
 from kvpolicy.codecs._files import Calibrated, check_model
-from kvpolicy.families import find_sites
+from kvpolicy.hf.discovery import find_sites
 
 
 def llama(seed: int = 0, **fields: Any) -> LlamaForCausalLM:

@@ -154,7 +154,7 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
     assert found.tensors["keys.offset.2"].shape == (2, 8)
     codec = KVQuant(bits=3, calibration=str(tmp_path))
     codec.check(model_info(model))
-    assert codec.open(2, "cpu")
+    assert codec.load_calibration(2, "cpu")
     with pytest.raises(ValueError, match="some of 1 to 8"):
         calibrate_kvquant(model, windows(), tmp_path, bits=(9,))
     with pytest.raises(ValueError, match=r"There are 125 tokens .* at least 128 are needed"):

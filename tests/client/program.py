@@ -29,11 +29,11 @@ from kvpolicy import (
     Uniform,
     Weights,
 )
-from kvpolicy.adapters import KVPressScorer
 from kvpolicy.distortion import Distortion, distortion
-from kvpolicy.plans import LayerPlan
+from kvpolicy.hf.adapters import KVPressScorer
+from kvpolicy.planning.result import LayerPlan
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Needs, Seen, Selector, State, View
-from kvpolicy.report import LayerReport, Report
+from kvpolicy.reporting.report import LayerReport, Report
 
 
 class Ages(NamedTuple):
@@ -50,18 +50,18 @@ class EverySecond:
 
     @property
     def needs(self) -> Needs:
-        return Needs(total=True)
+        return Needs(attn_sum=True)
 
     @property
-    def floor(self) -> int:
+    def min_tokens(self) -> int:
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         return Ages(torch.zeros(batch, heads, slots, device=device))
 
     def observe(self, state: Ages, seen: Seen, view: View) -> State:
-        assert seen.total is not None
-        return Ages(view.ranks.head_mean(seen.total)[:, None].expand_as(state.age).contiguous())
+        assert seen.attn_sum is not None
+        return Ages(view.ranks.head_mean(seen.attn_sum)[:, None].expand_as(state.age).contiguous())
 
     def step(self, state: Ages, row: Tensor, view: View) -> None:
         state.age.add_(1)
@@ -70,7 +70,7 @@ class EverySecond:
         return (view.positions % 2).float().masked_fill(view.newest(1), torch.inf)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        return seen.total
+        return seen.attn_sum
 
 
 class Longest:
@@ -113,7 +113,7 @@ def by_hand(model: nn.Module, prompt: Tensor) -> list[int]:
             tokens = logits[:, -1:].argmax(-1)
             chosen.append(int(tokens))
             cache.tick()
-        for layer in cache.slots:
+        for layer in cache.policy_layers:
             positions: Tensor = layer.positions
             budget: Tensor = layer.budget
             print(positions.shape, int(budget[0]), layer.layer_idx)

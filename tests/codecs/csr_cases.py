@@ -1,4 +1,4 @@
-"""Dictionaries, tokens and a turn for tests of CSR."""
+"""Dictionaries, tokens and a rope for tests of CSR."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.csr import CSR, CSRCodes
-from kvpolicy.protocols import At, Store
+from kvpolicy.protocols import At, StageStore
 
 B, H, G, C = 2, 3, 2, 12
 
@@ -33,11 +33,11 @@ def write_dictionaries(path: Path) -> Path:
     return path
 
 
-def made(folder: Path, dim: int = 16, window: int = 2, layer_idx: int = 0, **fields: Any) -> tuple[CSR, Store]:
+def made(folder: Path, dim: int = 16, window: int = 2, layer_idx: int = 0, **fields: Any) -> tuple[CSR, StageStore]:
     fields = {"online": window, "residual_length": 0, "block_size": 4, **fields}
     csr = CSR(dictionary=str(folder / str(dim)), **fields)
     atoms = (normal(B, H, window, dim, seed=90), normal(B, H, window, dim, seed=91)) if window else None
-    return csr, Store(csr.alloc(B, H, C, dim, "cpu"), csr.open(layer_idx, "cpu"), atoms)
+    return csr, StageStore(csr.alloc(B, H, C, dim, "cpu"), csr.load_calibration(layer_idx, "cpu"), atoms)
 
 
 def at(*slots: int) -> Tensor:
@@ -56,22 +56,22 @@ def none_live() -> Tensor:
     return torch.zeros(B, H, C, dtype=torch.bool)
 
 
-def write_all(csr: CSR, store: Store, keys: Tensor, values: Tensor) -> None:
+def write_all(csr: CSR, store: StageStore, keys: Tensor, values: Tensor) -> None:
     count = keys.shape[2]
     csr.write(store, keys, values, at(*range(count)), flags(*[True] * count), none_live())
 
 
-def copy(store: Store) -> Store:
+def copy(store: StageStore) -> StageStore:
     return store._replace(codes=CSRCodes(*(part.clone() for part in store.codes)))
 
 
-def part(store: Store, b: slice, h: slice) -> Store:
+def part(store: StageStore, b: slice, h: slice) -> StageStore:
     """Some rows and KV heads, as if they were alone."""
     atoms = None if store.atoms is None else (store.atoms[0][b, h], store.atoms[1][b, h])
-    return Store(CSRCodes(*(codes[b, h].clone() for codes in store.codes)), store.book, atoms)
+    return StageStore(CSRCodes(*(codes[b, h].clone() for codes in store.codes)), store.calibration, atoms)
 
 
-def same(one: Store, other: Store) -> bool:
+def same(one: StageStore, other: StageStore) -> bool:
     return all(map(torch.equal, one.codes, other.codes))
 
 
@@ -87,10 +87,10 @@ def pursued(x: Tensor, atoms: Tensor, pairs: int) -> Tensor:
 
 
 class Quarter:
-    """A turn that swaps the halves of a key by a token's place, as a rotary embedding does."""
+    """A rope that swaps the halves of a key by a token's place, as a rotary embedding does."""
 
     def __init__(self, slots: int, dim: int, held: int | None = None) -> None:
-        self.live = (torch.arange(slots) < (slots if held is None else held)).expand(B, H, -1)
+        self.occupied = (torch.arange(slots) < (slots if held is None else held)).expand(B, H, -1)
         self.angle = torch.linspace(0, 2, slots).expand(B, H, -1)
         self.half = dim // 2
 

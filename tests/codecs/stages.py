@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy import stage_rules
-from kvpolicy.protocols import Stage, Store
-from kvpolicy.stage_rules import ROWS, Trial, changed
-from kvpolicy.stage_rules import copy as copy
+from kvpolicy.protocols import Stage, StageStore
+from kvpolicy.testing import stage_checks as stage_rules
+from kvpolicy.testing.stage_checks import ROWS, Trial, changed
+from kvpolicy.testing.stage_checks import copy as copy
 
 B, H, G = ROWS, 3, 2
 
@@ -26,7 +26,7 @@ def draw(count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return stage_rules.draw(B, H, count, dim, seed)
 
 
-def empty(stage: Stage, slots: int, dim: int, batch: int = B) -> Store:
+def empty(stage: Stage, slots: int, dim: int, batch: int = B) -> StageStore:
     """A stage's tensors before anything is written."""
     return trial(stage, slots, dim).empty(batch)
 
@@ -41,17 +41,17 @@ def flags(values: Sequence[bool], batch: int = B) -> Tensor:
     return torch.tensor(list(values), dtype=torch.bool).expand(batch, H, -1)
 
 
-def fill(stage: Stage, slots: int, dim: int, seed: int = 0) -> tuple[Store, Tensor, Tensor]:
+def fill(stage: Stage, slots: int, dim: int, seed: int = 0) -> tuple[StageStore, Tensor, Tensor]:
     """A store whose slots were all written at once, and what was written."""
     return trial(stage, slots, dim).fill(seed)
 
 
-def read(stage: Stage, store: Store, slots: int) -> tuple[Tensor, Tensor]:
+def read(stage: Stage, store: StageStore, slots: int) -> tuple[Tensor, Tensor]:
     """All keys and values."""
     return stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))
 
 
-def same(one: Store, other: Store) -> bool:
+def same(one: StageStore, other: StageStore) -> bool:
     """Whether two stores are equal bit for bit."""
     return not changed(one.codes, other.codes)
 
@@ -62,7 +62,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check_rows(stage: Stage, slots: int, dim: int) -> None:
-    """A row is coded the same alone as in a batch, and with tokens beside it that are not active."""
+    """A row is coded the same alone as in a batch, and with tokens beside it that are not write_mask."""
     stage_rules.check_rows(trial(stage, slots, dim), str(stage))
 
 
@@ -87,7 +87,7 @@ def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) ->
     assert not torch.equal(after[0][:, :, 3], before[0][:, :, 3])
 
 
-def check_ways_to_read(stage: Stage, slots: int, dim: int, grain: int = 1) -> None:
+def check_ways_to_read(stage: Stage, slots: int, dim: int, group_size: int = 1) -> None:
     """A range, an index, and products all tell of the same keys and values."""
     store, _, _ = fill(stage, slots, dim)
     keys, values = read(stage, store, slots)
@@ -96,13 +96,13 @@ def check_ways_to_read(stage: Stage, slots: int, dim: int, grain: int = 1) -> No
     index = some[..., None].expand(-1, -1, -1, dim)
     assert torch.equal(stage.keys(store, some), keys.gather(2, index))
     assert torch.equal(stage.values(store, some), values.gather(2, index))
-    part = slice(grain, 2 * grain)
+    part = slice(group_size, 2 * group_size)
     assert torch.equal(stage.keys(store, part), keys[:, :, part])
     assert torch.equal(stage.values(store, part), values[:, :, part])
-    queries, share = torch.randn(B, H, G, dim), torch.rand(B, H, G, slots)
+    queries, weights = torch.randn(B, H, G, dim), torch.rand(B, H, G, slots)
     torch.testing.assert_close(stage.score(store, queries, None), queries @ keys.mT, atol=1e-3, rtol=1e-5)
-    torch.testing.assert_close(stage.mix(store, share), share @ values, atol=1e-4, rtol=1e-5)
-    low = stage.score(store, queries.bfloat16(), None), stage.mix(store, share.bfloat16())
+    torch.testing.assert_close(stage.mix(store, weights), weights @ values, atol=1e-4, rtol=1e-5)
+    low = stage.score(store, queries.bfloat16(), None), stage.mix(store, weights.bfloat16())
     assert all(x.dtype == torch.float32 for x in low)
 
 
@@ -132,19 +132,21 @@ def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> Non
 def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Callable[[Tensor, Tensor], None]) -> None:
     """Everything traces as a whole, and gives the same."""
 
-    def once(store: Store, keys: Tensor, values: Tensor, slot: Tensor, active: Tensor, live: Tensor) -> list[Tensor]:
-        stage.write(store, keys, values, slot, active, live)
-        queries, share = keys[:, :, :G], values[:, :, :G, :1].expand(-1, -1, -1, slots)
+    def once(
+        store: StageStore, keys: Tensor, values: Tensor, slot: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> list[Tensor]:
+        stage.write(store, keys, values, slot, write_mask, occupied)
+        queries, weights = keys[:, :, :G], values[:, :, :G, :1].expand(-1, -1, -1, slots)
         found = [stage.keys(store, slice(0, slots)), stage.values(store, slice(0, slots))]
         found += [stage.keys(store, slot), stage.values(store, slot)]
-        return [*found, stage.score(store, queries, None), stage.mix(store, share)]
+        return [*found, stage.score(store, queries, None), stage.mix(store, weights)]
 
     compiled, eager = torch.compile(once, fullgraph=True, backend=backend), empty(stage, slots, dim)
     other = copy(eager)
-    live = torch.zeros(B, H, slots, dtype=torch.bool)
-    for seed, active in enumerate((flags([True] * slots), flags([slot % 3 == 0 for slot in range(slots)]))):
-        given = (*draw(slots, dim, seed), at(range(slots)[::-1]), active.clone(), live.clone())
+    occupied = torch.zeros(B, H, slots, dtype=torch.bool)
+    for seed, write_mask in enumerate((flags([True] * slots), flags([slot % 3 == 0 for slot in range(slots)]))):
+        given = (*draw(slots, dim, seed), at(range(slots)[::-1]), write_mask.clone(), occupied.clone())
         for got, want in zip(compiled(other, *given), once(eager, *given), strict=True):
             compare(got, want)
         assert same(eager, other)
-        live[:, 0] = True
+        occupied[:, 0] = True

@@ -33,7 +33,7 @@ def formula(block: list[float], mantissa: int) -> list[float]:
 def test_it_is_a_codec_and_a_stage() -> None:
     codec = made()
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
-    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (32, 1, 32)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
     assert [codec.layout(tokens) for tokens in (63, 64, 70)] == [(63, ()), (64, (32,)), (64, (38,))]
 
 
@@ -101,9 +101,9 @@ def test_the_order_is_fitted_to_active_tokens_of_a_head_without_others() -> None
     before, (keys, values) = store.codes.order.clone(), draw(C, D, seed=1)
     keys[:, :, :4] *= torch.arange(D) + 1.0
     keys[:, :, 4:] = torch.nan
-    live = torch.ones(B, H, C, dtype=torch.bool)
-    live[0, 1] = False
-    codec.write(store, keys, values, at(range(C)), flags([slot < 4 for slot in range(C)]), live)
+    occupied = torch.ones(B, H, C, dtype=torch.bool)
+    occupied[0, 1] = False
+    codec.write(store, keys, values, at(range(C)), flags([slot < 4 for slot in range(C)]), occupied)
     norm = keys[0, 1, :4].double().square().sum(0)
     assert store.codes.order[0, 1, 0].tolist() == norm.argsort(descending=True).tolist()
     assert torch.equal(store.codes.order[1], before[1]) and torch.equal(store.codes.order[0, 2], before[0, 2])

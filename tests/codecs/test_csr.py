@@ -39,9 +39,9 @@ def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> 
     got_keys, got_values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
     own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
     for b, h, token in ((0, 0, 0), (0, H - 1, C - 1), (1, 0, 1), (1, H - 1, 0)):
-        atoms = torch.cat([store.book.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
+        atoms = torch.cat([store.calibration.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
         parts = own[1][b, h].reshape(-1, dim // csr.sn)
-        halves = torch.cat([store.book.values, torch.nn.functional.normalize(parts, dim=-1)])
+        halves = torch.cat([store.calibration.values, torch.nn.functional.normalize(parts, dim=-1)])
         torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.s))
         chunks = values[b, h, token].unflatten(0, (csr.sn, -1))
         want = torch.cat([pursued(chunk, halves, csr.s // csr.sn) for chunk in chunks])
@@ -93,13 +93,13 @@ def test_attention_on_codes_is_that_on_what_is_read(
     backwards = at(*reversed(range(C)))
     assert torch.equal(csr.keys(store, backwards).flip(2), keys)
     assert torch.equal(csr.values(store, backwards).flip(2), values)
-    queries, share, turn = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1), Quarter(C, 16)
+    queries, weights, rope = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1), Quarter(C, 16)
     torch.testing.assert_close(csr.score(store, queries, None), queries @ keys.mT)
-    torch.testing.assert_close(csr.score(store, queries, turn), queries @ turn.keys(keys, slice(0, C)).mT)
-    torch.testing.assert_close(csr.mix(store, share), share @ values)
+    torch.testing.assert_close(csr.score(store, queries, rope), queries @ rope.keys(keys, slice(0, C)).mT)
+    torch.testing.assert_close(csr.mix(store, weights), weights @ values)
     for half in (torch.bfloat16, torch.float16):
-        assert csr.score(store, queries.to(half), turn).dtype == torch.float32
-        torch.testing.assert_close(csr.mix(store, share.to(half)), share.to(half).float() @ values)
+        assert csr.score(store, queries.to(half), rope).dtype == torch.float32
+        torch.testing.assert_close(csr.mix(store, weights.to(half)), weights.to(half).float() @ values)
 
 
 def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,15 +107,15 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     csr, store = made(folder, top=3, distance=1)
     keys, values = tokens(9)
     write_all(csr, store, keys, values)
-    queries, turn = normal(B, H, G, 16, seed=1), Quarter(C, 16, held=9)
+    queries, rope = normal(B, H, G, 16, seed=1), Quarter(C, 16, held=9)
     read = csr.keys(store, slice(0, C))
-    rough = (turn.queries(queries, 1) @ read.mT).amax(2)[..., :9]
+    rough = (rope.queries(queries, 1) @ read.mT).amax(2)[..., :9]
     chosen = torch.zeros(B, H, C, dtype=torch.bool).scatter(-1, rough.topk(3).indices, True)
-    exact = queries @ turn.keys(read, slice(0, C)).mT
-    got = csr.score(store, queries, turn)
+    exact = queries @ rope.keys(read, slice(0, C)).mT
+    got = csr.score(store, queries, rope)
     torch.testing.assert_close(got, exact.masked_fill(~chosen[:, :, None], -torch.inf))
     every = CSR(dictionary=csr.dictionary, online=2, top=C)
-    torch.testing.assert_close(every.score(store, queries, turn), exact)
+    torch.testing.assert_close(every.score(store, queries, rope), exact)
 
 
 def test_an_empty_slot_displaces_no_other(folder: Path) -> None:
@@ -128,7 +128,11 @@ def test_an_empty_slot_displaces_no_other(folder: Path) -> None:
 
 def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
     csr, _ = made(folder)
-    one, two, zero = csr.open(1, "cpu"), csr.open(2, torch.device("cpu")), csr.open(0, "cpu")
+    one, two, zero = (
+        csr.load_calibration(1, "cpu"),
+        csr.load_calibration(2, torch.device("cpu")),
+        csr.load_calibration(0, "cpu"),
+    )
     assert one.keys is two.keys and one.values is two.values and one.keys is not zero.keys
     assert zero.keys.shape == one.keys.shape == (70, 16), "filled up with zero atoms"
     assert not zero.keys[50:].any()
@@ -157,7 +161,7 @@ def test_it_refuses_what_it_cannot_code(folder: Path, fields: dict[str, Any], mo
 def test_a_dictionary_that_is_missing(folder: Path, tmp_path: Path) -> None:
     save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]]}}, {"keys.pre.0": torch.eye(16)})
     with pytest.raises(ValueError, match=r"no dictionary values.sn2 for layer 0: .* kvpolicy calibrate csr"):
-        CSR(dictionary=str(tmp_path)).open(0, "cpu")
+        CSR(dictionary=str(tmp_path)).load_calibration(0, "cpu")
     with pytest.raises(ValueError, match=r"no dictionary values.sn2: .* kvpolicy calibrate csr"):
         CSR(dictionary=str(tmp_path), index="packed").alloc(1, 1, 4, 16, "meta")
     save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]], "values.sn2": [[0]]}}, {
@@ -192,7 +196,7 @@ def test_layout_and_traits() -> None:
     csr = CSR(online=8, residual_length=4, block_size=16)
     assert isinstance(csr, Codec)
     assert csr.layout(27) == (27, ()) and csr.layout(100) == (28, (96,))
-    assert (csr.traits.pins, csr.traits.pinned, csr.traits.frame) == ("newest", 8, "pre")
+    assert (csr.traits.pins, csr.traits.pinned, csr.traits.key_space) == ("newest", 8, "unrotated")
     assert CSR(online=0).traits.pins == "none"
     with pytest.raises(ValueError, match="leave it out"):
         CSR(frame="post", top=5)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.codecs.csr import CSRCodes
-from kvpolicy.protocols import Store
+from kvpolicy.protocols import StageStore
 from tests.codecs.csr_cases import (
     B,
     C,
@@ -52,8 +52,8 @@ def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> 
     write_all(csr, store, *tokens(C))
     before, (keys, values) = copy(store), tokens(3, seed=1)
     keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
-    for live in (none_live(), ~none_live()):
-        csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), live)
+    for occupied in (none_live(), ~none_live()):
+        csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), occupied)
         assert same(store, before)
     csr.write(store, keys, values, at(5, 5, 5), flags(False, False, True), none_live())
     alone = copy(before)
@@ -66,9 +66,9 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
     before, (keys, values) = copy(store), tokens(4, seed=1)
-    active = torch.zeros(B, H, 4, dtype=torch.bool)
-    active[0, 0, :2] = True
-    csr.write(store, keys, values, at(3, 4, 5, 6), active, none_live())
+    write_mask = torch.zeros(B, H, 4, dtype=torch.bool)
+    write_mask[0, 0, :2] = True
+    csr.write(store, keys, values, at(3, 4, 5, 6), write_mask, none_live())
     for name, new, old in zip(CSRCodes._fields, store.codes, before.codes, strict=True):
         assert torch.equal(new[1], old[1])
         assert torch.equal(new[0, 1:], old[0, 1:])
@@ -81,9 +81,9 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
 def test_a_scale_is_fitted_once(folder: Path) -> None:
     csr, store = made(folder, coef="fp8")
     write_all(csr, store, *tokens(C))
-    before, live, (keys, values) = copy(store), none_live(), tokens(1, seed=1)
-    live[:, 1:] = True
-    csr.write(store, keys * 100, values, at(4), flags(True), live)
+    before, occupied, (keys, values) = copy(store), none_live(), tokens(1, seed=1)
+    occupied[:, 1:] = True
+    csr.write(store, keys * 100, values, at(4), flags(True), occupied)
     assert torch.equal(store.codes.key_scale[:, 1:], before.codes.key_scale[:, 1:])
     assert (store.codes.key_scale[:, 0] > 5 * before.codes.key_scale[:, 0]).all()
     largest = store.codes.key_coef[:, 1:, 4].view(torch.float8_e4m3fn).float().abs()
@@ -103,9 +103,9 @@ def test_the_guard_takes_what_is_coded_worst(folder: Path) -> None:
     for b, h in product(range(B), range(H)):
         torch.testing.assert_close(got[b, h, worst[b, h]], keys[b, h, worst[b, h]], atol=2e-3, rtol=2e-3)
     assert store.codes.key_guard.shape == (B, H, 2, 16) and store.codes.value_guard.shape == (B, H, 2, 8)
-    before, live = copy(store), none_live()
-    live[0, 2, 7] = True  # of one head alone
-    csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), live)
+    before, occupied = copy(store), none_live()
+    occupied[0, 2, 7] = True  # of one head alone
+    csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), occupied)
     for b, h in product(range(B), range(H)):
         kept = torch.equal(store.codes.key_guard[b, h], before.codes.key_guard[b, h])
         assert kept == ((b, h) == (0, 2))
@@ -123,14 +123,14 @@ def test_a_guard_larger_than_what_is_coded(folder: Path) -> None:
 def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
     """Products of other shapes may round otherwise, so that codes could differ in noise; numbers here have no ties."""
     csr, store = made(folder, **fields)
-    (keys, values), active = tokens(6), flags(*[True] * 6).clone()
-    active[0, :, :3] = active[1, 1, 4:] = False
-    csr.write(store, keys, values, at(*range(6)), active, none_live())
+    (keys, values), write_mask = tokens(6), flags(*[True] * 6).clone()
+    write_mask[0, :, :3] = write_mask[1, 1, 4:] = False
+    csr.write(store, keys, values, at(*range(6)), write_mask, none_live())
     for b in range(B):
         first = 3 if b == 0 else 0
         _, batch = made(folder, **fields)
         alone = part(batch, slice(b, b + 1), slice(H))
-        key, value, slots, some = (t[b : b + 1, :, first:] for t in (keys, values, at(*range(6)), active))
+        key, value, slots, some = (t[b : b + 1, :, first:] for t in (keys, values, at(*range(6)), write_mask))
         csr.write(alone, key, value, slots, some, none_live()[b : b + 1])
         for got, want in zip(alone.codes, store.codes, strict=True):
             if want.dtype in (torch.int16, torch.uint8):
@@ -139,7 +139,7 @@ def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
                 torch.testing.assert_close(got[0], want[b], atol=1e-5, rtol=2e-3)
 
 
-ALONE: list[dict[str, Any]] = [
+ONLY_ONE: list[dict[str, Any]] = [
     {**one, **other}
     for one in ({}, {"solver": "refit"}, {"solver": "omp", "sn": 1}, {"guard": 3, "sn": 4})
     for other in ({}, {"index": "packed"}, {"coef": "fp8"}, {"window": 0}, {"guard": 2, "window": 4, "coef": "fp8"})
@@ -147,21 +147,21 @@ ALONE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("count", [1, 4, C])
-@pytest.mark.parametrize("fields", ALONE)
+@pytest.mark.parametrize("fields", ONLY_ONE)
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fields: dict[str, Any], count: int) -> None:
     """To the last bit: a rank of several holds the codes of its heads that one rank would hold."""
     csr, store = made(folder, 32, **fields)
-    empty, live = copy(store), none_live()
+    empty, occupied = copy(store), none_live()
     some = flags(*[True] * count).clone()
     some[0, 2, : count // 2] = False
-    live[1, 1, C - 1] = True  # so that its guard and scale stay
+    occupied[1, 1, C - 1] = True  # so that its guard and scale stay
     new = *tokens(count, 32), at(*range(count)), some
     csr.write(store, *new, none_live())
-    csr.write(store, *new, live)
+    csr.write(store, *new, occupied)
     for b, h in ((slice(B), slice(1)), (slice(B), slice(1, 3)), (slice(1, 2), slice(2, 3))):
         alone = part(empty, b, h)
         csr.write(alone, *(x[b, h] for x in (*new, none_live())))
-        csr.write(alone, *(x[b, h] for x in (*new, live)))
+        csr.write(alone, *(x[b, h] for x in (*new, occupied)))
         assert same(alone, part(store, b, h))
         every = slice(0, C)
         assert torch.equal(csr.keys(alone, every), csr.keys(store, every)[b, h])
@@ -201,24 +201,26 @@ def test_nothing_to_write(folder: Path) -> None:
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
-    compiled, counter, turn = copy(eager), CompileCounterWithBackend("aot_eager"), Quarter(C, 16)
-    queries, share = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
-    turned = None if csr.frame == "post" else turn
+    compiled, counter, rope = copy(eager), CompileCounterWithBackend("aot_eager"), Quarter(C, 16)
+    queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    turned = None if csr.frame == "post" else rope
 
-    def step(store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> list[Tensor]:
-        csr.write(store, keys, values, slots, active, live)
+    def step(
+        store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> list[Tensor]:
+        csr.write(store, keys, values, slots, write_mask, occupied)
         read = csr.keys(store, slots), csr.values(store, slice(0, C))
-        return [*read, csr.score(store, queries, turned), csr.mix(store, share)]
+        return [*read, csr.score(store, queries, turned), csr.mix(store, weights)]
 
     fast = torch.compile(step, fullgraph=True, backend=counter)
-    live = none_live()
+    occupied = none_live()
     for seed in range(3):
-        new = (*tokens(4, seed=seed), at(*range(4)) + 4 * seed, flags(*[seed != 1] * 4), live)
+        new = (*tokens(4, seed=seed), at(*range(4)) + 4 * seed, flags(*[seed != 1] * 4), occupied)
         for got, want in zip(fast(compiled, *new), step(eager, *new), strict=True):
             torch.testing.assert_close(got, want)
         assert same(compiled, eager)
-        live = live.clone()
-        live[..., :4] = True
+        occupied = occupied.clone()
+        occupied[..., :4] = True
     assert counter.frame_count == 1
 
 
@@ -232,10 +234,10 @@ def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
     torch.compile(csr.write, fullgraph=True)(compiled, *new)
     others = (compiled.codes.key_index != eager.codes.key_index).any(-1).sum(-1)
     assert (others <= csr.guard).all(), "what a guard's own atom leaves of its vector is noise"
-    queries, share = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
+    queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
     torch.testing.assert_close(
         torch.compile(csr.score, fullgraph=True)(eager, queries, None), csr.score(eager, queries, None)
     )
-    torch.testing.assert_close(torch.compile(csr.mix, fullgraph=True)(eager, share), csr.mix(eager, share))
+    torch.testing.assert_close(torch.compile(csr.mix, fullgraph=True)(eager, weights), csr.mix(eager, weights))
     every = slice(0, C)
     torch.testing.assert_close(csr.keys(compiled, every), csr.keys(eager, every), atol=2e-3, rtol=2e-3)

@@ -13,7 +13,7 @@ from kvpolicy.codecs._lowrank import basis, orthonormal
 from kvpolicy.codecs._outliers import extremes, fill
 from kvpolicy.codecs.gear import GEAR
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.protocols import Codec, ModelInfo, Stage, Store
+from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, copy, draw, empty, error, flags, read
 
@@ -52,14 +52,14 @@ def formula(x: Tensor, bits: int, rank: int, each: int, width: int | None) -> Te
     return read_.T if width is None else read_
 
 
-def fill_(codec: GEAR, *, dim: int = D, slots: int = C) -> tuple[Store, Tensor, Tensor]:
+def fill_(codec: GEAR, *, dim: int = D, slots: int = C) -> tuple[StageStore, Tensor, Tensor]:
     return stages.fill(codec, slots, dim)
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
     codec = GEAR()
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
-    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (64, 64, 64)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (64, 64, 64)
     assert [codec.layout(tokens) for tokens in (127, 128, 200)] == [(127, ()), (128, (64,)), (128, (192,))]
 
 
@@ -176,9 +176,9 @@ def test_a_block_with_a_live_token_is_frozen() -> None:
     store, _, _ = fill_(codec)
     before, (keys, values) = copy(store), draw(1, D, seed=1)
     keys *= 3
-    live = LIVE.clone()
-    live[:, :, 8:15] = False  # slot 15 lives on
-    codec.write(store, keys, values, at([10]), flags([True]), live)
+    occupied = LIVE.clone()
+    occupied[:, :, 8:15] = False  # slot 15 lives on
+    codec.write(store, keys, values, at([10]), flags([True]), occupied)
     codes, old = store.codes, before.codes
     for name in ("key_scale", "key_zero", "key_places", "key_right", "value_right"):
         assert torch.equal(getattr(codes, name), getattr(old, name)), name
@@ -203,10 +203,10 @@ def test_a_dead_block_starts_anew_beside_frozen_ones() -> None:
     codec = made(2)
     store, _, _ = fill_(codec)
     before, (keys, values) = copy(store), draw(N + 1, D, seed=3)
-    live = LIVE.clone()
-    live[:, :, 0] = live[:, :, 8:16] = False
+    occupied = LIVE.clone()
+    occupied[:, :, 0] = occupied[:, :, 8:16] = False
     slots = [9, 8, 11, 0, 10, 12, 13, 15, 14]
-    codec.write(store, keys, values, at(slots), flags([True] * 9), live)
+    codec.write(store, keys, values, at(slots), flags([True] * 9), occupied)
     alone, rest = empty(codec, N, D), [token for token in range(9) if token != 3]
     where = at([slots[token] - 8 for token in rest])
     codec.write(alone, keys[:, :, rest], values[:, :, rest], where, flags([True] * N), flags([False] * N))
@@ -223,9 +223,9 @@ def test_a_block_that_is_begun_with_few_tokens() -> None:
     codec.write(store, keys[:, :, :3], values[:, :, :3], at([4, 1, 6]), flags([True] * 3), ~LIVE)
     got, _ = read(codec, store, C)
     torch.testing.assert_close(got[:, :, [4, 1, 6]], keys[:, :, :3], atol=0.01, rtol=0.1)
-    live = ~LIVE
-    live[:, :, [4, 1, 6]] = True
-    codec.write(store, keys[:, :, 3:], values[:, :, 3:], at([0, 7]), flags([True] * 2), live)
+    occupied = ~LIVE
+    occupied[:, :, [4, 1, 6]] = True
+    codec.write(store, keys[:, :, 3:], values[:, :, 3:], at([0, 7]), flags([True] * 2), occupied)
     again, _ = read(codec, store, C)
     assert torch.equal(again[:, :, [4, 1, 6]], got[:, :, [4, 1, 6]]) and again.isfinite().all()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.codecs.kivi import KIVI, KIVICodes
-from kvpolicy.protocols import Codec, ModelInfo, Stage, Store
+from kvpolicy.protocols import Codec, ModelInfo, Stage, StageStore
 from tests.codecs import stages
 
 B, H, D, G = 2, 3, 16, 4
@@ -29,7 +29,7 @@ def made(bits: int, coded: int = 12, **fields: int) -> tuple[KIVI, KIVICodes]:
 
 
 def read(kivi: KIVI, codes: KIVICodes) -> tuple[Tensor, Tensor]:
-    return stages.read(kivi, Store(codes), codes.keys.shape[2])
+    return stages.read(kivi, StageStore(codes), codes.keys.shape[2])
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def flags(*values: bool) -> Tensor:
 def write_all(kivi: KIVI, codes: KIVICodes, keys: Tensor, values: Tensor) -> None:
     count = keys.shape[2]
     dead = torch.zeros(B, H, codes.keys.shape[2], dtype=torch.bool)
-    kivi.write(Store(codes), keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
+    kivi.write(StageStore(codes), keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
 
 
 def copy(codes: KIVICodes) -> KIVICodes:
@@ -110,13 +110,13 @@ def test_inactive_tokens_write_nothing() -> None:
     before = copy(codes)
     keys, values = tokens(3, seed=1)
     keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
-    live = torch.ones(B, H, 12, dtype=torch.bool)
-    kivi.write(Store(codes), keys, values, at(5, 5, 9), flags(False, False, False), live)
+    occupied = torch.ones(B, H, 12, dtype=torch.bool)
+    kivi.write(StageStore(codes), keys, values, at(5, 5, 9), flags(False, False, False), occupied)
     assert all(map(torch.equal, codes, before))
-    live[:, :, 4:8] = False
-    kivi.write(Store(codes), keys, values, at(5, 5, 5), flags(False, False, True), live)
+    occupied[:, :, 4:8] = False
+    kivi.write(StageStore(codes), keys, values, at(5, 5, 5), flags(False, False, True), occupied)
     alone = copy(before)
-    kivi.write(Store(alone), keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), live)
+    kivi.write(StageStore(alone), keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), occupied)
     assert all(map(torch.equal, codes, alone))
     others = [slot for slot in range(12) if slot != 5]
     assert torch.equal(codes.keys[:, :, others], before.keys[:, :, others])
@@ -126,12 +126,12 @@ def test_inactive_tokens_write_nothing() -> None:
 def test_heads_differ_in_what_is_active() -> None:
     kivi, codes = made(4)
     keys, values = tokens(12)
-    active = torch.zeros(B, H, 12, dtype=torch.bool)
-    active[0, 0] = True
-    active[1, 2, :4] = True
+    write_mask = torch.zeros(B, H, 12, dtype=torch.bool)
+    write_mask[0, 0] = True
+    write_mask[1, 2, :4] = True
     slots = at(*range(12)).clone()
     slots[0, 1] = 3  # garbage
-    kivi.write(Store(codes), keys, values, slots, active, torch.zeros(B, H, 12, dtype=torch.bool))
+    kivi.write(StageStore(codes), keys, values, slots, write_mask, torch.zeros(B, H, 12, dtype=torch.bool))
     whole = kivi.alloc(B, H, 12, D, "cpu")
     write_all(kivi, whole, keys, values)
     for got, want in zip(read(kivi, codes), read(kivi, whole), strict=True):
@@ -147,9 +147,9 @@ def test_a_group_with_a_live_token_is_frozen() -> None:
     before = copy(codes)
     new_keys, new_values = tokens(1, seed=2)
     new_keys *= 100
-    live = torch.ones(B, H, 12, dtype=torch.bool)
-    live[:, :, 4:7] = False  # slot 7 lives on
-    kivi.write(Store(codes), new_keys, new_values, at(6), flags(True), live)
+    occupied = torch.ones(B, H, 12, dtype=torch.bool)
+    occupied[:, :, 4:7] = False  # slot 7 lives on
+    kivi.write(StageStore(codes), new_keys, new_values, at(6), flags(True), occupied)
     assert torch.equal(codes.key_scale, before.key_scale) and torch.equal(codes.key_zero, before.key_zero)
     scale, zero = before.key_scale[:, :, 1].float(), before.key_zero[:, :, 1].float()
     clipped = ((new_keys[:, :, 0] - zero) / scale).round().clamp(0, 3) * scale + zero
@@ -165,9 +165,9 @@ def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
     kivi, codes = made(4)
     write_all(kivi, codes, *tokens(12))
     keys, values = tokens(4, seed=3)
-    live = torch.ones(B, H, 12, dtype=torch.bool)
-    live[:, :, 4:8] = False
-    kivi.write(Store(codes), keys, values, at(7, 4, 5, 6), flags(True, True, True, False), live)
+    occupied = torch.ones(B, H, 12, dtype=torch.bool)
+    occupied[:, :, 4:8] = False
+    kivi.write(StageStore(codes), keys, values, at(7, 4, 5, 6), flags(True, True, True, False), occupied)
     got, _ = read(kivi, codes)
     for channel in range(D):
         assert torch.equal(got[0, 0, [7, 4, 5], channel], formula(keys[0, 0, :3, channel], 4))
@@ -178,9 +178,9 @@ def test_one_write_over_fresh_and_frozen_groups() -> None:
     write_all(kivi, codes, *tokens(12))
     before = copy(codes)
     keys, values = tokens(4, seed=4)
-    live = torch.ones(B, H, 12, dtype=torch.bool)
-    live[:, :, 0] = live[:, :, 8:] = False
-    kivi.write(Store(codes), keys, values, at(8, 0, 9, 10), flags(*[True] * 4), live)
+    occupied = torch.ones(B, H, 12, dtype=torch.bool)
+    occupied[:, :, 0] = occupied[:, :, 8:] = False
+    kivi.write(StageStore(codes), keys, values, at(8, 0, 9, 10), flags(*[True] * 4), occupied)
     assert torch.equal(codes.key_scale[:, :, :2], before.key_scale[:, :, :2])
     zero = keys[:, :, [0, 2, 3]].amin(2).half()
     assert torch.equal(codes.key_zero[:, :, 2], zero)
@@ -192,7 +192,7 @@ def test_one_write_over_fresh_and_frozen_groups() -> None:
 def test_layout(tokens_: int, exact: int, coded: tuple[int, ...]) -> None:
     kivi = KIVI()
     assert kivi.layout(tokens_) == (exact, coded)
-    assert (kivi.traits.block, kivi.traits.grain, kivi.traits.residual) == (32, 32, 128)
+    assert (kivi.traits.block, kivi.traits.group_size, kivi.traits.residual) == (32, 32, 128)
     assert isinstance(kivi, Codec) and isinstance(kivi, Stage) and kivi.stages == (kivi,)
 
 
@@ -210,7 +210,7 @@ def test_values_are_grouped_by_the_largest_divisor() -> None:
     codes = kivi.alloc(1, 1, 3, 5, "cpu")  # 5 is prime: one channel a group
     x = torch.randn(1, 1, 3, 5)
     yes = torch.ones(1, 1, 3, dtype=torch.bool)
-    kivi.write(Store(codes), x, x, torch.arange(3)[None, None], yes, ~yes)
+    kivi.write(StageStore(codes), x, x, torch.arange(3)[None, None], yes, ~yes)
     torch.testing.assert_close(read(kivi, codes)[1], x, atol=2e-3, rtol=1e-3)
 
 
@@ -240,13 +240,13 @@ def test_it_compiles_whole_and_once() -> None:
     compiled = copy(eager)
     counter = CompileCounterWithBackend("aot_eager")
     flush = torch.compile(kivi.write, fullgraph=True, backend=counter)
-    live = torch.zeros(B, H, 12, dtype=torch.bool)
+    occupied = torch.zeros(B, H, 12, dtype=torch.bool)
     for step in range(4):
         keys, values = tokens(4, seed=step)
-        active = flags(*[step != 2] * 4).clone()
+        write_mask = flags(*[step != 2] * 4).clone()
         slots = at(*range(4)) + 4 * (step % 3)
-        kivi.write(Store(eager), keys, values, slots, active, live)
-        flush(Store(compiled), keys, values, slots, active, live)
+        kivi.write(StageStore(eager), keys, values, slots, write_mask, occupied)
+        flush(StageStore(compiled), keys, values, slots, write_mask, occupied)
         assert all(map(torch.equal, eager, compiled))
     assert counter.frame_count == 1
 

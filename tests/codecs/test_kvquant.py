@@ -14,7 +14,7 @@ from kvpolicy.calibration import kvquant as calibration
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.kvquant import KVQuant, KVQuantBook, nearest
-from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, Stage, Store, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, Stage, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, flags, read
 
@@ -24,31 +24,33 @@ BITS = [2, 3, 4]
 
 @dataclass(frozen=True)
 class Opened:
-    """A stage whose store has the book, so that what every stage must keep to can be asked of it."""
+    """A stage whose store has the calibration, so that what every stage must keep to can be asked of it."""
 
     codec: KVQuant
-    book: KVQuantBook
+    calibration: KVQuantBook
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
-        return self.book
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
+        return self.calibration
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:
         return self.codec.alloc(batch, heads, slots, head_dim, device)
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
-        self.codec.write(store._replace(book=self.book), keys, values, slots, active, live)
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        self.codec.write(store._replace(calibration=self.calibration), keys, values, slots, write_mask, occupied)
 
-    def keys(self, store: Store, at: At) -> Tensor:
-        return self.codec.keys(store._replace(book=self.book), at)
+    def keys(self, store: StageStore, at: At) -> Tensor:
+        return self.codec.keys(store._replace(calibration=self.calibration), at)
 
-    def values(self, store: Store, at: At) -> Tensor:
-        return self.codec.values(store._replace(book=self.book), at)
+    def values(self, store: StageStore, at: At) -> Tensor:
+        return self.codec.values(store._replace(calibration=self.calibration), at)
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
-        return self.codec.score(store._replace(book=self.book), queries, turn)
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        return self.codec.score(store._replace(calibration=self.calibration), queries, rope)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
-        return self.codec.mix(store._replace(book=self.book), share)
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        return self.codec.mix(store._replace(calibration=self.calibration), weights)
 
 
 def calibrated(folder: Path, dim: int = D, layers: int = 1, **meta: Any) -> str:
@@ -62,7 +64,7 @@ def calibrated(folder: Path, dim: int = D, layers: int = 1, **meta: Any) -> str:
 
 def made(folder: Path, bits: Any = 3, dim: int = D, **fields: Any) -> Opened:
     codec = KVQuant(bits=bits, calibration=calibrated(folder, dim), **fields)
-    return Opened(codec, codec.open(0, "cpu"))
+    return Opened(codec, codec.load_calibration(0, "cpu"))
 
 
 def closest(x: float, levels: list[float]) -> int:
@@ -77,20 +79,22 @@ def half(x: float) -> float:
     return float(torch.tensor(x).half())
 
 
-def key_formula(x: list[float], offset: list[float], width: list[float], book: KVQuantBook, count: int) -> list[float]:
+def key_formula(
+    x: list[float], offset: list[float], width: list[float], calibration: KVQuantBook, count: int
+) -> list[float]:
     inner = [(number - middle) / size for number, middle, size in zip(x, offset, width, strict=True)]
     apart = farthest([abs(number) for number in inner], count)
-    levels, read_ = book.key_levels.tolist(), book.key_read.tolist()
+    levels, read_ = calibration.key_levels.tolist(), calibration.key_read.tolist()
     coded = [read_[closest(n, levels)] * size + middle for n, middle, size in zip(inner, offset, width, strict=True)]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
 
-def value_formula(x: list[float], book: KVQuantBook, count: int) -> list[float]:
+def value_formula(x: list[float], calibration: KVQuantBook, count: int) -> list[float]:
     middle = sorted(x)[(len(x) - 1) // 2]
     apart = farthest([abs(number - middle) for number in x], count)
     rest = [number for channel, number in enumerate(x) if channel not in apart]
     zero, scale = half((max(rest) + min(rest)) / 2), half((max(rest) - min(rest)) / 2)
-    levels, read_ = book.value_levels.tolist(), book.value_read.tolist()
+    levels, read_ = calibration.value_levels.tolist(), calibration.value_read.tolist()
     coded = [read_[closest((number - zero) / scale, levels)] * scale + zero for number in x]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
@@ -99,7 +103,7 @@ def test_it_is_a_codec_and_a_stage() -> None:
     codec = KVQuant()
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     traits = codec.traits
-    assert (traits.block, traits.grain, traits.residual, traits.frame) == (32, 1, 32, "pre")
+    assert (traits.block, traits.group_size, traits.residual, traits.key_space) == (32, 1, 32, "unrotated")
     assert (traits.pins, traits.pinned) == ("first", 5) and KVQuant(sinks=0).traits.pins == "none"
     assert [codec.layout(tokens) for tokens in (68, 69, 100)] == [(68, ()), (69, (32,)), (69, (63,))]
 
@@ -113,11 +117,11 @@ def test_keys_and_values(tmp_path: Path, bits: int, norm: bool, outliers: float,
     got_keys, got_values = read(stage, store, 6)
     for b in range(B):
         for h in range(H):
-            offset, width = (t[0, h, 0].tolist() for t in (stage.book.key_offset, stage.book.key_range))
+            offset, width = (t[0, h, 0].tolist() for t in (stage.calibration.key_offset, stage.calibration.key_range))
             for token in range(6):
-                want = key_formula(keys[b, h, token].tolist(), offset, width, stage.book, count)
+                want = key_formula(keys[b, h, token].tolist(), offset, width, stage.calibration, count)
                 torch.testing.assert_close(got_keys[b, h, token], torch.tensor(want), atol=1e-4, rtol=1e-4)
-                want = value_formula(values[b, h, token].tolist(), stage.book, count)
+                want = value_formula(values[b, h, token].tolist(), stage.calibration, count)
                 torch.testing.assert_close(got_values[b, h, token], torch.tensor(want), atol=1e-4, rtol=1e-4)
 
 
@@ -164,11 +168,11 @@ def test_one_book_for_all_heads(tmp_path: Path) -> None:
     save(tmp_path, "kvquant", {"model": None, "head_dim": D}, {f"{name}.0": t for name, t in fitted.items()})
     codec = KVQuant(calibration=str(tmp_path))
     codec.check(ModelInfo(1, 7, D))
-    stages.check_ways_to_read(Opened(codec, codec.open(0, "cpu")), C, D)
+    stages.check_ways_to_read(Opened(codec, codec.load_calibration(0, "cpu")), C, D)
 
 
 def test_levels_are_read_by_their_norm(tmp_path: Path) -> None:
-    plain, normed = made(tmp_path, 2, norm=False).book, made(tmp_path, 2).book
+    plain, normed = made(tmp_path, 2, norm=False).calibration, made(tmp_path, 2).calibration
     assert torch.equal(plain.key_levels, plain.key_read) and torch.equal(plain.key_levels, normed.key_levels)
     keys, values = draw(64, D, seed=0)
     inner = (keys - plain.key_offset) / plain.key_range

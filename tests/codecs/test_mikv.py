@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.mikv import MiKV, MiKVStage
-from kvpolicy.protocols import ALL_HEADS, At, Book, Codec, Layout, ModelInfo, Stage, Store, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Codec, Layout, ModelInfo, RotaryView, Stage, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags
 
@@ -24,35 +24,37 @@ class Peaked:
 
     inner: MiKVStage
 
-    def peaks(self, batch: int, dim: int) -> Tensor:
+    def query_absmax(self, batch: int, dim: int) -> Tensor:
         """Those of every row, of which one channel was never asked for."""
         size = torch.linspace(0, 5, dim, dtype=torch.float32)
         return size.expand(batch, H, dim)
 
-    def told(self, store: Store) -> Store:
+    def told(self, store: StageStore) -> StageStore:
         batch, _, _, dim = store.codes.channel_scale.shape
-        return store._replace(peaks=self.peaks(batch, dim))
+        return store._replace(query_absmax=self.query_absmax(batch, dim))
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
-        return self.inner.open(layer_idx, device)
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
+        return self.inner.load_calibration(layer_idx, device)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:
         return self.inner.alloc(batch, heads, slots, head_dim, device)
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
-        self.inner.write(self.told(store), keys, values, slots, active, live)
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        self.inner.write(self.told(store), keys, values, slots, write_mask, occupied)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         return self.inner.keys(self.told(store), at)
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         return self.inner.values(self.told(store), at)
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
-        return self.inner.score(self.told(store), queries, turn)
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        return self.inner.score(self.told(store), queries, rope)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
-        return self.inner.mix(self.told(store), share)
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        return self.inner.mix(self.told(store), weights)
 
 
 def made(bits: int = 4, group_size: int = 128) -> Peaked:
@@ -69,8 +71,8 @@ def uniform(x: Tensor, bits: int) -> Tensor:
 def test_it_is_a_codec_of_stages() -> None:
     codec = MiKV(bits=3)
     assert isinstance(codec, Codec) and isinstance(MiKVStage(bits=2, group_size=8), Stage)
-    assert (codec.traits.order, codec.traits.peaks) == ("worth", True)
-    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (32, 1, 32)
+    assert (codec.traits.demote_by, codec.traits.query_absmax) == ("priority", True)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
     assert codec.stages == (MiKVStage(bits=3, group_size=128),)
     assert MiKV(high_bits=8, group_size=64).stages == tuple(MiKVStage(bits=bits, group_size=64) for bits in (8, 2))
     codec.check(ModelInfo(1, 1, 7))
@@ -115,7 +117,7 @@ def test_a_share_is_not_one_token_more() -> None:
 def test_codes_of_balanced_keys(bits: int) -> None:
     stage = made(bits)
     store, keys, values = fill(stage, C, D)
-    b = (stage.peaks(B, D)[:, :, None] / keys.abs().amax(2, keepdim=True)).sqrt()
+    b = (stage.query_absmax(B, D)[:, :, None] / keys.abs().amax(2, keepdim=True)).sqrt()
     b = torch.where(b == 0, 1, b).half().float()
     assert torch.equal(store.codes.channel_scale, b.half())
     torch.testing.assert_close(stage.keys(store, slice(0, C)), uniform(keys * b, bits) / b, atol=1e-5, rtol=1e-5)
@@ -125,9 +127,9 @@ def test_codes_of_balanced_keys(bits: int) -> None:
 def test_the_balancer_makes_key_and_query_alike() -> None:
     stage = made()
     store, keys, _ = fill(stage, C, D)
-    b, peaks = store.codes.channel_scale.float(), stage.peaks(B, D)[:, :, None]
+    b, query_absmax = store.codes.channel_scale.float(), stage.query_absmax(B, D)[:, :, None]
     even = (keys * b).abs().amax(2, keepdim=True)
-    torch.testing.assert_close(even[..., 1:], (peaks / b)[..., 1:], atol=0, rtol=2e-3)
+    torch.testing.assert_close(even[..., 1:], (query_absmax / b)[..., 1:], atol=0, rtol=2e-3)
 
 
 def test_it_serves_queries_of_the_channels_that_are_asked_for() -> None:
@@ -136,9 +138,9 @@ def test_it_serves_queries_of_the_channels_that_are_asked_for() -> None:
     queries = torch.randn(B, H, 8, 64, generator=torch.Generator().manual_seed(1))
     queries[..., 0] *= 1e-3
     errors: list[float] = []
-    for peaks in (queries.abs().amax(2), torch.zeros(B, H, 64)):
+    for query_absmax in (queries.abs().amax(2), torch.zeros(B, H, 64)):
         stage = MiKVStage(bits=4, group_size=64)
-        store = empty(stage, 64, 64)._replace(peaks=peaks)
+        store = empty(stage, 64, 64)._replace(query_absmax=query_absmax)
         stage.write(store, keys, values, at(range(64)), flags([True] * 64), flags([False] * 64))
         errors.append(error(stage.score(store, queries, None), queries @ keys.mT))
     assert errors[0] < errors[1] / 10
@@ -166,9 +168,9 @@ def test_a_head_without_tokens_is_balanced_anew() -> None:
     stage = made()
     store, _, _ = fill(stage, C, D)
     before, (keys, values) = store.codes.channel_scale.clone(), draw(4, D, seed=5)
-    live = torch.ones(B, H, C, dtype=torch.bool)
-    live[1, 2] = False
-    stage.write(store, keys, values, at(range(4)), flags([True] * 4), live)
+    occupied = torch.ones(B, H, C, dtype=torch.bool)
+    occupied[1, 2] = False
+    stage.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
     fresh = torch.zeros(B, H, dtype=torch.bool)
     fresh[1, 2] = True
     assert torch.equal((store.codes.channel_scale != before).any(-1).squeeze(-1), fresh)

@@ -171,13 +171,13 @@ def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pyte
     group, slots, pairs = 2, 20, 4
     words = dictionary(own)
     index = torch.randint(N + own, (B, H, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
-    coef, queries, share = normal(*index.shape), normal(B, H, group, D), normal(B, H, group, slots)
+    coef, queries, weights = normal(*index.shape), normal(B, H, group, D), normal(B, H, group, slots)
     every = [
         F.embedding(index[b, h], torch.cat([words.shared, words.own[b, h]])) for b, h in product(range(B), range(H))
     ]
     dense = (torch.stack(every).unflatten(0, (B, H)) * coef[..., None]).sum(-2)  # [B, H, C, p, d]
     torch.testing.assert_close(spell(words, words.table(), index, coef), dense)
-    got = _sparse.mix(words, share, lambda at: (index[:, :, at], coef[:, :, at]), parts)
-    torch.testing.assert_close(got, share @ dense.flatten(-2), atol=1e-5, rtol=1e-4)
+    got = _sparse.mix(words, weights, lambda at: (index[:, :, at], coef[:, :, at]), parts)
+    torch.testing.assert_close(got, weights @ dense.flatten(-2), atol=1e-5, rtol=1e-4)
     got = _sparse.score(words, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
     torch.testing.assert_close(got, queries @ dense[:, :, :, 0].mT, atol=1e-5, rtol=1e-4)

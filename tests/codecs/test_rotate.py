@@ -69,7 +69,7 @@ def test_it_is_a_codec_and_a_stage() -> None:
     codec = RotateKV()
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     traits = codec.traits
-    assert (traits.block, traits.grain, traits.residual, traits.frame) == (32, 1, 32, "pre")
+    assert (traits.block, traits.group_size, traits.residual, traits.key_space) == (32, 1, 32, "unrotated")
     assert (traits.pins, traits.pinned) == ("massive", 20)
     assert [codec.layout(tokens) for tokens in (83, 84, 1000)] == [(83, ()), (84, (32,)), (84, (948,))]
     codec.check(ModelInfo(1, 1, 7))
@@ -131,9 +131,9 @@ def test_a_head_without_tokens_is_ordered_anew() -> None:
     codec = made()
     store, _, _ = fill(codec, C, D)
     before, (keys, values) = store.codes.place.clone(), draw(4, D, seed=5)
-    live = torch.ones(B, H, C, dtype=torch.bool)
-    live[1, 2] = False
-    codec.write(store, keys, values, at(range(4)), flags([True] * 4), live)
+    occupied = torch.ones(B, H, C, dtype=torch.bool)
+    occupied[1, 2] = False
+    codec.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
     fresh = torch.zeros(B, H, dtype=torch.bool)
     fresh[1, 2] = True
     assert torch.equal((store.codes.place != before).any(-1).squeeze(-1), fresh)

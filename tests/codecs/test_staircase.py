@@ -28,7 +28,7 @@ def test_it_is_a_codec_of_three_stages() -> None:
         (8, SIZE), (4, SIZE), (2, SIZE),
     ]  # fmt: skip
     assert all(isinstance(stage, Stage) for stage in codec.stages)
-    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (SIZE, SIZE, 3)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (SIZE, SIZE, 3)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def formula(x: Tensor, bits: int | str) -> Tensor:
 def test_it_is_a_codec_and_a_stage() -> None:
     codec = made()
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
-    assert (codec.traits.block, codec.traits.grain, codec.traits.residual) == (32, 1, 32)
+    assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
     assert [codec.layout(tokens) for tokens in (63, 64, 70)] == [(63, ()), (64, (32,)), (64, (38,))]
     codec.check(ModelInfo(1, 1, 7))
 
@@ -129,9 +129,9 @@ def test_a_head_without_tokens_starts_anew() -> None:
     codec = made()
     store, _, _ = fill(codec, C, D)
     before, (keys, values) = store.codes.channel_zero.clone(), draw(4, D, seed=5)
-    live = torch.ones(B, H, C, dtype=torch.bool)
-    live[1, 2] = False
-    codec.write(store, keys + 3, values, at(range(4)), flags([True] * 4), live)
+    occupied = torch.ones(B, H, C, dtype=torch.bool)
+    occupied[1, 2] = False
+    codec.write(store, keys + 3, values, at(range(4)), flags([True] * 4), occupied)
     fresh = torch.zeros(B, H, dtype=torch.bool)
     fresh[1, 2] = True
     assert torch.equal((store.codes.channel_zero != before).any(-1).squeeze(-1), fresh)

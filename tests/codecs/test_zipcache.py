@@ -35,7 +35,13 @@ def test_it_is_a_codec_of_two_stages() -> None:
     assert isinstance(codec, Codec) and isinstance(made(), Stage)
     assert codec.stages == (made(8), made(3))
     traits = codec.traits
-    assert (traits.block, traits.grain, traits.residual, traits.order, traits.recode) == (100, 1, 0, "worth", True)
+    assert (traits.block, traits.group_size, traits.residual, traits.demote_by, traits.recode_all) == (
+        100,
+        1,
+        0,
+        "priority",
+        True,
+    )
     codec.check(ModelInfo(1, 1, 7))
 
 
@@ -92,9 +98,9 @@ def test_a_head_without_tokens_is_fitted_anew() -> None:
     stage = made()
     store, _, _ = fill(stage, C, D)
     before, (keys, values) = [getattr(store.codes, name).clone() for name in CHANNELS], draw(4, D, seed=5)
-    live = torch.ones(B, H, C, dtype=torch.bool)
-    live[1, 2] = False
-    stage.write(store, keys, values, at(range(4)), flags([True] * 4), live)
+    occupied = torch.ones(B, H, C, dtype=torch.bool)
+    occupied[1, 2] = False
+    stage.write(store, keys, values, at(range(4)), flags([True] * 4), occupied)
     fresh = torch.zeros(B, H, dtype=torch.bool)
     fresh[1, 2] = True
     for name, then in zip(CHANNELS, before, strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpolicy.cli import main
+from kvpolicy.cli.app import main
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.commands import measuring
+from kvpolicy.cli import measuring
+from kvpolicy.cli.app import main
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 import kvpolicy
-from kvpolicy.cli import COMMANDS, main
-from kvpolicy.commands import tiny, words
-from kvpolicy.commands.errors import EXTRAS, sentence
-from kvpolicy.embedded import SHIPPED
+from kvpolicy.cli import tiny, words
+from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli.errors import EXTRAS, sentence
+from kvpolicy.hf.embedded import SHIPPED
 
 Run = Callable[..., str]
 
 CODE = """
 import sys
 sys.path[:0] = {path}
-from kvpolicy.cli import COMMANDS, main
+from kvpolicy.cli.app import COMMANDS, main
 for line in ["", "calibrate", "calibrate csr", *COMMANDS]:
     assert main([*line.split(), "--help"]) == 0
 assert main(["--version"]) == 0

@@ -17,11 +17,11 @@ pytest.importorskip("transformers")
 from transformers import T5Config
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.commands import writing
-from kvpolicy.commands.beside import parts_at
-from kvpolicy.commands.prompts import read_prompt, remarks, sample
-from kvpolicy.commands.writing import Written
+from kvpolicy.cli import writing
+from kvpolicy.cli.app import main
+from kvpolicy.cli.beside import parts_at
+from kvpolicy.cli.prompts import read_prompt, remarks, sample
+from kvpolicy.cli.writing import Written
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]
@@ -69,7 +69,7 @@ def test_the_text_is_what_generate_gives(
     (run,) = found["runs"]
     assert (run["text"], run["tokens"]) == (text, tokens)
     assert (run["nbytes"], run["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
-    held = [int((layer.positions >= 0).sum()) / layer.positions.shape[1] for layer in cache.slots]
+    held = [int((layer.positions >= 0).sum()) / layer.positions.shape[1] for layer in cache.policy_layers]
     assert run["kept"] == pytest.approx(sum(held) / len(held))
     assert run["seen"] == found["prompt_tokens"] + len(tokens) - 1
     assert run["prefill_tokens_per_second"] > 0 and run["decode_tokens_per_second"] > 0

@@ -18,11 +18,11 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.commands.inspection import look as look_at
-from kvpolicy.commands.inspection_page import page
-from kvpolicy.commands.inspection_text import MARKS
-from kvpolicy.shading import level
+from kvpolicy.cli.app import main
+from kvpolicy.cli.inspection import look as look_at
+from kvpolicy.cli.inspection_page import page
+from kvpolicy.cli.inspection_text import MARKS
+from kvpolicy.reporting.text_rendering import level
 from tests.conformance.models import build
 
 Run = Callable[..., str]
@@ -60,14 +60,14 @@ def test_what_is_counted_is_what_the_cache_holds(
     ids = tiny[1](PROMPT, return_tensors="pt").input_ids
     assert found["prompt"] == found["seen"] == ids.shape[1]
     assert (found["nbytes"], found["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
-    for layer, slots in zip(found["layers"], cache.slots, strict=True):
+    for layer, slots in zip(found["layers"], cache.policy_layers, strict=True):
         assert layer["budget"] == int(slots.budget)
         assert layer["kept"] == [sum(place >= 0 for place in head) for head in slots.positions[0].tolist()]
     cosines = kvpolicy.profile(tiny[0], [ids], tmp_path / "profile.json")
     assert [layer["cosine"] for layer in found["layers"]] == pytest.approx(cosines)
     assert ("second" in found["measured"]) == (policy == "h2o@0.4")
     for token in found["tokens"]:
-        held = [[token["position"] in head for head in slots.positions[0].tolist()] for slots in cache.slots]
+        held = [[token["position"] in head for head in slots.positions[0].tolist()] for slots in cache.policy_layers]
         assert token["layers"] == pytest.approx([sum(heads) / 4 for heads in held])
     assert "".join(token["text"] for token in found["tokens"]) == f"<s>{PROMPT}"
 
@@ -96,7 +96,7 @@ def test_marks_stand_under_the_text(
     lines = out[out.index("<s>") :].splitlines()
     marks = "".join(mark.ljust(len(text)) for text, mark in zip(lines[::2], [*lines[1::2], ""], strict=False))
     cache, wanted = cache_of(tiny, POLICY), ""
-    layers = cache.slots if layer is None else [cache.slots[layer]]
+    layers = cache.policy_layers if layer is None else [cache.policy_layers[layer]]
     ids = tiny[1](PROMPT).input_ids
     for position, token in enumerate(ids):
         held = [position in head for slots in layers for head in slots.positions[0].tolist()]
@@ -172,7 +172,7 @@ def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: py
     assert found.tags["svg"] == 3 and found.tags["b"] == 0 and found.tags["script"] == 1
     assert found.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
     for position, token in enumerate(found.tokens):
-        shares = [sum(position in head for head in slots.positions[0].tolist()) / 4 for slots in cache.slots]
+        shares = [sum(position in head for head in slots.positions[0].tolist()) / 4 for slots in cache.policy_layers]
         assert token["data-k"] == "".join(str(level(share)) for share in (sum(shares) / 8, *shares))
         assert token["class"] == f"t k{token['data-k'][0]}"
         kept = [f"layer {at}: {share * 4:.0f} of 4 heads" for at, share in enumerate(shares) if share]
@@ -183,7 +183,7 @@ def test_the_page_stands_alone(tiny: tuple[Any, Any], tmp_path: Path, capsys: py
 def test_the_picture_of_layers_has_all_of_a_hybrid_model(
     importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layers = pytest.importorskip("kvpolicy.plots.layers")
+    layers = pytest.importorskip("kvpolicy.reporting.plots.layers")
     given: list[Any] = []
     draw = layers.layer_similarity
     monkeypatch.setattr(layers, "layer_similarity", lambda rows, **words: given.extend(rows) or draw(rows, **words))
@@ -200,7 +200,7 @@ def test_the_picture_of_layers_has_all_of_a_hybrid_model(
 def test_the_page_does_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("kvpolicy.plots")]:
+    for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     path = tmp_path / "page.html"

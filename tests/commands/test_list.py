@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvpolicy import grammar, registry
-from kvpolicy.commands.strategies import read
+from kvpolicy import registry
+from kvpolicy.cli.strategies import read
+from kvpolicy.spec import grammar
 
 Run = Callable[..., str]
 Facts = Callable[..., dict[str, Any]]

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 import kvpolicy
-from kvpolicy.cli import main
-from kvpolicy.embedded import SHIPPED, config_of
+from kvpolicy.cli.app import main
+from kvpolicy.hf.embedded import SHIPPED, config_of
 
 POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
 

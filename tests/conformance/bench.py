@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.rows import massive_tokens
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.hidden_stats import massive_tokens
+from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.conformance.replay import Turn, Twin, Verdict, coded_positions, kept_positions, replay
 
 DIM = 8
@@ -33,24 +33,37 @@ class Bench:
         layer_idx: int = 0,
         rope: Any = None,
         twin: Twin | None = None,
+        softcap: float | None = None,
     ) -> None:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
-        self.layer = PolicyLayer(self.policy, layer_idx, self._settle, rope)
-        self.budgets, self.turns, self._new, self._twin = budgets, list[Turn](), new, twin
+        policy = self.policy
+        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope)
+        self.budgets = budgets
+        self.turns: list[Turn] = []
+        self._new = new
+        self._twin = twin
+        self._softcap = softcap
 
-    def _settle(self, layer: PolicyLayer) -> None:
+    def _budget(self) -> RowBudget:
         keep = torch.tensor(self.budgets)
-        room = self._new if self.policy.decode == "grow" else 0
-        layer.settle(keep, torch.full_like(keep, room), keep + room)
+        extra = torch.full_like(keep, self._new if self.policy.decode == "grow" else 0)
+        return RowBudget(keep, extra, keep + extra)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Attend and take in q [B, Hq, n, D], k and v [B, H, n, D]."""
-        kernel = Kernel(q.shape[-1] ** -0.5)
+        kernel = ScoreTransform(q.shape[-1] ** -0.5, self._softcap)
         single = self.layer.is_initialized and q.shape[2] == 1
-        hidden = None if single else self._look(q, valid)
-        out = self.layer.forward(q, k, v, valid, kernel)
+        hidden = None
         if single:
-            self.layer.tick()
+            out = self.layer.append(q, k, v, valid, kernel)
+            self.layer.count_step()
+            self.layer.ensure_capacity()
+        else:
+            hidden, massive = self._look(q, valid)
+            if not self.layer.is_initialized:
+                self.layer.initialize(k)
+            out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
+            self.layer.compress(pending, self._budget(), massive=massive)
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden)
         turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.budget.tolist()
         turn.coded = coded_positions(self.layer)
@@ -61,14 +74,13 @@ class Bench:
         """Hold everything so far against the reference."""
         return replay(self.policy, {self.layer.layer_idx: self.turns}, twin=self._twin)
 
-    def _look(self, q: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Hidden states [B, P, M], random, of which the layer is told the largest, where its codec wants to know."""
+    def _look(self, q: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Random hidden states [B, P, M] and their largest tokens [B, P], if the codec pins these."""
         traits = self.policy.codec.traits
         if traits.pins != "massive":
-            return None
+            return None, None
         hidden = torch.randn(q.shape[0], q.shape[2], 3, generator=torch.Generator().manual_seed(q.shape[2]))
-        self.layer.massive = massive_tokens(hidden, valid, traits.pinned)
-        return hidden
+        return hidden, massive_tokens(hidden, valid, traits.pinned)
 
 
 def draw(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs._rotation import mix
-from tests.reference.codecs import Book
+from tests.reference.codecs import Calibration
 
 DIM, LAYERS = 8, 6
 
@@ -63,7 +63,7 @@ def folder(method: str) -> Path:
     return path
 
 
-def book(method: str, layer: int, seed: int = 0) -> Book:
+def calibration(method: str, layer: int, seed: int = 0) -> Calibration:
     """What the reference needs to know of a layer's calibration."""
     if method == "turboquant":  # whose signs are any
         return {"signs": mix(torch.eye(DIM), seed)[:, 0].sign()}

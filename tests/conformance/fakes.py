@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import coarse, mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.protocols import ALL_HEADS, At, Book, Layout, ModelInfo, Stage, Store, Traits, Turn
+from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from tests.reference import coding
 
 STEPS = (2.0**-7, 2.0**-4, 2.0**-2)
@@ -20,7 +20,7 @@ STEPS = (2.0**-7, 2.0**-4, 2.0**-2)
 
 
 class FakeCodes(NamedTuple):
-    """Tensors of a stage; `g` is the grain.
+    """Tensors of a stage; `g` is the group_size.
 
     Attributes:
         keys: [B, H, C, D].
@@ -37,50 +37,52 @@ class FakeCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeStage:
-    """Rounds to multiples of `step`, and clips to what was fixed for a group and a head, to atoms and to peaks."""
+    """Rounds to multiples of `step`, and clips to the bounds of a group and a head, to atoms and query_absmax."""
 
     step: float
-    grain: int
+    group_size: int
 
-    def open(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Book:
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> FakeCodes:
-        assert slots % self.grain == 0, "whole groups"
-        counts = (slots, slots, slots // self.grain, 1)
+        assert slots % self.group_size == 0, "whole groups"
+        counts = (slots, slots, slots // self.group_size, 1)
         return FakeCodes(*(torch.zeros(batch, heads, count, head_dim, device=device) for count in counts))
 
-    def write(self, store: Store, keys: Tensor, values: Tensor, slots: Tensor, active: Tensor, live: Tensor) -> None:
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
         codes: FakeCodes = store.codes
         if not keys.shape[2] or not codes.keys.shape[2]:
             return
         keys, values = ((x.float() / self.step).round() * self.step for x in (keys, values))
-        group, used = coarse(slots, self.grain), active[..., None]
+        group, used = coarse(slots, self.group_size), write_mask[..., None]
         assert isinstance(group, Tensor)
         sizes = keys.abs().masked_fill(~used, -1)
         top = torch.full_like(codes.top, -1).scatter_reduce(2, group[..., None].expand_as(sizes), sizes, "amax")
-        held = live.unflatten(-1, (-1, self.grain)).any(-1)[..., None]
+        held = occupied.unflatten(-1, (-1, self.group_size)).any(-1)[..., None]
         codes.top.copy_(torch.where(held | (top < 0), codes.top, top))
         peak = values.abs().masked_fill(~used, -1).amax(2, keepdim=True)
-        codes.peak.copy_(torch.where(live.any(-1)[..., None, None] | (peak < 0), codes.peak, peak))
+        codes.peak.copy_(torch.where(occupied.any(-1)[..., None, None] | (peak < 0), codes.peak, peak))
         keys = _clip(keys, take(codes.top, group))
-        keys = keys if store.peaks is None else _clip(keys, store.peaks[:, :, None])
+        keys = keys if store.query_absmax is None else _clip(keys, store.query_absmax[:, :, None])
         values = values if store.atoms is None else _clip(values, _largest(store.atoms[1]))
-        put(codes.keys, keys, slots, active)
-        put(codes.values, _clip(values, codes.peak), slots, active)
+        put(codes.keys, keys, slots, write_mask)
+        put(codes.values, _clip(values, codes.peak), slots, write_mask)
 
-    def keys(self, store: Store, at: At) -> Tensor:
+    def keys(self, store: StageStore, at: At) -> Tensor:
         keys = take(store.codes.keys, at)
         return keys if store.atoms is None else _clip(keys, _largest(store.atoms[0]))
 
-    def values(self, store: Store, at: At) -> Tensor:
+    def values(self, store: StageStore, at: At) -> Tensor:
         return take(store.codes.values, at)
 
-    def score(self, store: Store, queries: Tensor, turn: Turn | None) -> Tensor:
-        return score_by_chunks(self.keys, store, queries, turn, store.codes.keys.shape[2], self.grain)
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
-    def mix(self, store: Store, share: Tensor) -> Tensor:
-        return mix_by_chunks(self.values, store, share, self.grain)
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        return mix_by_chunks(self.values, store, weights, self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,31 +95,41 @@ class Fake:
 
     caps: tuple[int, ...] = ()
     block: int = 4
-    grain: int = 1
+    group_size: int = 1
     residual: int = 0
-    frame: Literal["post", "pre"] = "post"
-    order: Literal["age", "worth"] = "age"
+    key_space: Literal["rotated", "unrotated"] = "rotated"
+    demote_by: Literal["age", "priority"] = "age"
     pins: Literal["none", "first", "massive", "newest"] = "none"
     pinned: int = 0
-    recode: bool = False
-    peaks: bool = False
+    recode_all: bool = False
+    query_absmax: bool = False
 
     @property
     def traits(self) -> Traits:
         return Traits(
-            self.block, self.grain, self.residual, self.frame, self.order, self.pins, self.pinned, self.recode,
-            self.peaks,
-        )  # fmt: skip
+            block=self.block,
+            group_size=self.group_size,
+            residual=self.residual,
+            key_space=self.key_space,
+            demote_by=self.demote_by,
+            pins=self.pins,
+            pinned=self.pinned,
+            recode_all=self.recode_all,
+            query_absmax=self.query_absmax,
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(FakeStage(step=step, grain=self.grain) for step in STEPS[: len(self.caps) + 1])
+        return tuple(FakeStage(step=step, group_size=self.group_size) for step in STEPS[: len(self.caps) + 1])
 
     def layout(self, tokens: int) -> Layout:
         exact = self.pinned + self.residual + self.block
         if tokens < exact:
             return Layout(tokens)
-        left = -(-(tokens - self.residual - (0 if self.pins == "newest" else self.pinned)) // self.grain) * self.grain
+        left = (
+            -(-(tokens - self.residual - (0 if self.pins == "newest" else self.pinned)) // self.group_size)
+            * self.group_size
+        )
         coded: list[int] = []
         for cap in self.caps:
             coded.append(min(cap, left))
@@ -134,17 +146,19 @@ class Fake:
             at = self.layout(tokens)
             return at.exact, list(at.coded)
 
-        fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name != "peaks"}
+        fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name != "query_absmax"}
         return coding.Codec(
-            layout=layout, coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.grain, self.peaks), **fields
+            layout=layout,
+            coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.group_size, self.query_absmax),
+            **fields,
         )
 
 
 class FakeHead:
     """The reference of a stage; see `coding.Coder`."""
 
-    def __init__(self, step: float, grain: int, peaks: bool) -> None:
-        self.step, self.grain, self.peaks = step, grain, peaks
+    def __init__(self, step: float, group_size: int, query_absmax: bool) -> None:
+        self.step, self.group_size, self.query_absmax = step, group_size, query_absmax
         self.top: dict[int, Tensor] = {}
         self.peak: Tensor | None = None
 
@@ -152,19 +166,19 @@ class FakeHead:
         self, slots: list[int], tokens: list[coding.Pair], live: list[bool], given: coding.Given
     ) -> list[coding.Pair]:
         near = [(self._round(key), self._round(value)) for key, value in tokens]
-        for group in {slot // self.grain for slot in slots}:
-            if not any(live[group * self.grain : (group + 1) * self.grain]):
-                own = [key for slot, (key, _) in zip(slots, near, strict=True) if slot // self.grain == group]
+        for group in {slot // self.group_size for slot in slots}:
+            if not any(live[group * self.group_size : (group + 1) * self.group_size]):
+                own = [key for slot, (key, _) in zip(slots, near, strict=True) if slot // self.group_size == group]
                 self.top[group] = torch.stack(own).abs().amax(0)
         if not any(live):
             self.peak = torch.stack([value for _, value in near]).abs().amax(0)
         assert self.peak is not None
         read: list[coding.Pair] = []
         for slot, (key, value) in zip(slots, near, strict=True):
-            key, value = _clip(key, self.top[slot // self.grain]), _clip(value, self.peak)
-            if self.peaks:
-                assert given.peaks is not None
-                key = _clip(key, given.peaks)
+            key, value = _clip(key, self.top[slot // self.group_size]), _clip(value, self.peak)
+            if self.query_absmax:
+                assert given.query_absmax is not None
+                key = _clip(key, given.query_absmax)
             if given.own is not None:
                 key, value = (_clip(x, _largest(atoms)[0]) for x, atoms in zip((key, value), given.own, strict=True))
             read.append((key, value))

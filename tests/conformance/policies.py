@@ -35,7 +35,7 @@ _WORDS = {
 ALLOCATORS = [*names("allocator")]
 SELECTORS = [name for name in names("selector") if name != "full"]
 CODECS = [*names("codec")]
-RANKED = [name for name in CODECS if lookup(name)[1]().traits.order == "worth"]
+RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
 """Codecs whose precision follows a ranking, which `full` has none of."""
 
 

@@ -12,11 +12,13 @@ import pytest
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.attention import Kernel
-from kvpolicy.cache import PolicyCache
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
-from tests.conformance.calibration import book
+from tests.conformance.calibration import calibration
 from tests.reference import codecs, coding, selectors
 from tests.reference.engine import ReferenceLayer
 
@@ -40,7 +42,7 @@ class Turn:
     k: Tensor
     v: Tensor
     valid: Tensor | None
-    kernel: Kernel
+    kernel: ScoreTransform
     out: Tensor
     kept: list[list[list[int]]] = field(default_factory=list)
     keep: list[int] = field(default_factory=list)
@@ -62,12 +64,12 @@ Tape = dict[int, list[Turn]]
 """Turns of each layer."""
 
 
-def kept_positions(layer: PolicyLayer) -> list[list[list[int]]]:
+def kept_positions(layer: LayerStore | PolicyLayer) -> list[list[list[int]]]:
     """The positions that each row and head holds, ascending."""
     return [[sorted(p for p in head if p >= 0) for head in row] for row in layer.positions.tolist()]
 
 
-def coded_positions(layer: PolicyLayer) -> list[list[Slots]]:
+def coded_positions(layer: LayerStore) -> list[list[Slots]]:
     """The position in each slot of each stage, for each row and head."""
     ends = [(start, start + count) for start, count in zip(layer.layout.starts(), layer.layout.coded, strict=True)]
 
@@ -84,7 +86,7 @@ class Recorder:
         self.tape: Tape = {}
         self.keep: dict[int, list[int]] = {}
         self.hidden: dict[int, Tensor] = {}
-        self._open: list[tuple[PolicyLayer, Turn]] = []
+        self._open: list[tuple[LayerStore, Turn]] = []
 
     def close(self) -> None:
         """Note what layers hold now that the model's forward is over."""
@@ -94,7 +96,7 @@ class Recorder:
             turn.keep = self.keep[layer.layer_idx]
         self._open = []
 
-    def note(self, layer: PolicyLayer, turn: Turn) -> None:
+    def note(self, layer: LayerStore, turn: Turn) -> None:
         self.tape.setdefault(layer.layer_idx, []).append(turn)
         self._open.append((layer, turn))
 
@@ -102,18 +104,29 @@ class Recorder:
 @contextmanager
 def recording() -> Generator[Recorder]:
     """Record inside; call `close` after each forward of the model."""
-    recorder, real, real_settle = Recorder(), PolicyLayer.forward, PolicyLayer.settle
-    real_note = PolicyCache.note_massive
+    recorder = Recorder()
+    real, real_note = PolicyCache.attend, PolicyCache.note_massive
+    real_compress = LayerStore.compress
 
-    def settle(self: PolicyLayer, keep: Tensor, room: Tensor, ends: Tensor) -> None:
-        recorder.keep[self.layer_idx] = keep.tolist()
-        real_settle(self, keep, room, ends)
+    def compress(self: LayerStore, pending: PendingPrompt, budget: RowBudget, **more: Any) -> None:
+        recorder.keep[self.layer_idx] = budget.keep.tolist()
+        real_compress(self, pending, budget, **more)
 
-    def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Kernel) -> Tensor:
+    def attend(
+        self: PolicyCache,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        kernel: ScoreTransform,
+        *rest: Any,
+    ) -> Tensor:
         given = [x.detach().clone() for x in (q, k, v)]
-        out = real(self, q, k, v, valid, kernel)
+        out = real(self, layer_idx, q, k, v, valid, kernel, *rest)
         flags = None if valid is None else valid.bool()
-        recorder.note(self, Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone()))
+        store: LayerStore = self.layers[layer_idx].store  # pyright: ignore[reportAttributeAccessIssue]
+        recorder.note(store, Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone()))
         return out
 
     def note_massive(self: PolicyCache, layer_idx: int, hidden: Tensor) -> None:
@@ -122,8 +135,8 @@ def recording() -> Generator[Recorder]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PolicyCache, "note_massive", note_massive)
-        patch.setattr(PolicyLayer, "forward", forward)
-        patch.setattr(PolicyLayer, "settle", settle)
+        patch.setattr(PolicyCache, "attend", attend)
+        patch.setattr(LayerStore, "compress", compress)
         yield recorder
 
 
@@ -142,7 +155,7 @@ def reference_codec(codec: Any) -> codecs.Codec | None:
     name = name_of(type(codec))
     assert name == "plain" or name in codecs.MAKERS, f"tests/reference has no slow version of the codec {name}"
     config = dataclasses.asdict(codec)
-    return codecs.make(name, config, lambda layer: book(name, layer, config.get("seed", 0)))
+    return codecs.make(name, config, lambda layer: calibration(name, layer, config.get("seed", 0)))
 
 
 class Verdict(NamedTuple):
@@ -185,7 +198,10 @@ class Twin(NamedTuple):
     """
 
     codec: codecs.Codec | None
-    turns: Callable[[int], tuple[coding.Turn, coding.Turn]] = lambda layer: (coding.as_it_is, coding.as_it_is)
+    turns: Callable[[int], tuple[coding.Rotation, coding.Rotation]] = lambda layer: (
+        coding.as_it_is,
+        coding.as_it_is,
+    )
 
 
 def replay(

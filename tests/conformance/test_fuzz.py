@@ -83,7 +83,7 @@ def converse(seed: int, *, idle: bool = False) -> None:
     """
     dice = Random(seed)
     policy = Policy.parse(f"{draw_selector(dice)}+{draw_codec(dice)}@0.5")
-    batch, floor = dice.randint(1, 3), policy.selector.floor
+    batch, floor = dice.randint(1, 3), policy.selector.min_tokens
     heads, group = dice.choice([(1, 1), (2, 2), (1, 3), (3, 1)])
     sizes = [dice.randint(2, 40), *(dice.choice([1, 1, 1, 1, dice.randint(2, 12)]) for _ in range(dice.randint(3, 25)))]
     bench = Bench(

@@ -22,7 +22,7 @@ class Token(NamedTuple):
 
 
 class GroupTwin:
-    """GEAR's stage, and what is read back of each live slot by the reference of its group."""
+    """GEAR's stage, and what is read back of each occupied slot by the reference of its group."""
 
     def __init__(self, stage: GEAR, config: dict[str, Any], dim: int) -> None:
         self.stage, self.config, self.dim = stage, config, dim
@@ -31,13 +31,13 @@ class GroupTwin:
         self.want: dict[tuple[int, int, int], Token] = {}
 
     def write(self, new: Written) -> None:
-        live = torch.zeros(B, H, SLOTS, dtype=torch.bool)
+        occupied = torch.zeros(B, H, SLOTS, dtype=torch.bool)
         for place in self.want:
-            live[place] = True
-        self.stage.write(self.store, *new, live)
+            occupied[place] = True
+        self.stage.write(self.store, *new, occupied)
         size = self.stage.group_size
         for b, h, group in itertools.product(range(B), range(H), range(SLOTS // size)):
-            some = {int(new.slots[b, h, j]): j for j in range(new.keys.shape[2]) if new.active[b, h, j]}
+            some = {int(new.slots[b, h, j]): j for j in range(new.keys.shape[2]) if new.write_mask[b, h, j]}
             some = {slot: j for slot, j in sorted(some.items()) if slot // size == group}
             given = [(new.keys[b, h, j].float(), new.values[b, h, j].float()) for j in some.values()]
             if given:
@@ -60,7 +60,7 @@ class GroupTwin:
         self.want = {place: read for place, read in self.want.items() if place[2] not in slots}
 
     def check(self) -> None:
-        """Compare every live slot; of a low rank, whose basis is anyone's, how much of the error it takes away."""
+        """Compare every occupied slot; of a low rank, whose basis is anyone's, how much of the error it takes away."""
         backwards = torch.arange(SLOTS - 1, -1, -1).expand(B, H, -1)
         for which, read in enumerate((self.stage.keys, self.stage.values)):
             got = read(self.store, slice(0, SLOTS))

@@ -42,21 +42,21 @@ def compare(allocator: str, selector: str, codec: str, family: str, rows: str, d
 
 
 def check_budgets(policy: Policy, cache: PolicyCache, tape: Tape, lengths: list[int]) -> None:
-    """Layers share the budget as the reference's allocator says, after the prompt and after the continuation."""
-    measures: Any = cache.cosines() if policy.allocator.measure else None
+    """Layers weights the budget as the reference's allocator says, after the prompt and after the continuation."""
+    metrics: Any = cache.cosines() if policy.allocator.layer_metric else None
     coming, seen = cache.new or 0, [0] * len(lengths)
     for number, turn in enumerate(next(iter(tape.values()))):
         for b, length in enumerate(lengths):
             seen[b] += length if number == 0 else turn.q.shape[2]
             if turn.q.shape[2] > 1:
                 got = [some[number].keep[b] for some in tape.values()]
-                cosines = None if measures is None else measures[b].tolist()
+                cosines = None if metrics is None else metrics[b].tolist()
                 assert got == expected_budgets(policy, cosines, seen[b], coming, len(got)), (number, b)
 
 
 def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, coming: int, layers: int) -> list[int]:
     """What the reference gives each layer of one row."""
-    floor = policy.selector.floor
+    floor = policy.selector.min_tokens
     assert not isinstance(policy.budget, str)
     bounds = (allocators.base_budget(policy.budget, length, floor) * layers, layers, floor, length + coming)
     name = type(policy.allocator).__name__

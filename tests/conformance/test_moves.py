@@ -20,16 +20,17 @@ PINNED: list[Literal["none", "first", "massive", "newest"]] = ["none", "first", 
 CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
 PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
 AXES = (
-    [*CAPS], ["1", "4"], ["age", "worth"], [*PINS], ["0", "3"], ["flush", "recode"], ["post", "pre"],
+    [*CAPS], ["1", "4"], ["age", "priority"], [*PINS], ["0", "3"], ["flush", "recode"], ["rotated", "unrotated"],
     ["evict", "grow"], SELECTORS,
 )  # fmt: skip
 
 
-def fake(caps: str, grain: str, order: str, pins: str, residual: str, recode: str, frame: str) -> Fake:
+def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recode: str, key_space: str) -> Fake:
     return Fake(
-        caps=CAPS[caps], grain=int(grain), order="worth" if order == "worth" else "age", residual=int(residual),
-        pins=PINS[pins][0], pinned=PINS[pins][1], recode=recode == "recode",  # pyright: ignore[reportArgumentType]
-        frame="pre" if frame == "pre" else "post", peaks=frame == "post",
+        caps=CAPS[caps], group_size=int(group_size), residual=int(residual),
+        demote_by=order,  # pyright: ignore[reportArgumentType]
+        pins=PINS[pins][0], pinned=PINS[pins][1], recode_all=recode == "recode",  # pyright: ignore[reportArgumentType]
+        key_space=key_space, query_absmax=key_space == "rotated",  # pyright: ignore[reportArgumentType]
     )  # fmt: skip
 
 
@@ -43,8 +44,8 @@ def bench_of(codec: Fake, selector: str, decode: str, budgets: list[int], new: i
         chosen = dataclasses.replace(chosen, base=dataclasses.replace(base, decode=decode))  # pyright: ignore
     policy = Policy(allocator=Uniform(), selector=chosen, codec=codec, budget=0.5)
     twin = Twin(codec.slow(), lambda layer: (undo, apply))
-    rope = Roll() if codec.frame == "pre" else None
-    budgets = [max(budget, chosen.floor) for budget in budgets]
+    rope = Roll() if codec.key_space == "unrotated" else None
+    budgets = [max(budget, chosen.min_tokens) for budget in budgets]
     return Bench(policy, budgets, new=new, layer_idx=layer_idx, rope=rope, twin=twin)
 
 
@@ -66,14 +67,14 @@ def test_traits(options: tuple[str, ...]) -> None:
 
 def draw_fake(dice: Random) -> Fake:
     """A codec of any traits."""
-    grain = dice.choice([1, 1, 2, 4])
+    group_size = dice.choice([1, 1, 2, 4])
     pins = dice.choice(PINNED)
-    caps = tuple(grain * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
+    caps = tuple(group_size * dice.randint(1, 4) for _ in range(dice.randint(0, 2)))
     return Fake(
-        caps=caps, block=grain * dice.randint(1, 3), grain=grain, residual=dice.choice([0, 0, 1, 5]),
-        frame=dice.choice(["post", "pre"]), order=dice.choice(["age", "worth"]),
+        caps=caps, block=group_size * dice.randint(1, 3), group_size=group_size, residual=dice.choice([0, 0, 1, 5]),
+        key_space=dice.choice(["rotated", "unrotated"]), demote_by=dice.choice(["age", "priority"]),
         pins=pins, pinned=0 if pins == "none" else dice.randint(1, 4),
-        recode=dice.random() < 0.25, peaks=dice.random() < 0.3,
+        recode_all=dice.random() < 0.25, query_absmax=dice.random() < 0.3,
     )  # fmt: skip
 
 
@@ -95,13 +96,13 @@ def random_conversation(seed: int) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("frame", ["post", "pre"])
+@pytest.mark.parametrize("key_space", ["rotated", "unrotated"])
 @pytest.mark.parametrize("pins", [*PINS])
 @pytest.mark.parametrize("caps", ["one", "two"])
-def test_rows_that_begin_later(caps: str, pins: str, frame: str) -> None:
+def test_rows_that_begin_later(caps: str, pins: str, key_space: str) -> None:
     """A chunk that is all padding for a row settles none of its pins; rows that began keep theirs."""
     sizes, start = [10, 10, 10, *[1] * 8, 6, *[1] * 6], [0, 3, 14, 26]
-    bench = bench_of(fake(caps, "4", "age", pins, "3", "flush", frame), "h2o", "evict", [22, 22, 18, 22], 0)
+    bench = bench_of(fake(caps, "4", "age", pins, "3", "flush", key_space), "h2o", "evict", [22, 22, 18, 22], 0)
     valid = torch.arange(sum(sizes)) >= torch.tensor(start)[:, None]
     for number, columns in enumerate(torch.arange(sum(sizes)).split(sizes)):
         own = valid[:, columns]

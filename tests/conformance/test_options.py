@@ -28,7 +28,7 @@ def crush_words(*options: str, codec: str = "plain") -> str:
 
 def converse(words: str, *, seed: int = 0, group: int = 2) -> Bench:
     """A padded prompt, steps, a longer continuation and steps, against the reference."""
-    floor = Policy.parse(words).selector.floor
+    floor = Policy.parse(words).selector.min_tokens
     bench = Bench(words, [max(budget, floor) for budget in (14, 9, 5)], new=30, layer_idx=2)
     for number, size in enumerate([33, 1, 1, 1, 1, 12, 1, 1]):
         valid = padding(33, 33, 21, 12) if number == 0 else None
@@ -55,7 +55,7 @@ def test_kvcrush_in_full(options: tuple[str, ...], seed: int) -> None:
 def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
     """It holds the page of the newest token and what the base always keeps first; the slow reference agrees."""
     policy = f"kvcrush:page={page}/{base}"
-    floor = Policy.parse(policy + "@1.0").selector.floor
+    floor = Policy.parse(policy + "@1.0").selector.min_tokens
     with pytest.raises(ValueError, match=f"the smallest that works is {floor}"):
         Policy.parse(f"{policy}@{floor - 1}")
     for budget in (floor, floor + page // 2):

@@ -32,7 +32,7 @@ def test_traits_and_layouts(method: str) -> None:
     if slow is None:
         assert fast.layout(7) == Layout(7)
         return
-    for name in ("block", "grain", "residual", "frame", "order", "pins", "pinned", "recode"):
+    for name in ("block", "group_size", "residual", "key_space", "demote_by", "pins", "pinned", "recode_all"):
         assert getattr(traits, name) == getattr(slow, name), name
     assert len(fast.stages) == len(slow.layout(10**4)[1]) or not slow.layout(10**4)[1]
     for tokens in [*range(1, 300), 999, 1000, 1001, 10**4]:

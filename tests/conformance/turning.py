@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.reference.coding import Turn, as_it_is
+from tests.reference.coding import Rotation, as_it_is
 
 
-def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
+def turns(model: Any, dim: int) -> Callable[[int], tuple[Rotation, Rotation]]:
     """How to undo and apply the embedding of a layer's keys [dim]."""
     tables: Any = next((m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
     if tables is None:
@@ -45,7 +45,7 @@ def turns(model: Any, dim: int) -> Callable[[int], tuple[Turn, Turn]]:
     def inverse(layer: int, position: int) -> Tensor:
         return torch.linalg.inv(matrix(layer, position))
 
-    def of(layer: int) -> tuple[Turn, Turn]:
+    def of(layer: int) -> tuple[Rotation, Rotation]:
         return (
             lambda key, position: (key.double() @ inverse(layer, position)).float(),
             lambda key, position: (key.double() @ matrix(layer, position)).float(),

@@ -17,7 +17,7 @@ from kvpolicy.codecs.rotate import RotateKV
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
-from kvpolicy.protocols import Stage, Store
+from kvpolicy.protocols import Stage, StageStore
 from tests.reference import bfp, csr, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
 
 B, H, SLOTS = 2, 2, 8
@@ -40,12 +40,12 @@ class Case(NamedTuple):
 
     stage: Stage
     head: Callable[[int, int, int], Any]
-    store: Callable[[Stage, int], Store]
+    store: Callable[[Stage, int], StageStore]
     close: float = CLOSE
 
 
-def plain_store(stage: Stage, dim: int) -> Store:
-    return Store(stage.alloc(B, H, SLOTS, dim, "cpu"), stage.open(0, "cpu"))
+def plain_store(stage: Stage, dim: int) -> StageStore:
+    return StageStore(stage.alloc(B, H, SLOTS, dim, "cpu"), stage.load_calibration(0, "cpu"))
 
 
 def tokenwise_case(**config: Any) -> Case:
@@ -72,11 +72,11 @@ def kvquant_case(scales: tuple[float, float], **config: Any) -> Case:
     def head(dim: int, b: int, h: int) -> Any:
         return kvquant.Head(config, dim, offset(dim, h), width(dim, h), levels, levels, norm, norm)
 
-    def store(stage: Stage, dim: int) -> Store:
+    def store(stage: Stage, dim: int) -> StageStore:
         read = torch.tensor(levels) * norm[0] + norm[1]
         channels = [torch.tensor([some(dim, h) for h in range(H)])[None, :, None] for some in (offset, width)]
-        book = KVQuantBook(channels[0], channels[1], torch.tensor(levels), read, torch.tensor(levels), read)
-        return Store(stage.alloc(B, H, SLOTS, dim, "cpu"), book)
+        calibration = KVQuantBook(channels[0], channels[1], torch.tensor(levels), read, torch.tensor(levels), read)
+        return StageStore(stage.alloc(B, H, SLOTS, dim, "cpu"), calibration)
 
     return Case(KVQuant(**config), head, store)
 
@@ -103,9 +103,9 @@ def csr_case(atoms: int, **config: Any) -> Case:
         given = {key: value for key, value in config.items() if key != "online"}
         return csr.Head(given, dim, offline[0], offline[1], keys, values)
 
-    def store(stage: Stage, dim: int) -> Store:
+    def store(stage: Stage, dim: int) -> StageStore:
         codes = stage.alloc(B, H, SLOTS, dim, "cpu")
-        return Store(codes, CSRBook(*dictionary(dim)), atoms=prompt(dim) if online else None)
+        return StageStore(codes, CSRBook(*dictionary(dim)), atoms=prompt(dim) if online else None)
 
     return Case(CSR(**config), head, store, close=3e-3)
 
@@ -126,15 +126,15 @@ def turboquant_case(seed: int, **config: Any) -> Case:
 
 
 def mikv_case(**config: Any) -> Case:
-    def peaks(dim: int) -> Tensor:
+    def query_absmax(dim: int) -> Tensor:
         largest = torch.rand(B, H, dim, generator=torch.Generator().manual_seed(5)) * 9
         largest[:, :, 4] = 0
         return largest
 
-    def store(stage: Stage, dim: int) -> Store:
-        return plain_store(stage, dim)._replace(peaks=peaks(dim))
+    def store(stage: Stage, dim: int) -> StageStore:
+        return plain_store(stage, dim)._replace(query_absmax=query_absmax(dim))
 
-    return Case(MiKVStage(**config), lambda dim, b, h: mikv.Head(config, dim, peaks(dim)[b, h].tolist()), store)
+    return Case(MiKVStage(**config), lambda dim, b, h: mikv.Head(config, dim, query_absmax(dim)[b, h].tolist()), store)
 
 
 def zipcache_case(**config: Any) -> Case:
@@ -182,21 +182,21 @@ class Written(NamedTuple):
     keys: Tensor
     values: Tensor
     slots: Tensor
-    active: Tensor
+    write_mask: Tensor
 
 
 def tokens(dim: int, kind: str, slots: list[int], idle: list[tuple[int, int, int]], seed: int = 0) -> Written:
-    """Tokens for `slots` of every head, of which those of `idle` (row, head, which) are garbage and not active."""
+    """Tokens for `slots` of every head, of which those of `idle` (row, head, which) are garbage and not write_mask."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (DATA[kind](torch.randn(B, H, len(slots), dim, generator=generator)).clone() for _ in range(2))
-    active = torch.ones(B, H, len(slots), dtype=torch.bool)
+    write_mask = torch.ones(B, H, len(slots), dtype=torch.bool)
     places = torch.tensor(slots).expand(B, H, -1).clone()
     for row, head, which in idle:
-        active[row, head, which] = False
+        write_mask[row, head, which] = False
         keys[row, head, which] = torch.inf
         values[row, head, which] = -1e9
         places[row, head, which] = slots[0]  # in use
-    return Written(keys, values, places, active)
+    return Written(keys, values, places, write_mask)
 
 
 def sides(pairs: list[Pair]) -> tuple[list[Tensor], list[Tensor]]:
@@ -210,21 +210,21 @@ def apart(got: Tensor, want: Tensor) -> float:
 
 
 class Twin:
-    """A fast stage, and what is read back of each live slot by its reference."""
+    """A fast stage, and what is read back of each occupied slot by its reference."""
 
     def __init__(self, case: Case, dim: int) -> None:
         self.stage, self.store, self.close = case.stage, case.store(case.stage, dim), case.close
         self.heads = {(b, h): case.head(dim, b, h) for b in range(B) for h in range(H)}
         self.want: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
-    def live(self) -> Tensor:
-        live = torch.zeros(B, H, SLOTS, dtype=torch.bool)
+    def occupied(self) -> Tensor:
+        occupied = torch.zeros(B, H, SLOTS, dtype=torch.bool)
         for place in self.want:
-            live[place] = True
-        return live
+            occupied[place] = True
+        return occupied
 
     def write(self, new: Written) -> None:
-        self.stage.write(self.store, *new, self.live())
+        self.stage.write(self.store, *new, self.occupied())
         for b in range(B):
             row = self._active(new, b)
             self._fit(b, row)
@@ -239,7 +239,7 @@ class Twin:
             {
                 int(new.slots[b, h, j]): (new.keys[b, h, j].float(), new.values[b, h, j].float())
                 for j in range(new.keys.shape[2])
-                if new.active[b, h, j]
+                if new.write_mask[b, h, j]
             }
             for h in range(H)
         ]
@@ -255,7 +255,7 @@ class Twin:
         self.want = {place: read for place, read in self.want.items() if place[2] not in slots}
 
     def check(self) -> None:
-        """Compare every live slot, read as a range and by index."""
+        """Compare every occupied slot, read as a range and by index."""
         backwards = torch.arange(SLOTS - 1, -1, -1).expand(B, H, -1)
         for which, read in enumerate((self.stage.keys, self.stage.values)):
             got = read(self.store, slice(0, SLOTS))

@@ -38,7 +38,10 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
     alone, found = make("llama").to(model.device), dict[str, tuple[float, float]]()
     for policy in POLICIES:
         (some, mine), (one, whole) = _play(model, policy), _play(alone, policy)
-        pairs = [(b.positions[:, a.ranks.held], a.positions) for a, b in zip(some.slots, one.slots, strict=True)]
+        pairs = [
+            (b.positions[:, a.ranks.held], a.positions)
+            for a, b in zip(some.policy_layers, one.policy_layers, strict=True)
+        ]
         same = [float((left.sort(-1).values == right.sort(-1).values).float().mean()) for left, right in pairs]
         found[policy] = (min(same), float((mine - whole).abs().max()))
     return found

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import kvpolicy_deepspeed
-from kvpolicy.dividing import check_family
+from kvpolicy.hf.heads import check_shardable
 from kvpolicy_deepspeed import checks
 from kvpolicy_deepspeed.checkpoint import INDEX, Checkpoint
 from kvpolicy_deepspeed.checks import check_dtype
@@ -42,8 +42,8 @@ def _without(folder: str, key: str, to: Path) -> str:
 
 
 def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
-    from kvpolicy.families import find_sites, sample_weights
-    from kvpolicy.parallel import sharing_of
+    from kvpolicy.hf.discovery import find_sites, sample_weights
+    from kvpolicy.parallel.runtime import sharing_of
 
     load, found = kvpolicy_deepspeed.load, dict[str, Any]()
     for name in ("four experts", "tied"):
@@ -147,12 +147,12 @@ def test_families_that_are_not_tested_are_refused() -> None:
     for backend, configs in {"deepspeed": many, "hf": native}.items():
         for config in configs:
             with pytest.raises(ValueError, match=r"use|no other backend"):
-                check_family(config, backend, 2)
+                check_shardable(config, backend, 2)
     falcon = transformers.FalconConfig(num_attention_heads=71, multi_query=True, alibi=False, hidden_size=71 * 64)
     with pytest.raises(ValueError, match="a number of ranks that divides 71"):
-        check_family(falcon, "deepspeed", 2)
+        check_shardable(falcon, "deepspeed", 2)
     quantized: Any = llama()
     quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(ValueError, match="Quantized weights cannot be divided"):
-        check_family(quantized, "deepspeed", 2)
+        check_shardable(quantized, "deepspeed", 2)
     assert check_dtype("bfloat16", "deepspeed") is torch.bfloat16 and check_dtype("auto", "hf") is None

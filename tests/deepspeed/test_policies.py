@@ -49,7 +49,7 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
 def _share_of(one: PolicyCache, some: PolicyCache, held: slice) -> tuple[float, float]:
     """How many of one rank's positions, and of their codes, this rank has too."""
     kept = codes = all_kept = all_codes = 0
-    for left, right in zip(one.slots, some.slots, strict=True):
+    for left, right in zip(one.policy_layers, some.policy_layers, strict=True):
         where, there = left.positions[:, held], right.positions
         for whole, part in zip(where.flatten(0, 1).tolist(), there.flatten(0, 1).tolist(), strict=True):
             kept += len({*whole} & {*part} - {-1})
@@ -73,7 +73,7 @@ def _compare(
     for policy in policies:
         one, logits = _play(alone, policy)
         some, others = _play(model, policy)
-        found[policy] = (*_share_of(one, some, some.slots[0].ranks.held), float((logits - others).abs().max()))
+        found[policy] = (*_share_of(one, some, some.policy_layers[0].ranks.held), float((logits - others).abs().max()))
         planned = kvpolicy.plan(
             alone.config, policy, batch=2, prompt=[PROMPT, PROMPT - PROMPT // 2], new=STEPS, tp=world,
             dtype=getattr(torch, dtype),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, words
@@ -35,10 +35,11 @@ def fresh() -> Generator[None]:
 def held(cache: PolicyCache) -> list[int]:
     """Addresses of all that a step reads and writes."""
     found: list[int] = []
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert layer.keys is not None and layer.values is not None
         found += [t.data_ptr() for t in (layer.keys, layer.values, layer.positions, layer.length, layer.budget)]
-        parts = (layer.state, layer.codes, layer.books, layer.rows or ())
+        store = layer.store
+        parts = (store.state, store.codes, store.calibrations, store.limits or ())
         found += [t.data_ptr() for part in parts for t in tensors(part)]
     return found
 

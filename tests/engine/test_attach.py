@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.layer import PolicyLayer
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 
@@ -59,15 +58,15 @@ class Boom(Exception):
 def test_no_trace_after_an_exception_inside_a_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     before, stock = trace(model), logits(model)
-    real, calls = PolicyLayer.forward, list[int]()
+    real, calls = PolicyCache.attend, list[int]()
 
-    def forward(self: PolicyLayer, *args: Any) -> Any:
-        calls.append(self.layer_idx)
+    def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
+        calls.append(layer_idx)
         if len(calls) == 2:
             raise Boom
-        return real(self, *args)
+        return real(self, layer_idx, *args)
 
-    monkeypatch.setattr(PolicyLayer, "forward", forward)
+    monkeypatch.setattr(PolicyCache, "attend", attend)
     with pytest.raises(Boom), kvpolicy.attach(model, POLICY):
         logits(model, use_cache=True)
     assert trace(model) == before
@@ -79,27 +78,27 @@ def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -
     model = build("llama")
     with kvpolicy.attach(model, POLICY) as handle:
         want = logits(model, use_cache=True)
-        kept = handle.cache.slots[2].positions.clone() if handle.cache else None
+        kept = handle.cache.policy_layers[2].positions.clone() if handle.cache else None
         with monkeypatch.context() as patch:
-            real = PolicyLayer.forward
+            real = PolicyCache.attend
 
-            def forward(self: PolicyLayer, *args: Any) -> Any:
-                if self.layer_idx == 1:
+            def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
+                if layer_idx == 1:
                     raise Boom
-                return real(self, *args)
+                return real(self, layer_idx, *args)
 
-            patch.setattr(PolicyLayer, "forward", forward)
+            patch.setattr(PolicyCache, "attend", attend)
             with pytest.raises(Boom):
                 logits(model, use_cache=True)
         assert torch.equal(logits(model, use_cache=True), want)
         assert kept is not None and handle.cache is not None
-        assert torch.equal(handle.cache.slots[2].positions, kept)
+        assert torch.equal(handle.cache.policy_layers[2].positions, kept)
 
 
 def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     before = trace(model)
-    monkeypatch.setattr("kvpolicy.attachment.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
+    monkeypatch.setattr("kvpolicy.hf.attach.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
     with pytest.raises(Boom):
         kvpolicy.attach(model, POLICY)
     assert trace(model) == before
@@ -176,7 +175,7 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
 
 
 def test_a_cache_needs_an_attached_model() -> None:
-    with pytest.raises(ValueError, match="No policy is attached"):
+    with pytest.raises(ValueError, match="must have a policy attached"):
         PolicyCache(build("llama"))
 
 
@@ -230,8 +229,10 @@ def test_slots_hold_no_graph() -> None:
         cache = PolicyCache(model)
         model(ids, past_key_values=cache)
         model(ids[:, :1], past_key_values=cache)
-    layer = cache.slots[0]
-    assert not any(t.requires_grad for t in (layer.keys, layer.values, *layer.state) if isinstance(t, torch.Tensor))
+    layer = cache.policy_layers[0]
+    assert not any(
+        t.requires_grad for t in (layer.keys, layer.values, *layer.store.state) if isinstance(t, torch.Tensor)
+    )
 
 
 def test_report_before_anything_ran() -> None:

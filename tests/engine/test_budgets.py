@@ -43,7 +43,7 @@ def test_share(selector: str, lengths: list[int]) -> None:
     share = re.search(r"a share of ([0-9.]+)", said)
     assert share, said
     works = fill(f"{selector}@{share[1].rstrip('.')}", lengths)
-    assert all(int(layer.budget.min()) >= works.policy.selector.floor for layer in works.slots)
+    assert all(int(layer.budget.min()) >= works.policy.selector.min_tokens for layer in works.policy_layers)
 
 
 @pytest.mark.parametrize("selector", FLOORED)
@@ -52,7 +52,7 @@ def test_tokens(selector: str) -> None:
         Policy.parse(f"{selector}@3")
     smallest = re.search(r"smallest that works is ([0-9]+)", str(error.value))
     assert smallest
-    assert max(fill(f"{selector}@{smallest[1]}", [40]).slots[0].budget.tolist()) == int(smallest[1])
+    assert max(fill(f"{selector}@{smallest[1]}", [40]).policy_layers[0].budget.tolist()) == int(smallest[1])
 
 
 @pytest.mark.parametrize("allocator", ["uniform", "pyramid", "squeeze"])
@@ -72,7 +72,7 @@ def test_bytes(allocator: str, selector: str, codec: str) -> None:
 def test_a_prompt_that_fits_below_the_floor() -> None:
     """So short that nothing is dropped: then a share that would be too small is no error."""
     cache = fill("streaming:sinks=9@0.1", [8])
-    assert kept_positions(cache.slots[0]) == [[list(range(8))] * 2]
+    assert kept_positions(cache.policy_layers[0]) == [[list(range(8))] * 2]
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.5, -1, 0, "5 apples", "0B", True])
@@ -85,7 +85,7 @@ def test_budget_of_attach_replaces_the_policys() -> None:
     with kvpolicy.attach(build("llama"), "window@0.5", budget=6) as handle:
         talk(build("llama"), *make_batch([20], [20]), [20], None)
         assert handle.policy == Policy.parse("window@6")
-        assert handle.cache is not None and handle.cache.slots[0].budget.tolist() == [6]
+        assert handle.cache is not None and handle.cache.policy_layers[0].budget.tolist() == [6]
 
 
 @pytest.mark.parametrize("policy", ["full", "kivi"])
@@ -99,5 +99,5 @@ def test_a_share_is_of_each_rows_own_length(share: float) -> None:
     lengths = [100, 70, 31, 10]
     cache = fill(f"window@{share}", lengths)
     want = [max(1, round(share * 100) * n // 100) for n in lengths]
-    assert cache.slots[0].budget.tolist() == want
-    assert (cache.slots[0].positions >= 0).sum(-1)[:, 0].tolist() == want
+    assert cache.policy_layers[0].budget.tolist() == want
+    assert (cache.policy_layers[0].positions >= 0).sum(-1)[:, 0].tolist() == want

@@ -10,8 +10,8 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.budget import bytes_of
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.spec.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, every, with_profile, words
@@ -33,7 +33,7 @@ def run(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, hint: in
         _check_stored(cache)
         for column in range(PROMPT, PROMPT + NEW):
             forward(model, ids, mask, column, column + 1, cache)
-            assert cache.slots[0].policy.selector.decode == "grow" or cache.nbytes == first
+            assert cache.policy_layers[0].store.selector.decode == "grow" or cache.nbytes == first
         _check_stored(cache)
     return cache
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.coding import flush
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
+from kvpolicy.engine.store import LayerStore
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, every, words
@@ -68,7 +68,7 @@ def once(
         want = talk(model, ids, mask, [PROMPT] + [1] * steps, eager)[:, PROMPT:]
         got, cache = decode(model, torch.compile(model, backend=counter, fullgraph=True), policy, rows, steps=steps)
     assert counter.frame_count == 1
-    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in eager.slots]
+    assert [kept_positions(a) for a in cache.policy_layers] == [kept_positions(b) for b in eager.policy_layers]
     assert (got - want).abs().max() < atol
 
 
@@ -194,15 +194,14 @@ def test_a_flush_is_one_graph(backend: str) -> None:
             caches.append(PolicyCache(model))
             forward(model, ids, mask, 0, PROMPT, caches[-1])
     counter = CompileCounterWithBackend(backend)
-    eager, traced = (cache.slots[0] for cache in caches)
-    compiled = torch.compile(flush, backend=counter, fullgraph=True)
+    eager, traced = (cache.policy_layers[0].store for cache in caches)
+    compiled = torch.compile(LayerStore.demote_block, backend=counter, fullgraph=True)
     for step in range(3):
         for layer in (eager, traced):  # a full exact part, as after enough steps
             layer.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
-            assert layer.keys is not None and layer.values is not None
             layer.keys[:] = torch.arange(layer.keys.numel()).view_as(layer.keys).sin()
         with torch.no_grad():
-            flush(eager)
+            eager.demote_block()
             compiled(traced)
         assert torch.equal(eager.positions, traced.positions)
         for one, other in zip(tensors(eager.codes), tensors(traced.codes), strict=True):

@@ -43,8 +43,8 @@ def test_policies_of_their_own() -> None:
         small, large = PolicyCache(model, "window@6"), PolicyCache(model, "squeeze+h2o@0.5")
         for cache in (small, large):
             talk(model, *batch, TURNS, cache)
-        assert [layer.budget.tolist() for layer in small.slots] == [[6]] * 3
-        assert len({int(layer.budget) for layer in large.slots}) > 1
+        assert [layer.budget.tolist() for layer in small.policy_layers] == [[6]] * 3
+        assert len({int(layer.budget) for layer in large.policy_layers}) > 1
     with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="attach a policy"):
         PolicyCache(model, "squeeze+h2o@0.5")
 
@@ -78,7 +78,7 @@ def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
         for columns, budget in ((24, 12), (10, 5)):
             cache.reset()
             model.generate(ids[:, :columns], past_key_values=cache, do_sample=False, max_new_tokens=3)
-            assert cache.slots[0].budget.tolist() == [budget]
+            assert cache.policy_layers[0].budget.tolist() == [budget]
 
 
 def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
@@ -87,8 +87,8 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
     with kvpolicy.attach(model, "window@0.5"):
         cache, budgets = PolicyCache(model), list[int]()
         model.generate(ids[:, :20], past_key_values=cache, **chunked)
-        settle = cache.settle
-        cache.settle = lambda: (settle(), budgets.append(int(cache.slots[0].budget)))[0]
+        finish = cache.finish
+        cache.finish = lambda: (finish(), budgets.append(int(cache.policy_layers[0].budget)))[0]
         model.generate(ids, past_key_values=cache, **chunked)
     assert budgets and set(budgets) == {22}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, RANKED, SELECTORS, words
@@ -22,9 +22,9 @@ PROMPT, STEPS = 30, 200
 def buffers(cache: PolicyCache) -> list[Tensor]:
     """Every tensor of every layer."""
     found: list[Any] = []
-    for layer in cache.slots:
-        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
-        found += [*tensors(layer.state), *tensors(layer.codes)]
+    for layer in cache.policy_layers:
+        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.store.columns]
+        found += [*tensors(layer.store.state), *tensors(layer.store.codes)]
     return found
 
 
@@ -47,7 +47,7 @@ def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, 
 def test_nothing_is_allocated_again(selector: str, codec: str) -> None:
     cache, places = run(words(selector, codec), [PROMPT, 21])
     assert all(place == places[0] for place in places)
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert layer.length.tolist() == [PROMPT + STEPS, 21 + STEPS]
         ends = zip(kept_positions(layer), layer.budget.tolist(), layer.length.tolist(), strict=True)
         for row, budget, length in ends:
@@ -62,7 +62,7 @@ def test_room_for_what_was_announced(selector: str, codec: str) -> None:
     ranking = "window" if selector == "full" and codec in RANKED else selector
     cache, places = run(words(ranking, codec, budget=budget), [PROMPT, 21], steps=60)
     assert all(place == places[0] for place in places)
-    held = (cache.slots[0].positions >= 0).sum(-1)[:, 0].tolist()
+    held = (cache.policy_layers[0].positions >= 0).sum(-1)[:, 0].tolist()
     assert held == ([90, 81] if selector == "full" else [75, 70])
 
 
@@ -74,14 +74,14 @@ def test_room_for_what_was_not_announced() -> None:
         cache = PolicyCache(model)
         for column in range(PROMPT - 1, PROMPT + 300):
             forward(model, ids, mask, 0 if column < PROMPT else column, column + 1, cache)
-    assert kept_positions(cache.slots[0])[0][0] == list(range(PROMPT + 300))
+    assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 300))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("base", ["streaming:sinks=4", "kvcrush/streaming:sinks=4"])
 def test_sinks_survive(base: str, codec: str) -> None:
     cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21])
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         for row in kept_positions(layer):
             assert all(head[:4] == [0, 1, 2, 3] for head in row)
 
@@ -93,11 +93,11 @@ def test_h2o_goes_on_accumulating() -> None:
     with kvpolicy.attach(model, "h2o@200"):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
-        before = cache.slots[1].state.score.sum(-1)
+        before = cache.policy_layers[1].store.state.score.sum(-1)
         for column in range(PROMPT, PROMPT + 20):
             forward(model, ids, mask, column, column + 1, cache)
     assert torch.allclose(before, torch.full_like(before, PROMPT))
-    assert torch.allclose(cache.slots[1].state.score.sum(-1), before + 20)
+    assert torch.allclose(cache.policy_layers[1].store.state.score.sum(-1), before + 20)
 
 
 def test_a_heavy_hitter_among_generated_tokens_stays() -> None:
@@ -105,9 +105,11 @@ def test_a_heavy_hitter_among_generated_tokens_stays() -> None:
     kept: dict[str, int] = {}
     for selector in ("h2o", "snapkv:window=6"):
         cache, _ = run(f"{selector}@0.5", [PROMPT], steps=60)
-        window = int(cache.slots[0].budget) // 2 + 1
-        newest = int(cache.slots[0].length) - window
-        kept[selector] = sum(PROMPT <= p < newest for layer in cache.slots for h in kept_positions(layer)[0] for p in h)
+        window = int(cache.policy_layers[0].budget) // 2 + 1
+        newest = int(cache.policy_layers[0].length) - window
+        kept[selector] = sum(
+            PROMPT <= p < newest for layer in cache.policy_layers for h in kept_positions(layer)[0] for p in h
+        )
     assert kept["h2o"] > 0
     assert kept["snapkv:window=6"] == 0
 
@@ -115,14 +117,14 @@ def test_a_heavy_hitter_among_generated_tokens_stays() -> None:
 def test_positions_are_original() -> None:
     """Rule 8: whatever is evicted, keys keep the rotary position of their token."""
     cache, _ = run("window@0.5", [PROMPT], steps=50)
-    assert kept_positions(cache.slots[0]) == [[list(range(65, 80))] * 2]
+    assert kept_positions(cache.policy_layers[0]) == [[list(range(65, 80))] * 2]
 
 
 def test_slots_are_ascending_after_a_prompt() -> None:
     """Rule 7."""
     for selector in SELECTORS:
         cache, _ = run(words(selector), [PROMPT, 21], steps=0)
-        for layer in cache.slots:
+        for layer in cache.policy_layers:
             for row, budget in zip(layer.positions.tolist(), layer.budget.tolist(), strict=True):
                 for head in row:
                     assert head[:budget] == sorted(head[:budget]) and min(head[:budget]) >= 0

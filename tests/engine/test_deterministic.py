@@ -20,7 +20,7 @@ def kept(policy: str) -> Kept:
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         talk(model, *make_batch([26, 17]), TURNS, cache)
-    return [kept_positions(layer) for layer in cache.slots]
+    return [kept_positions(layer) for layer in cache.policy_layers]
 
 
 @pytest.mark.parametrize("codec", CODECS)

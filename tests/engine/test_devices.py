@@ -60,7 +60,7 @@ def test_like_one_device(spread: Any, policy: str) -> None:
         out = spread.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
         assert handle.cache is not None
     assert torch.allclose(got, want, atol=1e-5)
-    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in one.slots]
+    assert [kept_positions(a) for a in cache.policy_layers] == [kept_positions(b) for b in one.policy_layers]
     assert out.shape == (2, ids.shape[1] + 5)
     assert trace(spread) == before
 
@@ -77,4 +77,5 @@ def test_two_devices(policy: str) -> None:
         cache = PolicyCache(model)
         logits = talk(model, ids.cuda(), mask.cuda(), TURNS, cache)
     assert torch.isfinite(logits).all()
-    assert [layer.positions.device.type for layer in cache.slots] == [layer.keys.device.type for layer in cache.slots]  # pyright: ignore[reportOptionalMemberAccess]
+    layers = cache.policy_layers
+    assert [layer.positions.device.type for layer in layers] == [layer.keys.device.type for layer in layers]  # pyright: ignore[reportOptionalMemberAccess]

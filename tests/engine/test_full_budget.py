@@ -60,7 +60,7 @@ def test_share_of_one_keeps_the_prompt_and_then_evicts() -> None:
         cache = PolicyCache(model)
         ours = talk(model, ids, mask, SHORT, cache)
     assert torch.allclose(ours[:, :26], stock[:, :26], atol=3e-5)
-    assert cache.slots[0].positions.sort().values.tolist() == [[list(range(3, 29))] * 2]
+    assert cache.policy_layers[0].positions.sort().values.tolist() == [[list(range(3, 29))] * 2]
 
 
 @pytest.mark.parametrize("policy", ["full", "h2o@100", "tova@20", "window+tokenwise:residual_length=8@100"])

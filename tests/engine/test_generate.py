@@ -60,7 +60,7 @@ def test_families(family: str) -> None:
     with kvpolicy.attach(model, words("squeeze", "kvcrush", "kivi")) as handle:
         generate(model, ids, mask, **GREEDY)
         assert handle.cache is not None
-        assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.slots)
+        assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.policy_layers)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "beams", "several", "several beams"])
@@ -75,7 +75,7 @@ def test_small_budgets(selector: str, codec: str, mode: str) -> None:
         again = generate(model, ids, mask, **MODES[mode])
     assert torch.equal(out, again)
     assert handle.cache is not None
-    for layer in handle.cache.slots:
+    for layer in handle.cache.policy_layers:
         assert ((layer.positions >= 0).sum(-1) <= layer.budget[:, None]).all()
         for row, length in zip(kept_positions(layer), layer.length.tolist(), strict=True):
             assert all(head[-1] == length - 1 and len(set(head)) == len(head) for head in row)
@@ -108,7 +108,7 @@ def test_all_chunks_are_compressed(selector: str) -> None:
     with kvpolicy.attach(model, f"{selector}@0.5") as handle:
         generate(model, ids, mask, do_sample=False, max_new_tokens=1, prefill_chunk_size=16)
     assert handle.cache is not None
-    slots = handle.cache.slots
+    slots = handle.cache.policy_layers
     total = torch.stack([(layer.positions >= 0).sum(-1)[:, 0] for layer in slots]).sum(0)
     assert total.tolist() == [30 * 3, 20 * 3]
     assert all(layer.length.tolist() == [60, 41] for layer in slots)
@@ -126,11 +126,11 @@ def test_second_turn(policy: str) -> None:
         whole = torch.cat([first, more], 1)
         second = generate(model, whole, torch.ones_like(whole), past_key_values=cache, **GREEDY)
         length = 24 + NEW + 5 + NEW - 1
-        assert cache.slots[0].length.tolist() == [length]
+        assert cache.policy_layers[0].length.tolist() == [length]
         if policy == "full":
             fresh = generate(model, whole, torch.ones_like(whole), past_key_values=PolicyCache(model), **GREEDY)
             assert torch.equal(second, fresh)
-            assert kept_positions(cache.slots[0])[0][0] == list(range(length))
+            assert kept_positions(cache.policy_layers[0])[0][0] == list(range(length))
 
 
 def test_padded_second_turn() -> None:
@@ -156,10 +156,10 @@ def test_more_tokens_than_announced(policy: str, codec: str) -> None:
     with kvpolicy.attach(model, coded + (f"@{budget}" if budget else "")), torch.no_grad():
         cache = PolicyCache(model, new=3)
         model(ids, past_key_values=cache)
-        prompt = kept_positions(cache.slots[0])[0]
+        prompt = kept_positions(cache.policy_layers[0])[0]
         for _ in range(14):
             model(ids[:, :1], past_key_values=cache)
-    for old, now in zip(prompt, kept_positions(cache.slots[0])[0], strict=True):
+    for old, now in zip(prompt, kept_positions(cache.policy_layers[0])[0], strict=True):
         assert now == [*old, *range(24, 38)]
 
 
@@ -171,7 +171,7 @@ def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
         cache = PolicyCache(model)
         model.generate(ids[:, :20], past_key_values=cache, **GREEDY)
         model.generate(torch.cat([ids[:, : 20 + NEW], ids[:, :50]], 1), past_key_values=cache, **GREEDY)
-    assert cache.slots[0].positions.shape[-1] == 10
+    assert cache.policy_layers[0].positions.shape[-1] == 10
 
 
 def test_embeddings_in_place_of_tokens() -> None:

@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.layer import PolicyLayer
 from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
 
@@ -35,16 +34,16 @@ class Watch:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.peak, self._prompts = 0, list[tuple[StorageWeakRef, int]]()
         self._cache: PolicyCache | None = None
-        real = PolicyLayer.forward
+        real = PolicyCache.attend
 
-        def forward(layer: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, kernel: Any) -> Tensor:
+        def attend(cache: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
             self._prompts += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in (k, v)]
             self.count()
-            out = real(layer, q, k, v, valid, kernel)
+            out = real(cache, layer_idx, q, k, v, *rest)
             self.count()
             return out
 
-        patch.setattr(PolicyLayer, "forward", forward)
+        patch.setattr(PolicyCache, "attend", attend)
 
     def follow(self, cache: PolicyCache) -> PolicyCache:
         self._cache = cache
@@ -52,7 +51,9 @@ class Watch:
 
     def count(self) -> None:
         assert self._cache is not None
-        slots = sum(size for layer in self._cache.slots for kind, size in layer.held().items() if "prompt" not in kind)
+        slots = sum(
+            size for layer in self._cache.policy_layers for kind, size in layer.held().items() if "prompt" not in kind
+        )
         alive = sum(size for reference, size in self._prompts if not reference.expired())
         self.peak = max(self.peak, slots + alive)
 

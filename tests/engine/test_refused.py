@@ -159,7 +159,7 @@ def test_an_empty_stock_cache_is_replaced() -> None:
             out = model(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
         assert out.past_key_values is handle.cache
         model.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), max_new_tokens=3, do_sample=False)
-        assert handle.cache is not None and handle.cache.slots[0].budget.tolist() == [10]
+        assert handle.cache is not None and handle.cache.policy_layers[0].budget.tolist() == [10]
 
 
 @pytest.mark.parametrize("policy", ["full", "window@0.5"])

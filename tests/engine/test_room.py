@@ -51,7 +51,7 @@ def test_rows_go_on_as_alone(policy: str, rows: list[int], new: int | None) -> N
     both, logits = run(policy, rows, None, new=new)
     for row in range(len(rows)):
         alone, expected = run(policy, rows, row, new=new)
-        for mine, its in zip(both.slots, alone.slots, strict=True):
+        for mine, its in zip(both.policy_layers, alone.policy_layers, strict=True):
             assert kept_positions(mine)[row] == kept_positions(its)[0]
         assert torch.allclose(logits[row], expected[0], atol=1e-4)
 
@@ -108,6 +108,6 @@ def test_bytes_are_a_limit_and_no_other_where_the_end_is_unknown() -> None:
     with kvpolicy.attach(model, "window@1GiB"):
         cache = PolicyCache(model)
         forward(model, *make_batch([10], [10]), 0, 10, cache)
-        assert int(cache.slots[0].budget.amin()) > 10**6 and cache.nbytes < 2**24
-    per_token = cache.nbytes // cache.slots[0].tokens
-    assert int(cache.slots[0].budget.amin()) * per_token <= 2**30
+        assert int(cache.policy_layers[0].budget.amin()) > 10**6 and cache.nbytes < 2**24
+    per_token = cache.nbytes // cache.policy_layers[0].store.capacity
+    assert int(cache.policy_layers[0].budget.amin()) * per_token <= 2**30

@@ -13,8 +13,9 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpolicy.families import find_sites
-from kvpolicy.rotary import _ROTATES, Rope, SlotTurn
+from kvpolicy.engine.rotary import Rope, SlotRotary
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
 LENGTH = 17
@@ -55,7 +56,7 @@ def keys_before_and_after(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[t
     for hook in hooks:
         hook.remove()
     layers: Any = cache.layers
-    ropes = [Rope.of(sites.decoder, site) for site in sites.layers]
+    ropes = [rope_of(sites.decoder, site) for site in sites.layers]
     after: list[Tensor] = [layer.keys for layer in layers]
     pairs = [(before.get(index, keys), keys) for index, keys in enumerate(after)]
     return [(b[:, :, -a.shape[2] :], a, rope) for (b, a), rope in zip(pairs, ropes, strict=True)]
@@ -72,9 +73,9 @@ def test_undone_keys_are_those_before(family: str, monkeypatch: pytest.MonkeyPat
     """Full and partial, by halves and by pairs, scaled and not; and none where there is none."""
     model = scaled(family) if family in ("yarn", "linear") else build(family)
     for before, after, rope in keys_before_and_after(model, monkeypatch):
-        undone = rope.undo(after, places(after))
+        undone = rope.unrotate(after, places(after))
         assert torch.allclose(undone[..., : before.shape[-1]], before, atol=2e-6)
-        assert torch.allclose(rope.apply(undone, places(after)), after, atol=2e-6)
+        assert torch.allclose(rope.rotate(undone, places(after)), after, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["exaone_moe", "cohere2_moe", "kolibri1", "beam"])
@@ -92,7 +93,7 @@ def test_layers_without_an_embedding(kind: str, monkeypatch: pytest.MonkeyPatch)
     model = AutoModelForCausalLM.from_config(config).eval()
     for name, (before, after, rope) in zip(kinds, keys_before_and_after(model, monkeypatch), strict=True):
         assert torch.equal(before, after) == (name == "full_attention")
-        assert torch.allclose(rope.undo(after, places(after)), before, atol=2e-6)
+        assert torch.allclose(rope.unrotate(after, places(after)), before, atol=2e-6)
 
 
 def test_conditions_that_transformers_knows() -> None:
@@ -120,16 +121,16 @@ def test_changing_frequencies_are_refused() -> None:
     model = scaled("dynamic")
     sites = find_sites(model)
     with pytest.raises(ValueError, match=r"layer 0 \(LlamaRotaryEmbedding, dynamic\) cannot be undone"):
-        Rope.of(sites.decoder, sites.layers[0])
+        rope_of(sites.decoder, sites.layers[0])
 
 
 def test_queries_at_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query moved to a fixed distance scores unrotated keys as it would score keys that far behind."""
     before, after, rope = keys_before_and_after(build("llama"), monkeypatch)[1]
     newest = torch.full((2,), LENGTH - 1)
-    turn = SlotTurn(rope, places(after), newest, torch.zeros(2, dtype=torch.int64))
+    turn = SlotRotary(rope, places(after), newest, torch.zeros(2, dtype=torch.int64))
     query = after[:, :, -1:]  # as good a query as any
-    far = rope.apply(before, torch.full_like(places(after), LENGTH - 1 - 5))
+    far = rope.rotate(before, torch.full_like(places(after), LENGTH - 1 - 5))
     want = (query * far).sum(-1)
     got = (turn.queries(query, 5) * before).sum(-1)
     assert torch.allclose(got, want, atol=1e-5)

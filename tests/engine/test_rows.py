@@ -29,7 +29,7 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
             own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
             own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
             assert (own[0] - logits[row, skip:]).abs().max() < tolerance
-            for mine, ours in zip(alone.slots, together.slots, strict=True):
+            for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
 
@@ -74,10 +74,11 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
             alone = PolicyCache(model, prompt=length, new=11)
             own = talk(model, ids[row : row + 1, skip:], mask[row : row + 1, skip:], turns, alone)
             assert (own[0] - logits[row, skip:]).abs().max() < (5e-5 if codec == "plain" else 0.01)
-            for mine, ours in zip(alone.slots, together.slots, strict=True):
+            for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
-                if mine.rows is not None and ours.rows is not None:
-                    assert torch.equal(mine.rows.pins[0], ours.rows.pins[row])
+                limits = mine.store.limits, ours.store.limits
+                if limits[0] is not None and limits[1] is not None:
+                    assert torch.equal(limits[0].pins[0], limits[1].pins[row])
             if allocator == "squeeze":
                 assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)

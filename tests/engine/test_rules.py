@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, words
@@ -21,21 +21,21 @@ from tests.conformance.replay import kept_positions
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
-    from kvpolicy import decode
+    from kvpolicy.engine import store
 
     seen: list[Tensor] = []
-    real = decode.attend_slots
+    real = store.attend_slots
 
     def attend_slots(q: Tensor, exact: Any, coded: Any, live: Tensor, *rest: Any) -> Any:
         seen.append(live.sum(-1))
         return real(q, exact, coded, live, *rest)
 
-    monkeypatch.setattr(decode, "attend_slots", attend_slots)
+    monkeypatch.setattr(store, "attend_slots", attend_slots)
     model = build("llama")
     with kvpolicy.attach(model, words("squeeze", selector, codec)):
         cache = PolicyCache(model)
         talk(model, *make_batch([26, 17], [26] + [1] * 9), [26] + [1] * 9, cache)
-    budgets = [layer.budget[:, None].expand(-1, 2) for layer in cache.slots]
+    budgets = [layer.budget[:, None].expand(-1, 2) for layer in cache.policy_layers]
     assert len(seen) == 27
     assert all(torch.equal(count, budgets[number % 3]) for number, count in enumerate(seen))
 
@@ -51,7 +51,7 @@ def test_kv_heads_are_never_repeated(family: str) -> None:
     heads = 1 if single else getattr(model.config, "num_kv_heads", None) or getattr(
         model.config, "num_key_value_heads", model.config.num_attention_heads
     )  # fmt: skip
-    assert all(layer.positions.shape[1] == heads for layer in cache.slots)
+    assert all(layer.positions.shape[1] == heads for layer in cache.policy_layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -62,7 +62,7 @@ def test_scores_are_fp32(selector: str, dtype: torch.dtype) -> None:
     with kvpolicy.attach(model, f"{selector}@0.5"):
         cache = PolicyCache(model)
         logits = talk(model, *make_batch([26, 17]), TURNS, cache)
-    kinds = {t.dtype for layer in cache.slots for t in tensors(layer.state) if t.is_floating_point()}
+    kinds = {t.dtype for layer in cache.policy_layers for t in tensors(layer.store.state) if t.is_floating_point()}
     assert kinds == {torch.float32}
     assert logits.dtype == dtype and torch.isfinite(logits).all()
 
@@ -118,7 +118,7 @@ def test_a_row_without_a_prompt(policy: str) -> None:
         alone = talk(model, ids[:1], mask[:1], TURNS, PolicyCache(model))
     assert torch.isfinite(logits).all()
     assert (logits[0] - alone[0]).abs().max() < (0.1 if "kivi" in policy else 5e-5)
-    assert cache.slots[0].length.tolist() == [40, 14]
+    assert cache.policy_layers[0].length.tolist() == [40, 14]
 
 
 @pytest.mark.parametrize("sizes", [[26], [13, 13], [7, 7, 7, 5], [25, 1], [1] * 26])
@@ -130,7 +130,7 @@ def test_a_prompt_may_come_in_pieces(selector: str, sizes: list[int]) -> None:
         cache = PolicyCache(model, prompt=26)
         talk(model, *make_batch([26], [26]), sizes, cache)
     sinks = [0, 1] if "sinks" in selector else []
-    assert kept_positions(cache.slots[0])[0][0] == [*sinks, *range(13 + len(sinks), 26)]
+    assert kept_positions(cache.policy_layers[0])[0][0] == [*sinks, *range(13 + len(sinks), 26)]
 
 
 def test_one_token_prompts() -> None:

@@ -68,7 +68,7 @@ def test_expected_prompts(prompt: Any, budgets: list[int]) -> None:
     with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
         cache = kvpolicy.PolicyCache(model, prompt=prompt)
         model(tokens, past_key_values=cache)
-        assert cache.slots[0].budget.tolist() == budgets
+        assert cache.policy_layers[0].budget.tolist() == budgets
 
 
 def test_other_rows_than_expected() -> None:

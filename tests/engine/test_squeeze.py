@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.profiling import profile
+from kvpolicy.calibration.layer_profile import profile
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
@@ -79,7 +79,7 @@ def test_cosine_of_the_residual_stream(family: str) -> None:
     with kvpolicy.attach(model, "squeeze+window@0.5"):
         cache = PolicyCache(model)
         talk(model, ids, mask, [40], cache)
-    for place, layer in enumerate(cache.slots):
+    for place, layer in enumerate(cache.policy_layers):
         cosine = direct.cosines[layer.layer_idx]
         want = torch.stack([row[flags].mean() for row, flags in zip(cosine, mask.bool(), strict=True)])
         assert torch.allclose(cache.cosines()[:, place].double(), want, atol=1e-5)
@@ -122,7 +122,7 @@ def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
     with kvpolicy.attach(model, f"squeeze+h2o@{budget}"):
         cache = PolicyCache(model)
         talk(model, ids, mask, [40], cache)
-    got = torch.stack([layer.budget for layer in cache.slots], 1).tolist()
+    got = torch.stack([layer.budget for layer in cache.policy_layers], 1).tolist()
     for row, cosines, length in zip(got, cache.cosines().tolist(), LENGTHS, strict=True):
         share: Any = float(budget) if "." in budget else int(budget)
         total = 8 * allocators.base_budget(share, length)
@@ -136,10 +136,12 @@ def test_each_layer_keeps_its_own_share() -> None:
     with kvpolicy.attach(model, "squeeze:share=0.2+window@0.5"):
         cache = PolicyCache(model)
         talk(model, *make_batch([40], [40]), [40], cache)
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert kept_positions(layer) == [[list(range(40 - int(layer.budget), 40))] * 2]
         assert layer.positions.shape[-1] == int(layer.budget)
-    assert max(int(layer.budget) for layer in cache.slots) > 2 * min(int(layer.budget) for layer in cache.slots)
+    assert max(int(layer.budget) for layer in cache.policy_layers) > 2 * min(
+        int(layer.budget) for layer in cache.policy_layers
+    )
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -155,7 +157,7 @@ def test_a_profile_gives_the_same_as_measuring(selector: str, tmp_path: Path) ->
         stored = PolicyCache(model)
         got = talk(model, ids, mask, [40, 1, 1, 6, 1], stored)
     assert torch.allclose(got, want, atol=1e-5)
-    assert [kept_positions(a) for a in stored.slots] == [kept_positions(b) for b in online.slots]
+    assert [kept_positions(a) for a in stored.policy_layers] == [kept_positions(b) for b in online.policy_layers]
 
 
 def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_a_profile_compresses_at_once(tmp_path: Path) -> None:
     with kvpolicy.attach(model, f"squeeze:profile={path}+window@0.5"):
         cache, done = PolicyCache(model), list[list[bool]]()
         hooks = [
-            layer.register_forward_hook(lambda *_: done.append([bool(s.layout.slots) for s in cache.slots]))
+            layer.register_forward_hook(lambda *_: done.append([bool(s.layout.slots) for s in cache.policy_layers]))
             for layer in model.model.layers
         ]
         talk(model, ids, mask, [40], cache)
@@ -198,7 +200,7 @@ def test_measured_once_per_conversation() -> None:
         forward(model, ids, mask, 40, 41, cache)
         forward(model, ids, mask, 41, 50, cache)
     assert torch.equal(cache.cosines(), cosines)
-    totals = torch.stack([layer.budget for layer in cache.slots]).sum(0)
+    totals = torch.stack([layer.budget for layer in cache.policy_layers]).sum(0)
     assert totals.tolist() == [8 * ((length + 10) // 2) for length in LENGTHS]
 
 
@@ -213,7 +215,7 @@ def test_beams_carry_their_measures() -> None:
         forward(model, ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0), 40, 48, cache)
         single = PolicyCache(model)
         talk(model, ids, mask, [40, 8], single)
-    for twice, once in zip(cache.slots, single.slots, strict=True):
+    for twice, once in zip(cache.policy_layers, single.policy_layers, strict=True):
         assert torch.equal(twice.budget, once.budget.repeat_interleave(2))
 
 
@@ -224,4 +226,4 @@ def test_too_few_layers_share_evenly(family: str) -> None:
     with kvpolicy.attach(model, "squeeze:groups=4+window@0.5"):
         cache = PolicyCache(model)
         talk(model, *make_batch([20], [20]), [20], cache)
-    assert [int(layer.budget) for layer in cache.slots] == [10] * 3
+    assert [int(layer.budget) for layer in cache.policy_layers] == [10] * 3

@@ -19,8 +19,7 @@ import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.parallel import share
+from kvpolicy.parallel.runtime import share
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
 
 PROMPT, STEPS, NEXT = 26, 9, 11
@@ -71,20 +70,20 @@ def kvquant_by_head(folder: Path, heads: int) -> None:
 @contextmanager
 def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
     """Let layers see this rank's heads only, and gather what all ranks attended."""
-    whole, (queries, held) = PolicyLayer.forward, heads.own(rank, world)
+    whole, (queries, held) = PolicyCache.attend, heads.own(rank, world)
 
-    def forward(self: PolicyLayer, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        own = whole(self, q[:, queries], k[:, held], v[:, held], *rest)
+    def attend(self: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        own = whole(self, layer_idx, q[:, queries], k[:, held], v[:, held], *rest)
         out = torch.zeros_like(q)
         out[:, queries] = own
         dist.all_reduce(out)  # to zeros nothing is rounded
         return out
 
-    PolicyLayer.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
+    PolicyCache.attend = attend  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        PolicyLayer.forward = whole
+        PolicyCache.attend = whole
 
 
 def play(model: Any, policy: str | Policy) -> tuple[PolicyCache, list[Tensor]]:
@@ -116,14 +115,14 @@ def differences(one: PolicyCache, some: PolicyCache, held: slice, to_the_bit: bo
     positions alone must be equal, where not all is `to_the_bit`.
     """
     wrong: list[str] = []
-    for index, (left, right) in enumerate(zip(one.slots, some.slots, strict=True)):
+    for index, (left, right) in enumerate(zip(one.policy_layers, some.policy_layers, strict=True)):
         if not bool((left.budget == right.budget).all()):
             wrong.append(f"layer {index}: budgets {left.budget.tolist()} and {right.budget.tolist()}")
         if held.start == held.stop:
             continue
         live = left.positions[:, held] >= 0
         parts = {"positions": (left.positions, right.positions)}
-        for stage, (a, b) in enumerate(zip(left.codes, right.codes, strict=True)):
+        for stage, (a, b) in enumerate(zip(left.store.codes, right.store.codes, strict=True)):
             if index and not to_the_bit:
                 break
             parts |= {f"stage {stage}: {name}": pair for name, *pair in zip(a._fields, a, b, strict=True)}

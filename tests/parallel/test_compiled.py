@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.parallel import share
+from kvpolicy.parallel.runtime import share
 from tests.conformance.replay import kept_positions
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of
@@ -40,7 +40,7 @@ def _steps(rank: int, world: int, heads: Heads, backend: str, policies: list[str
                     run(token, position_ids=place, past_key_values=cache, use_cache=True)
                     if run is not model:
                         cache.tick()
-                kept.append([kept_positions(layer) for layer in cache.slots])
+                kept.append([kept_positions(layer) for layer in cache.policy_layers])
         if counter.frame_count != 1:
             wrong.append(f"{policy}: {counter.frame_count} graphs")
         if kept[0] != kept[1]:

@@ -43,7 +43,7 @@ def config(name: str) -> Any:
     """A shipped config, or one of another structure, with small numbers."""
     from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig, Phi3Config, Qwen2MoeConfig
 
-    from kvpolicy.embedded import config_of
+    from kvpolicy.hf.embedded import config_of
 
     if name in ("llama-3-70b", "mixtral-8x7b"):
         found = config_of(name)

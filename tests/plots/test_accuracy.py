@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from kvpolicy import plots
-from kvpolicy.plots.results import pareto, read_points
+from kvpolicy.reporting import plots
+from kvpolicy.reporting.plots.results import pareto, read_points
 
 ROWS: list[dict[str, Any]] = [
     {"policy": "full", "accuracy": 1.0, "share": 1.0},

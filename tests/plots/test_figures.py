@@ -11,8 +11,9 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import kvpolicy
-from kvpolicy import Handle, plots
-from kvpolicy.embedded import config_of
+from kvpolicy import Handle
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.reporting import plots
 from tests.plots.conftest import LENGTHS, llama, run
 
 
@@ -55,7 +56,7 @@ def test_similarity_of_nothing_says_so(coded: Handle, model: Any) -> None:
 def test_budgets_are_those_of_the_layers(squeezed: Handle) -> None:
     assert squeezed.cache is not None
     figure = plots.budgets(squeezed)
-    rows = torch.stack([layer.budget for layer in squeezed.cache.slots]).double()  # [L, B]
+    rows = torch.stack([layer.budget for layer in squeezed.cache.policy_layers]).double()  # [L, B]
     axes = first(figure)
     bars = [patch.get_height() for patch in axes.patches]
     assert bars == rows.mean(1).tolist() and len(set(bars)) > 1
@@ -94,7 +95,7 @@ def test_kept_is_the_share_of_heads(squeezed: Handle, row: int) -> None:
     assert squeezed.cache is not None
     figure = plots.kept(squeezed.cache, row=row)
     wanted = np.zeros((4, LENGTHS[row]))
-    for at, layer in enumerate(squeezed.cache.slots):
+    for at, layer in enumerate(squeezed.cache.policy_layers):
         for head in layer.positions[row]:
             for position in head.tolist():
                 if position >= 0:
@@ -109,7 +110,7 @@ def test_kept_is_the_share_of_heads(squeezed: Handle, row: int) -> None:
 def test_kept_of_one_head(coded: Handle) -> None:
     assert coded.cache is not None
     figure = plots.kept(coded, head=1)
-    held = set(coded.cache.slots[2].positions[0, 1].tolist()) - {-1}
+    held = set(coded.cache.policy_layers[2].positions[0, 1].tolist()) - {-1}
     assert set(np.flatnonzero(image(figure)[2]).tolist()) == held
     wrong: list[dict[str, Any]] = [{"head": 2}, {"row": 3}, {"row": -1}]
     for words in wrong:
@@ -140,7 +141,7 @@ def test_bytes_are_those_held(coded: Handle) -> None:
     kinds = legend(figure)
     found = {kind: [bar.get_width() * 1024 for bar in bars] for kind, bars in zip(kinds, axes.containers, strict=True)}
     wanted: dict[str, int] = {}
-    for layer in coded.cache.slots:
+    for layer in coded.cache.policy_layers:
         for kind, size in layer.held().items():
             wanted[kind] = wanted.get(kind, 0) + size
     assert {kind: widths[1] for kind, widths in found.items() if kind != "full cache"} == {

@@ -11,8 +11,8 @@ import pytest
 
 import kvpolicy
 from kvpolicy import Handle, Policy, SlidingWindow
-from kvpolicy.embedded import config_of
-from kvpolicy.notebook import in_words
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.spec.tables import format_bytes
 
 
 class Tables(HTMLParser):
@@ -56,10 +56,10 @@ def test_a_report_is_a_table_of_its_layers(coded: Handle) -> None:
     kinds = [kind for kind in report.layers[0].nbytes if report.layers[0].nbytes[kind]]
     assert head == ["layer", "budget", "kept", "seen", *kinds, "total", "of full"]
     layer = report.layers[0]
-    sizes = [in_words(layer.nbytes[kind]) for kind in kinds]
+    sizes = [format_bytes(layer.nbytes[kind]) for kind in kinds]
     total, share = sum(layer.nbytes.values()), f"{report.nbytes / report.full_nbytes:.1%}"
-    assert rows == [["0 to 3", "1 to 20", "1 to 20", "1 to 40", *sizes, in_words(total), share]]
-    assert last[0] == "all" and last[-2:] == [in_words(report.nbytes), share]
+    assert rows == [["0 to 3", "1 to 20", "1 to 20", "1 to 40", *sizes, format_bytes(total), share]]
+    assert last[0] == "all" and last[-2:] == [format_bytes(report.nbytes), share]
 
 
 def test_layers_that_differ_have_lines_of_their_own(squeezed: Handle) -> None:
@@ -78,7 +78,7 @@ def test_handle_cache_and_report_show_the_same_table(squeezed: Handle) -> None:
 def test_a_plan_of_many_layers_is_folded() -> None:
     plan = kvpolicy.plan(config_of("llama-2-70b"), "pyramid+h2o@0.2", prompt=1000)
     short, whole = Tables(html_of(plan)).tables
-    assert [row[0] for row in short] == ["layer", "all"] and short[1][-2] == in_words(plan.nbytes)
+    assert [row[0] for row in short] == ["layer", "all"] and short[1][-2] == format_bytes(plan.nbytes)
     assert [row[1] for row in whole[1:]] == [f"{layer.tokens:,}" for layer in plan.layers]
     assert "<summary>80 lines" in html_of(plan)
     even = kvpolicy.plan(config_of("llama-2-70b"), "squeeze+h2o@0.2", prompt=1000)
@@ -130,7 +130,7 @@ def test_what_others_write_is_text() -> None:
 def test_a_line_says_the_essential(squeezed: Handle, coded: Handle) -> None:
     assert squeezed.cache is not None
     share = f"{squeezed.cache.nbytes / squeezed.cache.full_nbytes:.1%} of the full cache"
-    held = f"3 rows, {in_words(squeezed.cache.nbytes)}, {share}"
+    held = f"3 rows, {format_bytes(squeezed.cache.nbytes)}, {share}"
     assert repr(squeezed.cache) == f"PolicyCache(squeeze+h2o@0.4, {held})"
     assert repr(squeezed) == f"Handle(squeeze+h2o@0.4 on LlamaForCausalLM, {held}, detached)"
     for thing in (coded.report(), coded.plan):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from kvpolicy.plots._style import DIVERGING, GREY, KINDS, PALETTE, SEQUENTIAL
+from kvpolicy.reporting.plots._style import DIVERGING, GREY, KINDS, PALETTE, SEQUENTIAL
 
 # Machado, Oliveira and Fernandes (2009), at full strength, for linear RGB.
 EYES: dict[str, Any] = {

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvpolicy
-from kvpolicy import plots
-from kvpolicy.plots.text import WIDE, pieces
-from kvpolicy.shading import LIGHT, level
+from kvpolicy.reporting import plots
+from kvpolicy.reporting.plots.text import WIDE, pieces
+from kvpolicy.reporting.text_rendering import LIGHT, level
 
 TEXT = "tiger=4821 and $x$ é 中 more of it\nlion=1234\n?lion="
 
@@ -50,7 +50,7 @@ def test_shades_are_the_shares_kept(layer: int | None, tiny: tuple[Any, Any]) ->
     handle, tokens = run(tiny, "h2o@20")
     figure = plots.token_text(handle, tokens, layer=layer, row=1)
     figure.draw_without_rendering()
-    slots = handle.cache.slots if layer is None else [handle.cache.slots[layer]]
+    slots = handle.cache.policy_layers if layer is None else [handle.cache.policy_layers[layer]]
     wanted: list[tuple[str, int]] = []
     for position, token in enumerate(tokens):
         held = [position in head for one in slots for head in one.positions[1].tolist()]

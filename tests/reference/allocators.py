@@ -84,11 +84,11 @@ def pyramid_targets(total: int, layers: int, beta: Number = 20) -> list[Fraction
     return [most - i * (most - least) / (layers - 1) for i in range(layers)]
 
 
-def squeeze_targets(measures: Sequence[float], total: int, share: Number = 0.4, groups: int = 3) -> list[Fraction]:
+def squeeze_targets(metrics: Sequence[float], total: int, share: Number = 0.4, groups: int = 3) -> list[Fraction]:
     """`share` of an even split for the layers of highest cosine, the rest evenly for the others."""
-    layers = len(measures)
+    layers = len(metrics)
     average = Fraction(total, layers)
-    top = top_group(measures, groups)
+    top = top_group(metrics, groups)
     if not top or len(top) == layers:
         return [average] * layers
     less = exact(share) * average
@@ -96,10 +96,10 @@ def squeeze_targets(measures: Sequence[float], total: int, share: Number = 0.4, 
     return [less if i in top else more for i in range(layers)]
 
 
-def top_group(measures: Sequence[float], groups: int = 3) -> set[int]:
+def top_group(metrics: Sequence[float], groups: int = 3) -> set[int]:
     """Layers in the highest of `groups` clusters; empty where there is nothing to tell apart."""
-    order = sorted(range(len(measures)), key=lambda i: (measures[i], i))
-    values = [Fraction(measures[i]) for i in order]
+    order = sorted(range(len(metrics)), key=lambda i: (metrics[i], i))
+    values = [Fraction(metrics[i]) for i in order]
     distinct = 1 + sum(b - a > Fraction(1, 10**6) for a, b in pairwise(values))
     if len(values) < 3 or distinct < groups:
         return set()
@@ -133,7 +133,7 @@ def pyramid(total: int, layers: int, floor: int, ceiling: int, beta: Number = 20
 
 
 def squeeze(
-    measures: Sequence[float], total: int, floor: int, ceiling: int, share: Number = 0.4, groups: int = 3
+    metrics: Sequence[float], total: int, floor: int, ceiling: int, share: Number = 0.4, groups: int = 3
 ) -> list[int]:
     """Whole budgets, small where attention hardly changes its input."""
-    return waterfill(squeeze_targets(measures, total, share, groups), total, floor, ceiling)
+    return waterfill(squeeze_targets(metrics, total, share, groups), total, floor, ceiling)

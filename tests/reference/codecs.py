@@ -13,11 +13,11 @@ from .coding import Codec, Coder, Given, Pair
 from .exact import ceil_share
 from .selectors import Config
 
-Book = dict[str, Tensor]
+Calibration = dict[str, Tensor]
 """What was calibrated for one layer."""
 
 Layout = tuple[int, list[int]]
-Books = Callable[[int], Book]
+Books = Callable[[int], Calibration]
 
 
 class Alone(Protocol):
@@ -70,12 +70,12 @@ class Grouped:
         return [read[slot] for slot in slots]
 
 
-def ordinary(tokens: int, block: int, grain: int, residual: int, pinned: int = 0, frozen: int = 0) -> Layout:
+def ordinary(tokens: int, block: int, group_size: int, residual: int, pinned: int = 0, frozen: int = 0) -> Layout:
     """Some tokens exact, and one stage for all others; frozen slots hold no others."""
     exact = pinned + frozen + residual + block
     if tokens < exact:
         return tokens, []
-    return exact, [math.ceil((tokens - residual - pinned) / grain) * grain]
+    return exact, [math.ceil((tokens - residual - pinned) / group_size) * group_size]
 
 
 def _only(config: Config, known: Config) -> Config:
@@ -96,27 +96,29 @@ def _lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinn
     )  # fmt: skip
 
 
-def _tokenwise(config: Config, book: Books) -> Codec:
+def _tokenwise(config: Config, calibration: Books) -> Codec:
     own = _only(config, tokenwise.DEFAULTS)
     return _lone(config, lambda layer, head, dim, given: tokenwise.Head(own, dim))
 
 
-def _bfp(config: Config, book: Books) -> Codec:
+def _bfp(config: Config, calibration: Books) -> Codec:
     own = _only(config, bfp.DEFAULTS)
     return _lone(config, lambda layer, head, dim, given: bfp.Head(own, dim))
 
 
-def _rotate(config: Config, book: Books) -> Codec:
+def _rotate(config: Config, calibration: Books) -> Codec:
     own = _only(config, rotate.DEFAULTS)
     return _lone(
         config, lambda layer, head, dim, given: rotate.Head(own, dim),
-        frame="pre", pins="massive", pinned=config["sinks"],
+        key_space="unrotated", pins="massive", pinned=config["sinks"],
     )  # fmt: skip
 
 
-def _turboquant(config: Config, book: Books) -> Codec:
+def _turboquant(config: Config, calibration: Books) -> Codec:
     own = _only(config, turboquant.DEFAULTS)
-    return _lone(config, lambda layer, head, dim, given: turboquant.Head(own, dim, book(layer)["signs"].tolist()))
+    return _lone(
+        config, lambda layer, head, dim, given: turboquant.Head(own, dim, calibration(layer)["signs"].tolist())
+    )
 
 
 def _pair(numbers: Tensor) -> tuple[float, float]:
@@ -124,50 +126,58 @@ def _pair(numbers: Tensor) -> tuple[float, float]:
     return first, second
 
 
-def _kvquant(config: Config, book: Books) -> Codec:
+def _kvquant(config: Config, calibration: Books) -> Codec:
     own, bits = _only(config, kvquant.DEFAULTS), config["bits"]
 
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
-        have = book(layer)
+        have = calibration(layer)
         offset, width = (have[f"keys.{name}"].expand(head + 1, -1)[head].tolist() for name in ("offset", "range"))
         levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in ("keys", "values")]
         norms = [_pair(have[f"{side}.norm.b{bits}"]) if config["norm"] else (1.0, 0.0) for side in ("keys", "values")]
         return kvquant.Head(own, dim, offset, width, levels[0], levels[1], norms[0], norms[1])
 
-    return _lone(config, make, frame="pre", pins="first" if config["sinks"] else "none", pinned=config["sinks"])
+    return _lone(
+        config, make, key_space="unrotated", pins="first" if config["sinks"] else "none", pinned=config["sinks"]
+    )
 
 
-def _csr(config: Config, book: Books) -> Codec:
+def _csr(config: Config, calibration: Books) -> Codec:
     own = _only(config, csr.DEFAULTS)
 
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
         names = f"keys.{config['frame']}", f"values.sn{config['sn']}"
-        offline = [[atom / atom.norm() for atom in book(layer)[name].float().T] for name in names]
+        offline = [[atom / atom.norm() for atom in calibration(layer)[name].float().T] for name in names]
         online = [[*side] for side in given.own or ((), ())]
         return csr.Head(own, dim, *offline, *online)
 
     assert not config["top"], "the reference attends to all"
     online = config["online"]
-    return _lone(config, make, frame=config["frame"], pins="newest" if online else "none", pinned=online)
+    return _lone(
+        config,
+        make,
+        key_space="unrotated" if config["frame"] == "pre" else "rotated",
+        pins="newest" if online else "none",
+        pinned=online,
+    )
 
 
-def _kivi(config: Config, book: Books) -> Codec:
+def _kivi(config: Config, calibration: Books) -> Codec:
     size, residual = config["group_size"], config["residual_length"]
     return Codec(
         layout=lambda tokens: ordinary(tokens, size, size, residual),
-        coder=lambda stage, layer, head: kivi.Head(config), block=size, grain=size, residual=residual,
+        coder=lambda stage, layer, head: kivi.Head(config), block=size, group_size=size, residual=residual,
     )  # fmt: skip
 
 
-def _gear(config: Config, book: Books) -> Codec:
+def _gear(config: Config, calibration: Books) -> Codec:
     size, residual, own = config["group_size"], config["residual_length"], _only(config, gear.DEFAULTS)
     return Codec(
         layout=lambda tokens: ordinary(tokens, size, size, residual),
-        coder=lambda stage, layer, head: Grouped(own), block=size, grain=size, residual=residual,
+        coder=lambda stage, layer, head: Grouped(own), block=size, group_size=size, residual=residual,
     )  # fmt: skip
 
 
-def _staircase(config: Config, book: Books) -> Codec:
+def _staircase(config: Config, calibration: Books) -> Codec:
     """KIVIs of 8, 4 and 2 bits; groups that are left over by one stage are the next one's."""
     size, residual = config["group_size"], config["residual_length"]
 
@@ -181,11 +191,11 @@ def _staircase(config: Config, book: Books) -> Codec:
 
     return Codec(
         layout=layout, coder=lambda stage, layer, head: kivi.Head({"bits": (8, 4, 2)[stage], "group_size": size}),
-        block=size, grain=size, residual=residual,
+        block=size, group_size=size, residual=residual,
     )  # fmt: skip
 
 
-def _mikv(config: Config, book: Books) -> Codec:
+def _mikv(config: Config, calibration: Books) -> Codec:
     block, residual, precise = config["block_size"], config["residual_length"], config["high_bits"] == 16
     widths = [config["bits"]] if precise else [8, config["bits"]]
 
@@ -203,15 +213,15 @@ def _mikv(config: Config, book: Books) -> Codec:
         own = {"bits": widths[stage], "group_size": config["group_size"]}
 
         def make(dim: int, given: Given) -> Alone:
-            assert given.peaks is not None
-            return mikv.Head(own, dim, given.peaks.tolist())
+            assert given.query_absmax is not None
+            return mikv.Head(own, dim, given.query_absmax.tolist())
 
         return Lone(make)
 
-    return Codec(layout=layout, coder=coder, block=block, residual=residual, order="worth")
+    return Codec(layout=layout, coder=coder, block=block, residual=residual, demote_by="priority")
 
 
-def _zipcache(config: Config, book: Books) -> Codec:
+def _zipcache(config: Config, calibration: Books) -> Codec:
     every, widths = config["recode_every"], (config["high_bits"], config["bits"])
 
     def layout(tokens: int) -> Layout:
@@ -221,7 +231,7 @@ def _zipcache(config: Config, book: Books) -> Codec:
     def coder(stage: int, layer: int, head: int) -> Coder:
         return Lone(lambda dim, given: zipcache.Head({"bits": widths[stage]}, dim))
 
-    return Codec(layout=layout, coder=coder, block=every, order="worth", recode=True)
+    return Codec(layout=layout, coder=coder, block=every, demote_by="priority", recode_all=True)
 
 
 MAKERS: dict[str, Callable[[Config, Books], Codec]] = {
@@ -239,17 +249,17 @@ MAKERS: dict[str, Callable[[Config, Books], Codec]] = {
 }
 
 
-def no_book(layer: int) -> Book:
+def no_book(layer: int) -> Calibration:
     """Of codecs that are not calibrated."""
     return {}
 
 
-def make(name: str, config: Config, book: Books = no_book) -> Codec | None:
+def make(name: str, config: Config, calibration: Books = no_book) -> Codec | None:
     """A codec by its name; None for `plain`, which codes nothing.
 
     Args:
         name: A registered name.
         config: All its parameters.
-        book: What was calibrated for each layer.
+        calibration: What was calibrated for each layer.
     """
-    return None if name == "plain" else MAKERS[name](config, book)
+    return None if name == "plain" else MAKERS[name](config, calibration)

@@ -11,7 +11,7 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 """A key and a value, each [D]."""
 
-Turn = Callable[[Tensor, int], Tensor]
+Rotation = Callable[[Tensor, int], Tensor]
 """Rotates a key [D] that stands at a position."""
 
 
@@ -26,7 +26,7 @@ class Token:
         score: What the selector remembers of it.
         stays: Whether it stands in for others and is never evicted in decode.
         place: Its stage and slot once it is coded.
-        stored: What its stage reads back of it, key in the codec's frame.
+        stored: What its stage reads back of it, key in the codec's key space.
         read: What attention reads once it is coded: key and value.
     """
 
@@ -55,18 +55,18 @@ class Given(NamedTuple):
 
     Attributes:
         own: Keys and values of the head's frozen slots, [W, D] each; None where nothing was frozen.
-        peaks: Largest |query| of each channel in the prompts, [D].
+        query_absmax: Largest |query| of each channel in the prompts, [D].
     """
 
     own: Pair | None = None
-    peaks: Tensor | None = None
+    query_absmax: Tensor | None = None
 
 
 class Coder(Protocol):
     """One stage of one KV head."""
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
-        """Code tokens, keys in the codec's frame, and say what is read back of each.
+        """Code tokens, keys in the codec's key space, and say what is read back of each.
 
         Args:
             slots: Where each goes.
@@ -89,13 +89,13 @@ class Codec:
     layout: Callable[[int], tuple[int, list[int]]]
     coder: Callable[[int, int, int], Coder]
     block: int
-    grain: int = 1
+    group_size: int = 1
     residual: int = 0
-    frame: Literal["post", "pre"] = "post"
-    order: Literal["age", "worth"] = "age"
+    key_space: Literal["rotated", "unrotated"] = "rotated"
+    demote_by: Literal["age", "priority"] = "age"
     pins: Literal["none", "first", "massive", "newest"] = "none"
     pinned: int = 0
-    recode: bool = False
+    recode_all: bool = False
 
 
 def as_it_is(key: Tensor, position: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import kvcrush, selectors
-from .coding import Codec, Token, Turn, as_it_is
+from .coding import Codec, Rotation, Token, as_it_is
 from .selectors import Config
 from .stages import Head, Mover
 
@@ -33,8 +33,8 @@ class ReferenceLayer:
         codec: Codec | None = None,
         layer_idx: int = 0,
         capacity: int | None = None,
-        undo: Turn = as_it_is,
-        apply: Turn = as_it_is,
+        undo: Rotation = as_it_is,
+        apply: Rotation = as_it_is,
     ) -> None:
         """Start empty.
 
@@ -226,7 +226,7 @@ class ReferenceLayer:
         """All tokens of a head in the order in which they leave the exact part, or a stage."""
         assert self.mover is not None
         codec, pins = self.mover.codec, self.mover.pins
-        if codec.order == "age":
+        if codec.demote_by == "age":
             return sorted(head.tokens, key=lambda t: (t.position in pins, t.position))
         worth = _never_standing(head.tokens, self._priorities(head.tokens, self._precise(head)))
         self.order_margin = min(self.order_margin, selectors.margin(worth))

@@ -14,22 +14,22 @@ DEFAULTS: Config = {"bits": 2, "group_size": 128}
 class Head:
     """One KV head: its balancer."""
 
-    def __init__(self, config: Config, head_dim: int, peaks: list[float]) -> None:
+    def __init__(self, config: Config, head_dim: int, query_absmax: list[float]) -> None:
         """Start with a balancer of ones.
 
         Args:
             config: `bits` and `group_size`.
             head_dim: Channels.
-            peaks: Largest |query| of each channel in the prompt.
+            query_absmax: Largest |query| of each channel in the prompt.
         """
         self.config = complete(DEFAULTS, config)
         self.width = largest_divisor(head_dim, self.config["group_size"])
-        self.peaks = peaks
+        self.query_absmax = query_absmax
         self.balance = [np.float32(1)] * head_dim
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """b = sqrt(max |q| / max |k|): k * b and q / b then have the same peak in every channel."""
-        for c, peak in enumerate(self.peaks):
+        for c, peak in enumerate(self.query_absmax):
             largest = max(abs(x) for x in column(keys, c))
             b = np.sqrt(np.float32(peak) / largest) if peak and largest else np.float32(1)
             self.balance[c] = half(max(b, 2.0**-14))  # below, fp16 has fewer digits

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .coding import Codec, Coder, Given, Pair, Token, Turn, as_it_is
+from .coding import Codec, Coder, Given, Pair, Rotation, Token, as_it_is
 
 T = TypeVar("T")
 
@@ -22,9 +22,9 @@ def in_blocks(items: Sequence[T], size: int) -> list[list[T]]:
 class Part:
     """The slots of one stage of one KV head: the position in each, None where it is dead."""
 
-    def __init__(self, coder: Coder, grain: int) -> None:
+    def __init__(self, coder: Coder, group_size: int) -> None:
         """Start without slots."""
-        self.coder, self.grain = coder, grain
+        self.coder, self.group_size = coder, group_size
         self.slots: list[int | None] = []
 
     def grow(self, count: int) -> None:
@@ -33,8 +33,8 @@ class Part:
 
     def dead(self) -> list[int]:
         """The slots that may be taken, those of the emptiest group of slots first."""
-        live = [sum(p is not None for p in group) for group in in_blocks(self.slots, self.grain)]
-        return sorted((s for s, p in enumerate(self.slots) if p is None), key=lambda s: (live[s // self.grain], s))
+        live = [sum(p is not None for p in group) for group in in_blocks(self.slots, self.group_size)]
+        return sorted((s for s, p in enumerate(self.slots) if p is None), key=lambda s: (live[s // self.group_size], s))
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Head:
         tokens: All that is kept, ascending by position.
         parts: The stages.
         frozen: Positions of the tokens that were frozen, whether they are kept or not.
-        atoms: Keys, in the codec's frame, and values of the frozen slots, [W, D]; None where nothing is frozen.
+        atoms: Keys, in the codec's key space, and values of the frozen slots, [W, D]; None where nothing is frozen.
     """
 
     tokens: list[Token] = field(default_factory=list)
@@ -84,21 +84,21 @@ class Mover:
         pins: Positions of the first prompt that stay exact, but for those that are frozen.
     """
 
-    def __init__(self, codec: Codec, layer_idx: int, heads: int, undo: Turn, apply: Turn) -> None:
+    def __init__(self, codec: Codec, layer_idx: int, heads: int, undo: Rotation, apply: Rotation) -> None:
         """Start with nothing; `undo` and `apply` are the rotary embedding of keys."""
         self.codec = codec
-        self.undo, self.apply = (undo, apply) if codec.frame == "pre" else (as_it_is, as_it_is)
+        self.undo, self.apply = (undo, apply) if codec.key_space == "unrotated" else (as_it_is, as_it_is)
         self.layer_idx, self.pins, self.head_dim = layer_idx, set[int](), 0
         self.settled = False
-        self.peaks: list[Tensor | None] = [None] * heads
+        self.query_absmax: list[Tensor | None] = [None] * heads
         self.heads: list[Head] = []
 
     def note_queries(self, queries: list[Tensor]) -> None:
         """Remember the largest |query| of each channel; queries [n, D] of each KV head's query heads together."""
         for h, some in enumerate(queries):
             self.head_dim = some.shape[-1]
-            peak, old = some.abs().amax(0).float(), self.peaks[h]
-            self.peaks[h] = peak if old is None else torch.maximum(peak, old)
+            peak, old = some.abs().amax(0).float(), self.query_absmax[h]
+            self.query_absmax[h] = peak if old is None else torch.maximum(peak, old)
 
     def settle(
         self, heads: list[Head], order: Callable[[Head], list[Token]], tokens: int, seen: int, massive: set[int]
@@ -116,7 +116,7 @@ class Mover:
         exact, coded = self.codec.layout(tokens)
         for h, head in enumerate(heads):
             for stage in range(len(head.parts), len(coded)):
-                head.parts.append(Part(self.codec.coder(stage, self.layer_idx, h), self.codec.grain))
+                head.parts.append(Part(self.codec.coder(stage, self.layer_idx, h), self.codec.group_size))
             for part, count in zip(head.parts, coded, strict=False):
                 part.grow(count)
         if not self.settled:
@@ -139,7 +139,7 @@ class Mover:
         for h, head in enumerate(heads):
             if len(head.exact()) < exact - self._frozen(head):
                 continue
-            if self.codec.recode:
+            if self.codec.recode_all:
                 for token in head.coded():
                     head.leave(token)
                 self._fill(h, self._overflow(head, exact, order(head)))
@@ -174,7 +174,7 @@ class Mover:
         """The tokens that leave the exact part after a prompt, in their order."""
         loose = head.exact()
         stays = exact - self._frozen(head) - self.codec.block
-        count = max(len(loose) - stays, 0) // self.codec.grain * self.codec.grain
+        count = max(len(loose) - stays, 0) // self.codec.group_size * self.codec.group_size
         return [token for token in order if token in loose][:count]
 
     def _fill(self, h: int, leaving: list[Token]) -> None:
@@ -208,7 +208,7 @@ class Mover:
         head, part = self.heads[h], self.heads[h].parts[stage]
         assert len(slots) == len(tokens), "a slot for every token"
         live = [position is not None for position in part.slots]
-        given = Given(head.atoms, self.peaks[h])
+        given = Given(head.atoms, self.query_absmax[h])
         pairs = [t.stored or (self.undo(t.key.float(), t.position), t.value.float()) for t in tokens]
         for token, slot, (key, value) in zip(tokens, slots, part.coder.write(slots, pairs, live, given), strict=True):
             part.slots[slot] = token.position

@@ -95,13 +95,13 @@ def test_sorting_helps_small_blocks_only() -> None:
 
 def test_the_balancer_evens_peaks() -> None:
     keys = [x * torch.linspace(0.1, 30, D) for x in noise(40)]
-    peaks = torch.linspace(5, 0.5, D)
-    head = mikv.Head({"bits": 4}, D, peaks.tolist())
+    query_absmax = torch.linspace(5, 0.5, D)
+    head = mikv.Head({"bits": 4}, D, query_absmax.tolist())
     head.fit(keys, keys)
     balance = scalars.vector(head.balance)
     largest = torch.stack(keys).abs().amax(0)
-    torch.testing.assert_close(largest * balance, peaks / balance, rtol=2e-3, atol=0)
-    queries = torch.stack(noise(40, seed=3)) * peaks / 3
+    torch.testing.assert_close(largest * balance, query_absmax / balance, rtol=2e-3, atol=0)
+    queries = torch.stack(noise(40, seed=3)) * query_absmax / 3
 
     def error(read: list[Tensor]) -> float:
         return float(((torch.stack(read) - torch.stack(keys)) @ queries.T).square().mean())

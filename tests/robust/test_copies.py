@@ -50,7 +50,7 @@ def test_a_cache_is_copied_but_not_pickled(policy: str) -> None:
         fresh = PolicyCache(model)
         model(prompt(), past_key_values=fresh)
         assert torch.equal(model(prompt(1), past_key_values=fresh).logits, one)
-        assert cache.slots[0].length.tolist() == [27] and other.slots[0].length.tolist() == [29]
+        assert cache.policy_layers[0].length.tolist() == [27] and other.policy_layers[0].length.tolist() == [29]
 
 
 @pytest.mark.parametrize("policy", ["h2o@0.5", "squeeze+snapkv@0.5"])

@@ -49,7 +49,7 @@ def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         assert torch.allclose(gradient(model, past_key_values=cache), stock, atol=1e-6, rtol=1e-3)
-    held = [t for layer in cache.slots for t in (layer.keys, layer.values) if t is not None]
+    held = [t for layer in cache.policy_layers for t in (layer.keys, layer.values)]
     assert not any(t.requires_grad for t in held)
 
 

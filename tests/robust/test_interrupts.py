@@ -51,8 +51,8 @@ def test_between_steps(policy: str, how: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=9, min_new_tokens=9, **more)
         assert torch.equal(answer(model), want)
-        length = int(cache.slots[0].length)
-        assert all(int(layer.length) == length for layer in cache.slots)
+        length = int(cache.policy_layers[0].length)
+        assert all(int(layer.length) == length for layer in cache.policy_layers)
         with torch.no_grad():
             model(prompt(1), past_key_values=cache)
 
@@ -177,7 +177,7 @@ def test_two_threads_on_one_cache(policy: str) -> None:
         cache.step()
         cache.step()
     assert "still runs in another thread" in inside[0] and inside[0].endswith(".")
-    assert cache.cache.slots[0].length.tolist() == [28]
+    assert cache.cache.policy_layers[0].length.tolist() == [28]
 
 
 class PolicyCacheInUse:

@@ -122,7 +122,7 @@ def test_arguments_by_place(policy: str) -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("codec", [name for name in CODECS if lookup(name)[1]().traits.frame == "pre"])
+@pytest.mark.parametrize("codec", [name for name in CODECS if lookup(name)[1]().traits.key_space == "unrotated"])
 def test_positions_that_jump(codec: str) -> None:
     """Keys of which one shift for the row would undo another rotation; the cache is as it was."""
     model, (ids, _) = build("llama"), make_batch([26], [26])
@@ -139,4 +139,4 @@ def test_positions_that_jump(codec: str) -> None:
             with refused("do not go on by one"):
                 model(ids[:, :4], past_key_values=cache, position_ids=place[None])
         model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(22, 26)[None])
-        assert cache.slots[0].length.tolist() == [26]
+        assert cache.policy_layers[0].length.tolist() == [26]

@@ -53,7 +53,7 @@ def test_another_dtype_between_prompts(policy: str) -> None:
         model.to(torch.bfloat16)
         got, cache = converse(model, [26, 17])
     assert torch.equal(got, want)
-    assert [kept_positions(a) for a in cache.slots] == [kept_positions(b) for b in fresh.slots]
+    assert [kept_positions(a) for a in cache.policy_layers] == [kept_positions(b) for b in fresh.policy_layers]
     assert cache.plan is not None and cache.nbytes == fresh.nbytes
 
 
@@ -94,7 +94,7 @@ def test_another_device_between_prompts_and_in_a_conversation(policy: str) -> No
         fresh = PolicyCache(model)
         ids, mask = (t.cuda() for t in make_batch([26, 17]))
         assert torch.isfinite(talk(model, ids, mask, TURNS, fresh)[0]).all()
-    assert all(layer.device.type == "cuda" for layer in fresh.slots)
+    assert all(layer.positions.device.type == "cuda" for layer in fresh.policy_layers)
 
 
 @EACH
@@ -128,6 +128,6 @@ def test_autocast(policy: str) -> None:
         assert torch.isfinite(got).all()
         assert (got[:, :26] - plain[:, :26]).abs().max() < 3 * (stock - plain[:, :26]).abs().max()
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
-        assert {layer.keys.dtype for layer in cache.slots if layer.keys is not None} == {torch.bfloat16}
+        assert {layer.keys.dtype for layer in cache.policy_layers if layer.keys is not None} == {torch.bfloat16}
         with refused("autocast"), torch.no_grad():
             model(prompt(1), past_key_values=cache)

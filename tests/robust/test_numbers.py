@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import Policy, PolicyCache
-from kvpolicy.attention import Kernel
-from kvpolicy.layer import PolicyLayer
-from tests.conformance.bench import draw
+from kvpolicy import PolicyCache
+from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
@@ -52,7 +50,7 @@ def spoiled(model: Any, place: Any, value: float, projection: str = "k_proj", ca
 
 def check(cache: PolicyCache) -> None:
     """Every head holds its budget, and no token twice."""
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         assert torch.equal((layer.positions >= 0).sum(-1), layer.budget[:, None].expand(-1, 2))
         for head in layer.positions.flatten(0, 1).tolist():
             held = [position for position in head if position >= 0]
@@ -113,8 +111,8 @@ def test_a_model_of_nothing_but_nan(policy: str) -> None:
 )
 def test_products_beyond_fp16(policy: str, cap: float | None) -> None:
     """Queries and keys whose products fp16 cannot hold unscaled answer as in fp32, and the same tokens stay."""
-    kernel, outs = Kernel(64**-0.5, cap), list[list[Tensor]]()
-    layers = [PolicyLayer(Policy.parse(policy), 0, _settle) for _ in range(2)]
+    outs = list[list[Tensor]]()
+    layers = [Bench(policy, [20], softcap=cap) for _ in range(2)]
     for layer, dtype in zip(layers, (torch.float16, torch.float32), strict=True):
         outs.append([])
         keys = torch.linspace(400, 300, 48).split([40, 1, 1, 5, 1])
@@ -123,13 +121,6 @@ def test_products_beyond_fp16(policy: str, cap: float | None) -> None:
             q[..., :2], k[..., :2] = 120, part[:, None]
             valid = torch.arange(len(part))[None] >= 3 if number == 0 else None
             q, k, v = (t.half().to(dtype) for t in (q, k, v))
-            outs[-1].append(layer.forward(q, k, v, valid, kernel).float())
-            if len(part) == 1:
-                layer.tick()
+            outs[-1].append(layer.forward(q, k, v, valid).float())
     assert all(torch.allclose(mine, its, atol=0.01) for mine, its in zip(*outs, strict=True))
-    assert kept_positions(layers[0]) == kept_positions(layers[1])
-
-
-def _settle(layer: PolicyLayer) -> None:
-    keep = torch.tensor([20])
-    layer.settle(keep, torch.zeros_like(keep), keep)
+    assert kept_positions(layers[0].layer) == kept_positions(layers[1].layer)

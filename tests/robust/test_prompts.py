@@ -68,7 +68,7 @@ def test_rows_of_padding(policy: str) -> None:
         with refused("hides every token"):
             converse(model, [0, 0])
     assert torch.isfinite(logits[:, 26:]).all()
-    assert cache.slots[0].length.tolist() == [26 + NEW, NEW]
+    assert cache.policy_layers[0].length.tolist() == [26 + NEW, NEW]
     assert (logits[:1] - alone).abs().max() < (5e-5 if exact(policy) else 0.1)
 
 
@@ -78,7 +78,7 @@ def test_a_budget_that_is_the_window(words: str) -> None:
     with kvpolicy.attach(model, words):
         logits, cache = converse(model, [26, 5])
     assert torch.isfinite(logits[0]).all()
-    assert [layer.budget.tolist() for layer in cache.slots] == [[int(words.rpartition("@")[2])] * 2] * 3
+    assert [layer.budget.tolist() for layer in cache.policy_layers] == [[int(words.rpartition("@")[2])] * 2] * 3
 
 
 @EACH

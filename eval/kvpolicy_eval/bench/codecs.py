@@ -17,11 +17,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
-from kvpolicy.distortion import coded_layer
-from kvpolicy.layer import PolicyLayer
+from kvpolicy.distortion import coded_store
+from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import Codec
-from kvpolicy.reading import Coded
-from kvpolicy.rotary import Rope
 from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import compare
 from kvpolicy_eval.common.codecs import CODECS, with_ranking
@@ -64,28 +64,28 @@ class Case:
         self.keys, self.values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(device) for _ in range(2))
         self.query = torch.randn(1, HEADS, GROUP, DIM, generator=generator).to(device)
         self.rope = _rope()
-        self.layer = self.encode()
-        coded = self.layer.coded()
-        assert coded is not None, f"{codec} encodes none of {tokens} tokens"
-        self.coded: Coded = coded
-        self.weights = [part.contiguous() for part in self._weights().split(coded.sizes, -1)]
+        self.store = self.encode()
+        view = self.store.coded_view()
+        assert view is not None, f"{codec} encodes none of {tokens} tokens"
+        self.view: CodecView = view
+        self.weights = [part.contiguous() for part in self._weights().split(view.sizes, -1)]
 
     def _weights(self) -> Tensor:
         """Random attention weights over the encoded tokens."""
-        shape = (1, HEADS, GROUP, sum(self.coded.sizes))
+        shape = (1, HEADS, GROUP, sum(self.view.sizes))
         return torch.softmax(torch.randn(shape, generator=torch.Generator().manual_seed(1)), -1).to(self.keys)
 
-    def encode(self) -> PolicyLayer:
+    def encode(self) -> LayerStore:
         """Encode all tokens."""
-        return coded_layer(self.codec, self.keys, self.values, queries=self.query[:, :, :1], rope=self.rope)
+        return coded_store(self.codec, self.keys, self.values, queries=self.query[:, :, :1], rope=self.rope)
 
     def score(self) -> list[Tensor]:
         """Scores of all encoded tokens."""
-        return self.coded.score(self.query)
+        return self.view.score(self.query)
 
     def mix(self) -> list[Tensor]:
         """Weighted sum of all encoded tokens."""
-        return self.coded.mix(self.weights)
+        return self.view.mix(self.weights)
 
 
 def _rope() -> Rope:

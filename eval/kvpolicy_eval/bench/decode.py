@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 import kvpolicy
-from kvpolicy.attention import Kernel
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy_eval.bench.floor import Work, decode_work
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.timing import Row, compare
@@ -43,7 +43,7 @@ def measure(length: int = 16384, rounds: int = 7) -> Iterator[Row]:
             ratio = compare(
                 lambda: steps(stock_model, token, stock_cache), lambda cache=cache: steps(model, token, cache), rounds
             )
-            kept = 2 * WIDTH * sum(layer.layout.slots for layer in cache.slots)
+            kept = 2 * WIDTH * sum(layer.layout.slots for layer in cache.policy_layers)
             step = decode_work(model, cache.nbytes, kept)
         bytes_ratio = stock_step.nbytes / step.nbytes
         row = Row(
@@ -104,7 +104,7 @@ def steps(model: torch.nn.Module, token: torch.Tensor, cache: DynamicCache | kvp
 def filled(model: torch.nn.Module, length: int) -> kvpolicy.PolicyCache:
     """A cache after a prompt that only the attention layers processed: the whole model would take minutes."""
     cache = kvpolicy.PolicyCache(model)
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         q, k, v = (torch.randn(1, HEADS, length, WIDTH // HEADS) for _ in range(3))
-        layer.forward(q, k, v, None, Kernel(0.125))
+        cache.attend(layer.layer_idx, q, k, v, None, ScoreTransform(0.125))
     return cache

@@ -45,7 +45,7 @@ def _run_timed(setup: str, statement: str) -> float:
 
 def _help() -> float:
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "kvpolicy.cli", "--help"], capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "kvpolicy.cli.app", "--help"], capture_output=True, check=True)
     return time.perf_counter() - start
 
 
@@ -53,7 +53,7 @@ def attach_and_plan(policy: str, rounds: int = 9) -> Quantity:
     """Time `attach` and `plan` together, for a model of 80 layers on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    from kvpolicy.embedded import config_of
+    from kvpolicy.hf.embedded import config_of
 
     config = config_of(LARGE)
     with torch.device("meta"):

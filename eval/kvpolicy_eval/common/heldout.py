@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy.distortion import distortion
-from kvpolicy.families import find_sites
-from kvpolicy.rotary import Rope
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -50,7 +50,7 @@ class HeldOutText:
             keys = layers[site.layer_idx].keys.float()
             values = layers[site.layer_idx].values.float()
             positions = torch.arange(PROMPT).expand(*keys.shape[:2], -1)
-            tensors.append((keys, Rope.of(sites.decoder, site).undo(keys, positions), values))
+            tensors.append((keys, rope_of(sites.decoder, site).unrotate(keys, positions), values))
         return tensors
 
     def errors(self, policy: str) -> tuple[float, float]:
@@ -66,7 +66,7 @@ class HeldOutText:
         key_errors: list[float] = []
         value_errors: list[float] = []
         for index, (rotated, unrotated, values) in enumerate(self.tensors):
-            keys = unrotated if codec.traits.frame == "pre" else rotated
+            keys = unrotated if codec.traits.key_space == "unrotated" else rotated
             try:
                 key_error, value_error = distortion(codec, keys, values, queries=rotated, layer_idx=index)[:2]
             except ValueError:  # all tokens stay in full precision

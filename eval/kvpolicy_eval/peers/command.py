@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.formats import check_format, stamp
+from kvpolicy.spec.formats import check_format, stamp
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.peers import env
 from kvpolicy_eval.peers.pair import Options, Pair

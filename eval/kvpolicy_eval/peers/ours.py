@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.adapters import KVPressScorer
+from kvpolicy.hf.adapters import KVPressScorer
 from kvpolicy_eval.peers.side import Answer, Side, serve, storage_bytes
 
 
@@ -55,7 +55,7 @@ class Ours(Side):
         with kvpolicy.attach(self.model, policy_of(method, keep)):
             cache = kvpolicy.PolicyCache(self.model)
             self.model(torch.tensor(ids), past_key_values=cache, logits_to_keep=1)
-        return {"kept": [[_occupied(head) for head in layer.positions[0]] for layer in cache.slots]}
+        return {"kept": [[_occupied(head) for head in layer.positions[0]] for layer in cache.policy_layers]}
 
     def answer(self, ids: list[list[int]], method: str, limit: int | None, new: int, after: int = 0) -> Answer:
         """Answer to a prompt.
@@ -77,7 +77,7 @@ class Ours(Side):
             if after:
                 self.model(tokens[:, :-after], past_key_values=cache, logits_to_keep=1)
             out = self.greedy(tokens, new, cache)
-        return {"ids": out, "held": cache.nbytes, "walked": storage_bytes(list(cache.slots))}
+        return {"ids": out, "held": cache.nbytes, "walked": storage_bytes(list(cache.policy_layers))}
 
     def time(self, method: str, length: int, share: float, steps: int) -> Answer:
         """Times of a prompt and of the decode steps after it."""
@@ -100,8 +100,9 @@ class Ours(Side):
             self.model(torch.tensor([ids]), past_key_values=cache)
             for step in range(steps):
                 self.model(torch.tensor([[step % 500 + 3]]), past_key_values=cache)
-        kept = [sum(p in _occupied(head) for p in range(4)) for layer in cache.slots for head in layer.positions[0]]
-        return {"value": min(kept), "of": 4, "held": cache.slots[0].positions.shape[-1]}
+        heads = [_occupied(head) for layer in cache.policy_layers for head in layer.positions[0]]
+        kept = [sum(sink in positions for sink in range(4)) for positions in heads]
+        return {"value": min(kept), "of": 4, "held": cache.policy_layers[0].positions.shape[-1]}
 
     def _trap_chunks(self, ids: list[int], chunk: int, method: str) -> Answer:
         row = torch.tensor([ids])
@@ -109,7 +110,7 @@ class Ours(Side):
             cache = kvpolicy.PolicyCache(self.model, prompt=len(ids))
             for start in range(0, len(ids), chunk):
                 self.model(row[:, start : start + chunk], past_key_values=cache)
-        return {"value": int((cache.slots[0].positions[0, 0] >= 0).sum()), "of": len(ids) // 2}
+        return {"value": int((cache.policy_layers[0].positions[0, 0] >= 0).sum()), "of": len(ids) // 2}
 
     def _trap_two(self, first: list[int], second: list[int], method: str) -> Answer:
         one = torch.tensor([[5]])
@@ -132,7 +133,7 @@ class Ours(Side):
         try:
             with kvpolicy.attach(compiled, policy_of(method, 0.5)) as handle:
                 compiled(row)
-                held = int((handle.cache.slots[0].positions[0, 0] >= 0).sum()) if handle.cache else len(ids)
+                held = int((handle.cache.policy_layers[0].positions[0, 0] >= 0).sum()) if handle.cache else len(ids)
         except ValueError as error:
             return {"value": "refused", "error_message": str(error), "of": len(ids) // 2}
         return {"value": held, "of": len(ids) // 2}
@@ -141,7 +142,7 @@ class Ours(Side):
         with kvpolicy.attach(self.model, policy_of(method, 0.5)):
             cache = kvpolicy.PolicyCache(self.model, prompt=len(ids), new=0)
             self.model(torch.tensor([ids]), past_key_values=cache)
-        return {"value": storage_bytes(list(cache.slots)) / cache.full_nbytes}
+        return {"value": storage_bytes(list(cache.policy_layers)) / cache.full_nbytes}
 
 
 def _occupied(head: Tensor) -> list[int]:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.turboquant import normal_levels
-from kvpolicy.reading import store_of
 from kvpolicy_eval.pictures.panels import canvas, heat
 from kvpolicy_eval.pictures.style import BLUE, GREEN, GREY, INK, ORANGE, VERMILION
 from kvpolicy_eval.pictures.tensors import HEAD, after, originals, read, relative_error
@@ -36,16 +35,17 @@ WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "wh
 
 def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
     """One channel over positions, rotated and unrotated, and the center and half width of its calibrated range."""
-    book = after(KVQUANT).books[0]
-    center, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (book.key_offset, book.key_range))
+    calibration: Any = after(KVQUANT).calibrations[0]
+    center, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
     tensors = originals()
     return tensors.keys[HEAD, :, CHANNEL], tensors.unrotated[HEAD, :, CHANNEL], center, half
 
 
 def kvquant_normalized() -> tuple[Tensor, Tensor]:
     """Unrotated keys of the layer in units of their calibrated ranges, and the levels that they are rounded to."""
-    book = after(KVQUANT).books[0]
-    return ((originals().unrotated - book.key_offset[0]) / book.key_range[0]).flatten(), book.key_levels
+    calibration: Any = after(KVQUANT).calibrations[0]
+    normalized = (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
+    return normalized.flatten(), calibration.key_levels
 
 
 def kvquant() -> Figure:
@@ -146,9 +146,9 @@ def turboquant() -> Figure:
 
 def csr_pairs() -> tuple[Tensor, Tensor]:
     """Atoms and coefficients of one key as stored, [s] each."""
-    layer = after(CSR.format(PAIRS[-1]))
-    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
-    codes = store_of(layer, 0).codes
+    store = after(CSR.format(PAIRS[-1]))
+    slot = int((store.positions[0, HEAD] == TOKEN).nonzero()) - store.layout.exact
+    codes: Any = store.codes[0]
     return codes.key_index[0, HEAD, slot].long(), codes.key_coef[0, HEAD, slot].float()
 
 

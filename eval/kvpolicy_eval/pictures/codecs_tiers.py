@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from torch import Tensor
 
-from kvpolicy.state import tensors
+from kvpolicy.engine.state import tensors
 from kvpolicy_eval.pictures.panels import canvas
 from kvpolicy_eval.pictures.style import BLUE, GREY, ORANGE, SKY, VERMILION
 from kvpolicy_eval.pictures.tensors import (
@@ -65,9 +65,9 @@ def staircase_moments() -> list[tuple[str, Tensor, Tensor]]:
     moments: list[tuple[str, Tensor, Tensor]] = []
     keys = originals().keys[HEAD]
     for steps in (0, STAIRCASE_STEPS):
-        layer = after(STAIRCASE, steps, STAIRCASE_STEPS)
+        store = after(STAIRCASE, steps, STAIRCASE_STEPS)
         name = f"after {steps} more tokens" if steps else "after the prompt"
-        moments.append((name, stage_of(layer), relative_error_of_each(read(layer)[0][:PROMPT], keys)))
+        moments.append((name, stage_of(store), relative_error_of_each(read(store)[0][:PROMPT], keys)))
     return moments
 
 
@@ -95,8 +95,8 @@ def staircase() -> Figure:
 
 def mikv_scores() -> tuple[Tensor, Tensor]:
     """Attention that h2o has accumulated for each token, and the token's stage."""
-    layer = after(MIKV)
-    return by_position(layer, next(iter(tensors(layer.state)))), stage_of(layer)
+    store = after(MIKV)
+    return by_position(store, next(iter(tensors(store.state)))), stage_of(store)
 
 
 def mikv() -> Figure:

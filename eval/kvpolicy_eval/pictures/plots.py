@@ -11,9 +11,9 @@ import torch
 from matplotlib.figure import Figure
 
 import kvpolicy
-from kvpolicy import plots
-from kvpolicy.embedded import config_of
-from kvpolicy.spans import pieces
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.reporting import plots
+from kvpolicy.reporting.token_spans import pieces
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.prompts import recall
 from kvpolicy_eval.pictures.scene import BUDGET, SEED, embedded, scene

@@ -15,7 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from kvpolicy.plots import _style
+from kvpolicy.reporting.plots import _style
 
 BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE = _style.PALETTE[:6]
 """The palette of Okabe and Ito, which is safe for colour-blind readers."""

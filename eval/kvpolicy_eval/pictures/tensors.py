@@ -10,10 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy.families import find_sites
-from kvpolicy.layer import PolicyLayer
-from kvpolicy.reading import store_of
-from kvpolicy.rotary import Rope
+from kvpolicy.engine.store import LayerStore
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.data.text import held_out
 
 PROMPT = 448
@@ -56,13 +55,13 @@ def originals(layer_idx: int = LAYER) -> Originals:
     keys = layers[layer_idx].keys
     values = layers[layer_idx].values
     site = next(site for site in sites.layers if site.layer_idx == layer_idx)
-    unrotated = Rope.of(sites.decoder, site).undo(keys, torch.arange(PROMPT).expand(*keys.shape[:2], -1))
+    unrotated = rope_of(sites.decoder, site).unrotate(keys, torch.arange(PROMPT).expand(*keys.shape[:2], -1))
     return Originals(keys[0], unrotated[0], values[0])
 
 
 @cache
-def after(policy: str, steps: int = 0, new: int = 1) -> PolicyLayer:
-    """A layer of a cache under a policy, after the prompt and decode steps.
+def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
+    """The slots of a layer under a policy, after the prompt and decode steps.
 
     Args:
         policy: Spec of the policy.
@@ -76,14 +75,14 @@ def after(policy: str, steps: int = 0, new: int = 1) -> PolicyLayer:
         for position in range(PROMPT, PROMPT + steps):
             model(ids[:, position : position + 1], past_key_values=policy_cache)
         layers: Any = policy_cache.layers
-        return layers[LAYER]
+        return layers[LAYER].store
 
 
-def by_position(layer: PolicyLayer, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
+def by_position(store: LayerStore, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
     """Scatter a tensor of slots to the positions of their tokens.
 
     Args:
-        layer: The layer.
+        store: The layer.
         per_slot: One element per slot, [1, H, S, ...].
         head: KV head.
         missing: Value at positions without a slot.
@@ -91,36 +90,34 @@ def by_position(layer: PolicyLayer, per_slot: Tensor, head: int = HEAD, missing:
     Returns:
         [positions, ...]
     """
-    positions = layer.positions[0, head].long()
+    positions = store.positions[0, head].long()
     occupied = positions >= 0
-    out = per_slot.new_full((int(layer.length[0]), *per_slot.shape[3:]), missing)
+    out = per_slot.new_full((int(store.length[0]), *per_slot.shape[3:]), missing)
     out[positions[occupied]] = per_slot[0, head][occupied]
     return out
 
 
-def stage_of(layer: PolicyLayer, head: int = HEAD) -> Tensor:
+def stage_of(store: LayerStore, head: int = HEAD) -> Tensor:
     """Stage of each token, [positions]: 0 in full precision, 1 and more for encoded stages, -1 if evicted."""
-    slots = torch.zeros(layer.positions.shape, dtype=torch.int64)
-    for number, start in enumerate(layer.layout.starts(), 1):
+    slots = torch.zeros(store.positions.shape, dtype=torch.int64)
+    for number, start in enumerate(store.layout.starts(), 1):
         slots[..., start:] = number
-    return by_position(layer, slots, head, -1)
+    return by_position(store, slots, head, -1)
 
 
-def read(layer: PolicyLayer, head: int = HEAD) -> tuple[Tensor, Tensor]:
+def read(store: LayerStore, head: int = HEAD) -> tuple[Tensor, Tensor]:
     """Decoded keys and values of one head, [positions, D] fp32 each; NaN if a token is not encoded.
 
     Keys are unrotated if the codec encodes unrotated keys.
     """
-    exact = layer.keys
-    assert exact is not None
-    not_encoded = torch.full_like(exact, torch.nan, dtype=torch.float32)
+    not_encoded = torch.full_like(store.keys, torch.nan, dtype=torch.float32)
     keys = [not_encoded]
     values = [not_encoded]
-    for number, (stage, slots) in enumerate(zip(layer.policy.codec.stages, layer.layout.coded, strict=True)):
-        store = store_of(layer, number)
-        keys.append(stage.keys(store, slice(0, slots)))
-        values.append(stage.values(store, slice(0, slots)))
-    return by_position(layer, torch.cat(keys, 2), head), by_position(layer, torch.cat(values, 2), head)
+    for number, (stage, slots) in enumerate(zip(store.codec.stages, store.layout.coded, strict=True)):
+        stage_store = store.stage_store(number)
+        keys.append(stage.keys(stage_store, slice(0, slots)))
+        values.append(stage.values(stage_store, slice(0, slots)))
+    return by_position(store, torch.cat(keys, 2), head), by_position(store, torch.cat(values, 2), head)
 
 
 def relative_error(decoded: Tensor, original: Tensor) -> float:

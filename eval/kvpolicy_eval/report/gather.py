@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpolicy.plots.results import pareto
+from kvpolicy.reporting.plots.results import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, NOTES, Store, load_json
 from kvpolicy_eval.sweep.tidy import Row, collect
@@ -138,7 +138,7 @@ class Findings:
 
 def amount(budget: str) -> tuple[int, float]:
     """Kind of a budget, 0 for shares, 1 for tokens, 2 for bytes, and its size."""
-    from kvpolicy.budget import bytes_of, parse_budget
+    from kvpolicy.spec.budget import bytes_of, parse_budget
 
     value = parse_budget(budget)
     return (2, float(bytes_of(value))) if isinstance(value, str) else (int(isinstance(value, int)), float(value))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvpolicy.plots._style import DIVERGING, SEQUENTIAL
-from kvpolicy.plots.heat import field, heat
+from kvpolicy.reporting.plots._style import DIVERGING, SEQUENTIAL
+from kvpolicy.reporting.plots.heat import field, heat
 from kvpolicy_eval.report.curves import smallest
 from kvpolicy_eval.report.gather import Findings, Point
 from kvpolicy_eval.report.style import Drawing

@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from kvpolicy.plots._style import GREY
+from kvpolicy.reporting.plots._style import GREY
 
 INK = "#010203"
 """Placeholder for the page's text colour, replaced by `currentColor` in the SVG."""

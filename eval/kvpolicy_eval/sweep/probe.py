@@ -53,9 +53,9 @@ def layers(lm: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
     with torch.inference_mode(), kvpolicy.attach(lm.model, lm.policy):
         caches = [_prefill(lm, lm.policy, row) for row in rows]
     kept = torch.stack([_kept(cache, row.shape[1]) for cache, row in zip(caches, rows, strict=True)]).mean(0)
-    budget = torch.stack([torch.stack([layer.budget.float().mean().cpu() for layer in c.slots]) for c in caches])
+    budget = torch.stack([_mean_budgets(cache) for cache in caches])
     return {
-        "layers": [layer.layer_idx for layer in caches[0].slots],
+        "layers": [layer.layer_idx for layer in caches[0].policy_layers],
         "prompt": round(sum(row.shape[1] for row in rows) / len(rows), 1),
         "budget": [round(float(mean), 1) for mean in budget.mean(0)],
         "kept": [[round(100 * float(share)) for share in layer] for layer in kept],
@@ -68,12 +68,17 @@ def _prefill(lm: Any, policy: Any, row: Tensor) -> Any:
     return cache
 
 
+def _mean_budgets(cache: Any) -> Tensor:
+    """Budget of each layer, averaged over its rows, [L]."""
+    return torch.stack([layer.budget.float().mean().cpu() for layer in cache.policy_layers])
+
+
 def _kept(cache: Any, length: int) -> Tensor:
     """Share of KV heads that keep a position, averaged over each part of the prompt, [L, BINS]."""
     part = torch.arange(length) * BINS // length
     size = torch.zeros(BINS).index_add_(0, part, torch.ones(length)).clamp_min(1)
     by_layer: list[Tensor] = []
-    for layer in cache.slots:
+    for layer in cache.policy_layers:
         positions = layer.positions[0].cpu().long()  # [H, S]
         occupied = positions[positions >= 0]
         count = torch.zeros(BINS).index_add_(0, part[occupied], torch.ones(len(occupied)))

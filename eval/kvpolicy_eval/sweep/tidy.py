@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.formats import stamp
+from kvpolicy.spec.formats import stamp
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, FAILED, FORMAT, Store, write
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 
 import kvpolicy
-from kvpolicy.budget import bytes_of
-from kvpolicy.embedded import config_of
-from kvpolicy.plans import CachePlan
+from kvpolicy.hf.embedded import config_of
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.spec.budget import bytes_of
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
 MODELS = ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"]

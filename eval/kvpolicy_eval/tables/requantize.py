@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.protocols import Store
+from kvpolicy.protocols import StageStore
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
 GROUPS = 512
@@ -32,15 +32,15 @@ def draw(tokens: int, generator: torch.Generator) -> Tensor:
     return offset + torch.randn(1, 1, tokens, CHANNELS, generator=generator)
 
 
-def encode(codec: KIVI, keys: Tensor) -> Store:
+def encode(codec: KIVI, keys: Tensor) -> StageStore:
     """Encode keys in order, group by group."""
-    store = Store(codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu"))
+    store = StageStore(codec.alloc(1, 1, keys.shape[2], CHANNELS, "cpu"))
     slots = torch.arange(keys.shape[2])[None, None]
     codec.write(store, keys, keys, slots, slots >= 0, slots < 0)
     return store
 
 
-def decode(codec: KIVI, store: Store) -> Tensor:
+def decode(codec: KIVI, store: StageStore) -> Tensor:
     """All keys, [1, 1, tokens, CHANNELS]."""
     return codec.keys(store, slice(0, store.codes.keys.shape[2]))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.text import held_out
 
@@ -52,7 +53,7 @@ def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
     text = held_out()
     step = (len(text) - chars) // docs
     if step < chars:
-        raise ValueError(f"{docs} texts of {chars} characters overlap; take fewer or shorter ones.")
+        raise KVPolicyError(f"{docs} texts of {chars} characters overlap; take fewer or shorter ones.")
     starts = [text.index("\n", i * step) + 1 for i in range(docs)]
     return _splits([{"text": text[start : start + chars]} for start in starts])
 

@@ -10,7 +10,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.distortion import coded_layer
+from kvpolicy.distortion import coded_store
 from kvpolicy.registry import names
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.common.codecs import CODECS, short_windows, with_ranking
@@ -40,7 +40,7 @@ def test_bytes_are_those_of_the_plan(codec: str, tokens: int, tmp_path: Path) ->
     policy = Policy.parse(with_ranking(codec, "window"))
     policy = dataclasses.replace(policy, codec=with_random_calibration(policy.codec, tmp_path, HEADS, DIM, atoms=64))
     x = torch.randn(1, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(0))
-    held = coded_layer(policy.codec, x, x, selector=policy.selector).held()
+    held = coded_store(policy.codec, x, x, selector=policy.selector).nbytes_by_kind()
     plan = kvpolicy.plan(one_layer_config(HEADS, DIM), policy, prompt=tokens, dtype=torch.float32)
     assert held == plan.layers[0].nbytes
 

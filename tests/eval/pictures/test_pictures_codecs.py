@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.turboquant import TurboQuant, normal_levels
-from kvpolicy.distortion import coded_layer, distortion
+from kvpolicy.distortion import coded_store, distortion
 from kvpolicy.registry import names
 from kvpolicy_eval.pictures import codecs_grid, codecs_levels, codecs_tiers, tensors
 from kvpolicy_eval.pictures.codecs import PICTURES
@@ -22,7 +22,7 @@ from kvpolicy_eval.pictures.style import svg
 from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, originals, read, relative_error, stage_of
 
 DOCS = Path(__file__).parents[3] / "docs"
-HEADINGS = ["Idea", "Formula", "Cost", "Source and differences", "When it fails", "Measured", "Citation"]
+HEADINGS = ["Idea", "Formula", "Source and differences", "Cost", "When it fails", "Measured", "Citation"]
 
 
 def test_every_codec_has_a_picture() -> None:
@@ -65,9 +65,9 @@ def test_errors_are_those_of_the_engine(spec: str) -> None:
     """Read slot by slot after a real prompt, they agree with what `distortion` measures of the same tensors."""
     layer = after(spec)
     held = originals()
-    keys = held.unrotated if layer.policy.codec.traits.frame == "pre" else held.keys
+    keys = held.unrotated if layer.codec.traits.key_space == "unrotated" else held.keys
     got = [read(layer, head) for head in range(keys.shape[0])]
-    wanted = distortion(layer.policy.codec, keys[None], held.values[None], layer_idx=tensors.LAYER)
+    wanted = distortion(layer.codec, keys[None], held.values[None], layer_idx=tensors.LAYER)
     assert relative_error(torch.stack([k for k, _ in got]), keys) == pytest.approx(wanted.keys, rel=1e-3)
     assert relative_error(torch.stack([v for _, v in got]), held.values) == pytest.approx(wanted.values, rel=1e-3)
 
@@ -93,7 +93,7 @@ def test_kivi_and_gear_draw_their_errors() -> None:
 
 def test_bfp_draws_half_steps() -> None:
     """No number loses more, but for the largest of a block, which is clipped to less than a step."""
-    layer = coded_layer(codecs_grid.BLOCKS, originals().keys[None], originals().keys[None])
+    layer = coded_store(codecs_grid.BLOCKS, originals().keys[None], originals().keys[None])
     got, unsorted = read(layer)
     order = layer.codes[0].order[0, HEAD, 0].long()
     want = originals().keys[HEAD, codecs_grid.TOKEN]
@@ -118,7 +118,7 @@ def test_turboquant_draws_what_it_codes() -> None:
     """What is read back, mixed again, stands on the drawn levels, in units of the stored norm."""
     codec = TurboQuant(bits=codecs_levels.BITS, seed=codecs_levels.SEED)
     held = originals(codecs_levels.UNEVEN_LAYER)
-    layer = coded_layer(codec, held.keys[None], held.values[None])
+    layer = coded_store(codec, held.keys[None], held.values[None])
     got = read(layer, codecs_levels.UNEVEN_HEAD)[0]
     coded = ~got.isnan().any(-1)
     on = (
@@ -142,11 +142,11 @@ def test_csr_draws_its_pairs() -> None:
     """The sum of the drawn pairs is what is read back, and fewer pairs are the first of them."""
     atoms, coefficients = codecs_levels.csr_pairs()
     layer = after(codecs_levels.CSR.format(8))
-    book = layer.books[0].keys
-    assert int(atoms.max()) < len(book), "the key has an atom of the prompt: draw another"
+    calibration = layer.calibrations[0].keys
+    assert int(atoms.max()) < len(calibration), "the key has an atom of the prompt: draw another"
     sums = codecs_levels.csr_sums()
     for s in codecs_levels.PAIRS:
-        wanted = (coefficients[:s, None] * book[atoms[:s]]).sum(0)
+        wanted = (coefficients[:s, None] * calibration[atoms[:s]]).sum(0)
         torch.testing.assert_close(sums[s], wanted, atol=1e-2, rtol=0)
     keys, values = codecs_levels.csr_errors()
     assert keys == sorted(keys, reverse=True) and values == sorted(values, reverse=True)

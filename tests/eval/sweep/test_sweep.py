@@ -79,7 +79,7 @@ def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
     assert rows["full"]["kv_share"] == "1.0" and 0.15 < float(rows["snapkv0.2"]["kv_share"]) < 0.25
     assert float(rows["full"]["low"]) <= float(rows["full"]["value"]) <= float(rows["full"]["high"])
     failed = rows["streaming0.001"]
-    assert failed["status"] == "failed" and failed["error"].startswith("ValueError: ") and not failed["value"]
+    assert failed["status"] == "failed" and failed["error"].startswith("KVPolicyError: ") and not failed["value"]
     lines = (swept / "table.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["method"] for line in lines] == [row["method"] for row in rows.values()]
 
@@ -155,7 +155,7 @@ def test_processes_that_divide_examples_find_what_one_finds(tmp_path: Path) -> N
         assert "[3/3]" in ran.stderr, ran.stderr
         rows = csv.DictReader((tmp_path / processes / "table.csv").open(encoding="utf-8"))
         found.append([(row["method"], row["value"], row["error"][:30]) for row in rows])
-    assert found[0] == found[1] and found[0][2][2].startswith("ValueError: A budget of 0.001")
+    assert found[0] == found[1] and found[0][2][2].startswith("KVPolicyError: A budget of 0.001")
 
 
 def test_a_draft_is_no_result(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""Measure a model's layers once, so that SqueezeAttention need not wait for every prompt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.allocators.profile import save_profile
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+
+def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike[str]) -> list[float]:
+    """Measure the attention cosine of each layer over a few prompts, and write it to a file.
+
+    Args:
+        model: A causal language model that no policy is attached to.
+        prompts: Token ids, each [B, P] without padding; every prompt counts alike.
+        path: The file, which `squeeze:profile=FILE` reads.
+
+    Returns:
+        The mean cosine per layer.
+
+    Raises:
+        KVPolicyError: Where there is no prompt, or a policy is attached.
+        KVPolicyTypeError: Where a prompt is no tensor of token ids [B, P].
+
+    Examples:
+        >>> import tempfile, os
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "profile.json")
+        ...     cosine = profile(LlamaForCausalLM(config).eval(), [torch.arange(8)[None]], path)
+        >>> len(cosine)
+        2
+    """
+    from kvpolicy.hf.attach import attach
+    from kvpolicy.hf.cache import PolicyCache
+
+    rows: list[Tensor] = []
+    with torch.no_grad(), attach(model, "squeeze+window@1.0"):
+        for ids in prompts:
+            if not isinstance(ids, Tensor) or ids.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise KVPolicyTypeError(f"A prompt is a {type(ids).__name__}: give tensors of token ids, each [B, P].")
+            cache = PolicyCache(model)
+            _: Any = model(ids.to(next(model.parameters()).device), past_key_values=cache)
+            rows.append(cache.cosines().mean(0))
+    if not rows:
+        raise KVPolicyError("There is no prompt to measure: give at least one tensor of token ids.")
+    cosine = torch.stack(rows).mean(0)
+    save_profile(path, getattr(model.config, "name_or_path", "") or type(model).__name__, cosine)
+    return [float(value) for value in cosine]

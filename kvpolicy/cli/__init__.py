@@ -1,0 +1,12 @@
+"""The `kvpolicy` command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; see `kvpolicy.cli.app.main`."""
+    from kvpolicy.cli.app import main as run
+
+    return run(argv)

@@ -1,0 +1,1 @@
+"""The engine: slots, attention and eviction of one layer, in torch alone."""

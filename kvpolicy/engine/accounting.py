@@ -1,0 +1,32 @@
+"""Bytes of a layer's tensors by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy.engine.state import tensors
+
+
+def bytes_by_kind(
+    exact: Iterable[Tensor], codes: Iterable[Any], positions: Tensor, state: Any, counters: Iterable[Tensor]
+) -> dict[str, int]:
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters.
+
+    Args:
+        exact: Keys and values in full precision.
+        codes: The codes of each stage, NamedTuples whose fields say which tensors are scales and zero points.
+        positions: Of the slots.
+        state: The selector's state.
+        counters: Lengths, budgets and limits of the rows.
+    """
+    kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
+    for stage in codes:
+        for name, tensor in zip(stage._fields, stage, strict=True):
+            kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
+    kinds["positions"] = positions.nbytes
+    kinds["statistics"] = sum(t.nbytes for t in tensors(state))
+    kinds["counters"] = sum(t.nbytes for t in counters)
+    return kinds

@@ -1,0 +1,225 @@
+"""Exact attention and the statistics of it: one routine that walks the queries in tiles.
+
+Nothing here holds a full attention matrix: a tile is a few queries against the keys that they may see, and
+reducers (a sum over all queries, the rows of the newest ones) are applied to it at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.kernels.products import products
+
+TILE_ELEMENTS = 1 << 20
+"""Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
+
+
+class Past(NamedTuple):
+    """Every slot of a layer, decoded: keys and values [B, H, S, D], and which slots hold a token, [B, H, S] bool."""
+
+    keys: Tensor
+    values: Tensor
+    occupied: Tensor
+
+
+class ScoreTransform(NamedTuple):
+    """How a model turns products of queries and keys into attention weights.
+
+    Attributes:
+        scale: The factor that products are multiplied by.
+        softcap: The cap that is then applied to them (Gemma-2), or None.
+        sinks: A learned score of each query head, [Hq], that takes part in the softmax (GPT-OSS), or None.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores of queries [..., M, D] against keys [..., N, D], fp32 [..., M, N]."""
+        return self.finish(products(queries, keys))
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """Scale and cap products of queries and keys [..., M, N] fp32, in place."""
+        if self.softcap is None:
+            return raw.mul_(self.scale)
+        return torch.tanh(raw.mul_(self.scale / self.softcap)).mul_(self.softcap)
+
+    def weights(self, score: Tensor) -> Tensor:
+        """Attention weights of scores, fp32 [B, H, G, ..., N]; with sinks, rows sum to less than 1."""
+        weights = torch.softmax(score, -1)
+        if self.sinks is None:
+            return weights
+        sinks = self.sinks.float().reshape(*score.shape[1:3], *[1] * (score.dim() - 3))
+        return weights * torch.sigmoid(score.logsumexp(-1, keepdim=True) - sinks)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transform: ScoreTransform,
+    past: Past | None,
+    valid: Tensor | None,
+    sum_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from new tokens to the slots of a layer and causally to each other.
+
+    Args:
+        q: [B, Hq, P, D].
+        k: [B, H, P, D].
+        v: [B, H, P, D].
+        transform: From products to attention weights.
+        past: Slots that every query attends to, or None.
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        sum_weights: Whether to sum the attention weights over the queries.
+
+    Returns:
+        The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
+    """
+    plain = past is None and valid is None and transform.softcap is None and transform.sinks is None
+    if plain and not sum_weights:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=transform.scale, enable_gqa=gqa), None
+    return _attend_tiled(q, k, v, transform, past, valid, sum_weights)
+
+
+def _attend_tiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transform: ScoreTransform,
+    past: Past | None,
+    valid: Tensor | None,
+    sum_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """See `attend`: a tile is a few queries against the keys that they may see."""
+    batch, heads, new, dim = k.shape
+    group = q.shape[1] // heads
+    held = 0 if past is None else past.keys.shape[2]
+    keys = k if past is None else torch.cat([past.keys, k], 2)
+    values = v if past is None else torch.cat([past.values, v], 2)
+    hidden = _hidden_columns(past, valid, new)
+    mass = q.new_zeros(batch, heads, group, held + new, dtype=torch.float32) if sum_weights else None
+    out = torch.empty_like(q)
+    grouped = q.unflatten(1, (heads, group))
+    grouped_out = out.unflatten(1, (heads, group))
+    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * (held + new)), 16), 256)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        count = stop - start
+        seen = held + stop
+        tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
+        score = transform.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
+        score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
+        if hidden is not None:
+            score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
+        weights = transform.weights(score)
+        if valid is not None:  # padding queries produce no output and no statistics
+            fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
+            weights = fill(~valid[:, None, None, start:stop, None], 0)
+        if mass is not None:
+            mass[..., :seen] += weights.detach().sum(3)
+        mixed = weights.flatten(2, 3).to(v.dtype) @ values[:, :, :seen]
+        grouped_out[:, :, :, start:stop] = mixed.unflatten(2, (group, count))
+    return out, None if mass is None else mass.flatten(1, 2)
+
+
+def _hidden_columns(past: Past | None, valid: Tensor | None, new: int) -> Tensor | None:
+    """Columns that no query may see, [B, H or 1, S + P]; None if there are none to hide."""
+    if past is None:
+        return None if valid is None else ~valid[:, None]
+    if valid is None:
+        valid = past.occupied.new_ones(past.occupied.shape[0], new)
+    return torch.cat([~past.occupied, ~valid[:, None].expand(-1, past.occupied.shape[1], -1)], -1)
+
+
+class QueryWindow(NamedTuple):
+    """A few valid queries of a forward, [B, Hq, W, D], and their columns in it, [B, W] (-1 for none)."""
+
+    queries: Tensor
+    at: Tensor
+
+
+def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
+    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
+    batch, heads, new, dim = q.shape
+    width = min(width, new)
+    if valid is None:
+        index = torch.arange(new - width, new, device=q.device).expand(batch, -1)
+        return QueryWindow(q[:, :, new - width :].clone(), index)  # a view would keep all of q alive
+    order = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, new - width :]
+    queries = q.gather(2, order[:, None, :, None].expand(-1, heads, -1, dim))
+    return QueryWindow(queries, torch.where(valid.gather(1, order), order, -1))
+
+
+def window_attention(
+    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> Tensor:
+    """Attention weights of a window of queries over past slots and new tokens, fp32 [B, Hq, W, S + P]."""
+    _, heads, new, _ = k.shape
+    group = window.queries.shape[1] // heads
+    width = window.queries.shape[2]
+    keys = k if past is None else torch.cat([past.keys, k], 2)
+    score = transform.scores(window.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
+    score = score.unflatten(2, (group, width))
+    held = keys.shape[2] - new
+    future = torch.arange(new, device=k.device) > window.at[..., None]  # [B, W, P]
+    score[..., held:].masked_fill_(future[:, None, None], -torch.inf)
+    hidden = _hidden_columns(past, valid, new)
+    if hidden is not None:
+        score.masked_fill_(hidden[:, :, None, None], -torch.inf)
+    absent = (window.at < 0)[:, None, None, :, None]
+    return transform.weights(score).masked_fill_(absent, 0).flatten(1, 2)
+
+
+def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
+    """Largest absolute value of each channel over the valid queries [B, Hq, P, D] of a KV head, [B, H, D] fp32."""
+    size = q.abs().float() if valid is None else q.abs().float().masked_fill(~valid[:, None, :, None], 0)
+    return size.amax(2).unflatten(1, (heads, -1)).amax(2)
+
+
+def attend_slots(
+    q: Tensor,
+    exact: tuple[Tensor, Tensor],
+    coded: CodecView | None,
+    occupied: Tensor,
+    transform: ScoreTransform,
+    want_weights: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend from one token per row to slots.
+
+    Args:
+        q: [B, Hq, 1, D].
+        exact: Keys and values of the full-precision slots, each [B, H, E, D].
+        coded: The coded slots, which follow them; S slots in all.
+        occupied: Which slots hold a token, [B, H, S] bool.
+        transform: From products to attention weights.
+        want_weights: Whether to return the attention weights.
+
+    Returns:
+        The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
+    """
+    grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
+    if not want_weights and transform.softcap is None and transform.sinks is None and coded is None:
+        mask = occupied[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+        out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=transform.scale)
+        return out.flatten(1, 2).unsqueeze(2), None
+    # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
+    # then loses the write of the new token (eager and aot_eager do not).
+    keys, values = exact
+    score = transform.scores(grouped, keys)
+    if coded is not None:
+        score = torch.cat([score, *map(transform.finish, coded.score(grouped))], -1)
+    weights = transform.weights(score.masked_fill(~occupied[:, :, None], -torch.inf))
+    first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
+    mixed = first @ values
+    if coded is not None:
+        mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
+    return mixed.flatten(1, 2).unsqueeze(2), weights

@@ -1,0 +1,41 @@
+"""One decode step: which slot the new token takes, and the update of the selector's state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.selection import finite_priority
+from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.protocols import Selector, State, View
+
+NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
+NO_ROOM = "the cache has no room left: call cache.tick() between steps"
+
+
+def eviction_scores(selector: Selector, state: State, view: View) -> Tensor:
+    """The position of each token of lowest priority, -1 for all others, [B, H, S]: of ties the latest is evicted."""
+    priority = finite_priority(selector.priority(state, view)).masked_fill(~view.valid, torch.inf)
+    return view.positions.masked_fill(priority != priority.amin(-1, keepdim=True), -1)
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Fail if a condition on the device does not hold, without waiting for it; stays in a compiled graph."""
+    torch._assert_async(condition, message)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def update_state(selector: Selector, state: State, weights: Tensor, view: View, valid: Tensor | None) -> None:
+    """Let the selector see the new token's attention, in place, in the rows that have a token.
+
+    Args:
+        selector: The selector.
+        state: Its state.
+        weights: Attention of the new token, [B, H, G, S] fp32.
+        view: The slots.
+        valid: Which rows have a token, [B, 1] bool; None if all have.
+    """
+    before = None if valid is None else map_state(torch.clone, state)
+    selector.step(state, weights, view)
+    if before is not None and valid is not None:
+        for now, then in zip(tensors(state), tensors(before), strict=True):
+            now.copy_(torch.where(valid[:, :, None], now, then))

@@ -1,0 +1,107 @@
+"""Where demoted tokens go: which slots of a stage they take, and which tokens move on to the next stage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.token_batch import TokenBatch
+from kvpolicy.protocols import Stage, StageStore, State, Traits
+
+
+def demoted_counts(counts: Tensor, flush_threshold: Tensor, traits: Traits, idle: Tensor | None) -> Tensor:
+    """How many of each head's tokens are demoted after a prompt, [B, H] int64.
+
+    Args:
+        counts: Tokens of each head, [B, H].
+        flush_threshold: See `RowLimits`, [B, 1].
+        traits: The codec's.
+        idle: Rows that got no token, [B] bool: alone they would not have been called, so nothing of theirs is demoted.
+    """
+    stays = flush_threshold - traits.block
+    moved = (counts - stays).clamp_min(0).div(traits.group_size, rounding_mode="floor") * traits.group_size
+    return moved if idle is None else moved.masked_fill(idle[:, None], 0)
+
+
+def free_slots(positions: Tensor, capacity: Tensor, group_size: int) -> Tensor:
+    """Slots of a stage in the order in which new tokens take them, [B, H, C].
+
+    Slots of the emptiest group come first, so that groups fill with tokens of one block. A row uses only the slots
+    that it would have alone, however many the other rows need.
+
+    Args:
+        positions: Of the stage's slots, [B, H, C].
+        capacity: Slots that each row may use, [B].
+        group_size: Slots that share parameters.
+    """
+    occupied = positions >= 0
+    crowd = occupied.unflatten(-1, (-1, group_size)).sum(-1, keepdim=True)
+    crowd = crowd.expand(*occupied.shape[:2], -1, group_size).flatten(-2)
+    beyond = torch.arange(occupied.shape[-1], device=occupied.device) >= capacity[:, None, None]
+    return torch.where(occupied | beyond, group_size + 1 + beyond.long(), crowd).argsort(dim=-1, stable=True)
+
+
+class Overflow(NamedTuple):
+    """What must move on to the next stage before a block is written to a stage.
+
+    Attributes:
+        slots: Slots of the stage, [B, H, n].
+        leaves: Which of these are emptied, [B, H, n] bool.
+        batch: The tokens for the next stage.
+        stays: Which tokens of the block are written to this stage, [B, H, n] bool.
+    """
+
+    slots: Tensor
+    leaves: Tensor
+    batch: TokenBatch
+    stays: Tensor
+
+
+def overflow(
+    stage: Stage,
+    store: StageStore,
+    positions: Tensor,
+    state: State,
+    capacity: Tensor,
+    block: TokenBatch,
+    order: DemotionOrder,
+) -> Overflow:
+    """Find out which tokens of a stage give way to a block; they are read back in full precision.
+
+    If the whole stage is too small for the block, the block's first tokens move on as well.
+
+    Args:
+        stage: The stage.
+        store: Its tensors.
+        positions: Of its slots, [B, H, C].
+        state: The selector's state of its slots.
+        capacity: Slots that each row may use, [B].
+        block: The tokens to write; `chosen` says which.
+        order: Which tokens leave first.
+    """
+    occupied = positions >= 0
+    width = block.chosen.shape[-1]
+    lack = block.chosen.sum(-1) - (capacity[:, None] - occupied.sum(-1))
+    index = order.indices(positions, state, occupied)[..., :width]
+    victims = TokenBatch(
+        stage.keys(store, index),
+        stage.values(store, index),
+        positions.gather(-1, index),
+        map_state(lambda t: t.gather(-1, index), state),
+        occupied.gather(-1, index),
+    )
+    leaves = (torch.arange(index.shape[-1], device=index.device) < lack[..., None]) & victims.chosen
+    passes = block.chosen & (block.chosen.long().cumsum(-1) <= (lack - leaves.sum(-1))[..., None])
+    moving = _joined(victims._replace(chosen=leaves), block._replace(chosen=passes))
+    return Overflow(index, leaves, moving.front(width), block.chosen & ~passes)
+
+
+def _joined(first: TokenBatch, second: TokenBatch) -> TokenBatch:
+    """Two batches one after the other; the keys and values of the second become fp32, as those read from codes are."""
+    second = second._replace(keys=second.keys.float(), values=second.values.float())
+    following = tensors(second)
+    return map_state(lambda t: torch.cat([t, next(following)], 2), first)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,39 @@
+"""Statistics of a prompt's hidden states."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
+    """Which tokens hold the `count` largest activations of their row, [B, P] bool.
+
+    Args:
+        hidden: Hidden states, [B, P, hidden].
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        count: How many activations.
+    """
+    size = hidden.detach().abs().float()
+    if valid is not None:
+        size = size.masked_fill(~valid[..., None], -1)
+    best = size.flatten(1).topk(min(count, size[0].numel())).indices
+    return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device).scatter_(1, best // size.shape[2], True)
+
+
+def mean_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> Tensor:
+    """Cosine similarity of hidden states before and after an update, mean over each row's tokens.
+
+    Args:
+        before: Hidden states, [B, P, hidden].
+        update: What is added to them, [B, P, hidden].
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+
+    Returns:
+        [B] fp32; 0 for a row without tokens.
+    """
+    before = before.detach().float()
+    cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
+    weight = torch.ones_like(cosine) if valid is None else valid.to(cosine)
+    return (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1)

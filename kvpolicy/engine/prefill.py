@@ -1,0 +1,119 @@
+"""A prompt: attended to in full, and what is kept of it until the layer's budget is known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, attend, largest_queries, newest_queries
+from kvpolicy.engine.probing import probe_queries
+from kvpolicy.protocols import Forward, Needs
+
+
+class PendingPrompt(NamedTuple):
+    """A prefill or chunk that was attended to and awaits its budget. It holds no autograd graph.
+
+    Attributes:
+        keys: [B, H, P, D].
+        values: [B, H, P, D].
+        valid: Which tokens are not padding, [B, P] bool; None if all are.
+        transform: From products to attention weights.
+        attn_sum: Attention summed over the queries, [B, Hq, S + P], if the selector needs it.
+        window: The newest queries, if the selector needs them.
+        probes: The probe queries, if the selector needs them.
+        query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
+        forward: The arguments of the attention module, if the selector needs them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    valid: Tensor | None
+    transform: ScoreTransform
+    attn_sum: Tensor | None = None
+    window: QueryWindow | None = None
+    probes: QueryWindow | None = None
+    query_absmax: Tensor | None = None
+    forward: Forward | None = None
+
+    def lengths(self, seen: Tensor) -> Tensor:
+        """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
+        return seen + (self.keys.shape[2] if self.valid is None else self.valid.sum(-1))
+
+    def positions(self, seen: Tensor) -> Tensor:
+        """Position of each token in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
+        if self.valid is None:
+            return (seen[:, None] + torch.arange(self.keys.shape[2], device=seen.device)).to(torch.int32)
+        count = seen[:, None] + self.valid.long().cumsum(-1) - 1
+        return count.where(self.valid, -1).to(torch.int32)
+
+    @property
+    def idle(self) -> Tensor | None:
+        """Rows that have nothing but padding, [B] bool; None without padding."""
+        return None if self.valid is None else ~self.valid.any(-1)
+
+    @property
+    def reads_past(self) -> bool:
+        """Whether the statistics of this prompt need the keys of the slots before it."""
+        return self.window is not None or self.probes is not None or self.forward is not None
+
+    def owned(self) -> PendingPrompt:
+        """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
+        keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
+        return self._replace(keys=keys, values=values)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
+        parts.append(self.query_absmax)
+        if self.forward is not None:
+            parts += [self.forward.hidden_states, self.forward.queries]
+        return sum(t.nbytes for t in parts if t is not None)
+
+
+def attend_prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    valid: Tensor | None,
+    transform: ScoreTransform,
+    past: Past | None,
+    needs: Needs,
+    want_absmax: bool,
+    forward: Forward | None,
+) -> tuple[Tensor, PendingPrompt]:
+    """Attend from a prompt or chunk to past slots and to itself, and record what the policy needs of it.
+
+    Args:
+        q: [B, Hq, P, D].
+        k: [B, H, P, D].
+        v: [B, H, P, D].
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        transform: From products to attention weights.
+        past: The slots of the layer, or None.
+        needs: What the selector needs.
+        want_absmax: Whether the codec needs the largest absolute queries.
+        forward: The arguments of the attention module, if the selector needs them.
+
+    Returns:
+        The output [B, Hq, P, D], and the prompt.
+    """
+    out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
+    q = q.detach()
+    if forward is not None:
+        forward = forward._replace(queries=q, valid=valid, **transform._asdict())
+    pending = PendingPrompt(
+        keys=k.detach(),
+        values=v.detach(),
+        valid=valid,
+        transform=transform,
+        attn_sum=attn_sum,
+        window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
+        probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
+        query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
+        forward=forward,
+    )
+    return out, pending

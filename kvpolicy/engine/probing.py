@@ -1,0 +1,52 @@
+"""Attention of a few probe queries, summed without an N x N matrix."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import TILE_ELEMENTS, Past, QueryWindow, ScoreTransform, window_attention
+from kvpolicy.protocols import Probes
+
+
+def draw_probes(length: int, probes: Probes) -> Tensor:
+    """Indices of the probes among a row's `length` queries, ascending, int64."""
+    recent = min(math.ceil(probes.recent * length), length)
+    count = min(math.ceil(probes.random * length), length - recent)
+    generator = torch.Generator().manual_seed(probes.seed + length)
+    drawn = torch.randperm(length - recent, generator=generator)[:count]
+    return torch.cat([drawn, torch.arange(length - recent, length)]).sort().values
+
+
+def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> QueryWindow:
+    """The probes among the valid queries of q [B, Hq, P, D]."""
+    batch, heads, new, dim = q.shape
+    rows = [torch.arange(new)] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
+    chosen = [row[draw_probes(len(row), probes)] for row in rows]
+    at = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(q.device)
+    index = at.clamp_min(0)[:, None, :, None].expand(batch, heads, -1, dim)
+    return QueryWindow(q.gather(2, index), at)
+
+
+def probe_sums(
+    window: QueryWindow, k: Tensor, transform: ScoreTransform, past: Past | None, valid: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sum the attention of the probes over past slots and new tokens, and count how many probes could see each.
+
+    Returns:
+        Sums and counts, each [B, Hq, S + P] fp32.
+    """
+    batch, heads, width, _ = window.queries.shape
+    held = 0 if past is None else past.keys.shape[2]
+    total = k.new_zeros(batch, heads, held + k.shape[2], dtype=torch.float32)
+    rows = max(TILE_ELEMENTS // total.numel(), 16)
+    for start in range(0, width, rows):
+        tile = QueryWindow(window.queries[:, :, start : start + rows], window.at[:, start : start + rows])
+        total += window_attention(tile, k, transform, past, valid).sum(2)
+    column = torch.arange(k.shape[2], device=k.device)
+    seen = ((window.at[..., None] >= column) & (window.at >= 0)[..., None]).sum(1)  # [B, P]
+    every = (window.at >= 0).sum(1, keepdim=True).expand(-1, held)
+    count = torch.cat([every, seen], -1).to(total)
+    return total, count[:, None].expand(-1, heads, -1)

@@ -1,0 +1,130 @@
+"""Undo and redo a model's rotary embedding with the model's own functions.
+
+Keys arrive in the cache rotated. A codec may want them unrotated: then they lie in fewer directions, because their
+content does not depend on the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.protocols import At
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class Rope:
+    """The rotary embedding of one layer; the identity for a layer without one."""
+
+    def __init__(
+        self, tables: nn.Module | None, apply_pairs: Callable[..., Any] | None, layer_type: str | None
+    ) -> None:
+        """Wrap a model's embedding.
+
+        Args:
+            tables: The module that computes cos and sin, or None.
+            apply_pairs: The function that rotates queries and keys by them, or None.
+            layer_type: The type of the layer, where the tables depend on it.
+        """
+        self._tables = tables
+        self._apply_pairs = apply_pairs
+        self._layer_type = layer_type
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        self.scaling: float = float(getattr(tables, f"{prefix}attention_scaling", 1.0))
+        self._angles: int = getattr(tables, f"{prefix}inv_freq", torch.empty(0)).numel()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
+        """Copies of a cache share the model's embedding."""
+        return self
+
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotate keys [B, H, n, D] to positions [B, H, n] (or [B, 1, n]), fp32."""
+        return self._rotate(keys, positions, undo=False)
+
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Undo the rotation of keys [B, H, n, D] at positions [B, H, n] (or [B, 1, n]), fp32."""
+        return self._rotate(keys, positions, undo=True)
+
+    def _rotate(self, keys: Tensor, positions: Tensor, *, undo: bool) -> Tensor:
+        keys = keys.float()
+        if self._tables is None or self._apply_pairs is None:
+            return keys
+        batch, heads, count, dim = keys.shape
+        at = positions.clamp_min(0).expand(batch, heads, count).reshape(batch, heads * count)
+        more = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        cos, sin = self._tables(keys, at, **more)
+        cos, sin = cos.float(), sin.float()
+        if undo:  # the tables include the attention scaling: divide by it once to remove it, and once to undo it
+            cos, sin = cos / self.scaling**2, -sin / self.scaling**2
+        width = cos.shape[-1] * (2 if cos.shape[-1] == self._angles else 1)  # an angle may serve two channels (GPT-OSS)
+        flat = keys.reshape(batch, 1, heads * count, dim)
+        rotated, _ = self._apply_pairs(flat[..., :width], flat[..., :width], cos, sin)
+        return torch.cat([rotated, flat[..., width:]], -1).view(batch, heads, count, dim)
+
+
+class SlotRotary:
+    """The rotary embedding of one stage's slots; implements `kvpolicy.protocols.RotaryView`."""
+
+    def __init__(self, rope: Rope, positions: Tensor, newest: Tensor, offset: Tensor) -> None:
+        """Rotate to the positions of the slots.
+
+        Args:
+            rope: The layer's embedding.
+            positions: Of the slots, [B, H, C].
+            newest: Position of the newest token, [B].
+            offset: What the embedding adds to a row's positions, [B].
+        """
+        self._rope = rope
+        self._positions = positions + offset[:, None, None]
+        self._newest = newest + offset
+        self.occupied: Tensor = positions >= 0
+
+    def keys(self, keys: Tensor, at: At) -> Tensor:
+        """Rotate keys of the slots `at` to their positions, fp32; see `RotaryView.keys`."""
+        positions = self._positions[..., at] if isinstance(at, slice) else self._positions.gather(-1, at)
+        return self._rope.rotate(keys, positions)
+
+    def queries(self, queries: Tensor, distance: int) -> Tensor:
+        """Rotate the newest token's queries as if it stood `distance` tokens after unrotated keys."""
+        here = self._newest[:, None, None].expand(*queries.shape[:3])
+        return self._rope.rotate(self._rope.unrotate(queries, here), torch.full_like(here, distance))
+
+
+def rope_offset(
+    position_ids: Tensor | None, valid: Tensor | None, columns: int, seen: Tensor, new: int, known: Tensor | None
+) -> Tensor:
+    """What the rotary embedding adds to the rows' positions, which do not count padding, [B] int64.
+
+    Args:
+        position_ids: What the model was called with, [B or 1, P], or None.
+        valid: Which of the P tokens are no padding, [B, P]; None where all are.
+        columns: Tokens seen before, padding included.
+        seen: Tokens that each row has seen before, [B] int64.
+        new: P.
+        known: What was added to those, [B].
+
+    Raises:
+        KVPolicyError: Where it is not the same for all tokens of a row, or the positions have several parts.
+    """
+    if position_ids is not None and position_ids.dim() != 2:
+        raise KVPolicyError(
+            "The model's positions have several parts (M-RoPE), and this codec undoes ordinary ones: "
+            "use a codec that stores keys as attention sees them, such as tokenwise."
+        )
+    at = torch.arange(new, device=seen.device) + columns if position_ids is None else position_ids
+    counted = torch.arange(new, device=seen.device) if valid is None else (valid.long().cumsum(-1) - 1).clamp_min(0)
+    shifts = at - counted - seen[:, None]  # of each token, [B, P]
+    first = torch.zeros_like(seen) if valid is None else valid.int().argmax(-1)
+    shift = shifts.gather(1, first[:, None])[:, 0]
+    if known is not None:
+        shift = torch.where(seen > 0, known, shift)
+    wrong = shifts != shift[:, None]
+    if bool((wrong if valid is None else wrong & valid).any()):
+        raise KVPolicyError(
+            "A row's positions do not go on by one from token to token and from prompt to prompt, so that its keys "
+            "cannot be unrotated: pass position_ids that count each row's own tokens."
+        )
+    return shift

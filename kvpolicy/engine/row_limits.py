@@ -1,0 +1,102 @@
+"""Per-row limits of a layer whose codec has stages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.protocols import Codec, Traits
+
+
+class RowLimits(NamedTuple):
+    """Limits and positions of each row; no row depends on the others.
+
+    Attributes:
+        flush_threshold: Tokens in the full-precision buffer (dictionary slots not counted) at which a head's oldest
+            block is demoted, [B, 1] int64.
+        stage_capacity: Slots of each stage that the row may use, [B, stages] int64.
+        pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
+        rope_offset: What the rotary embedding adds to a row's positions, [B] int64; empty unless keys are unrotated.
+        query_absmax: Largest absolute query of each channel, [B, H, D] fp32; empty unless the codec needs it.
+    """
+
+    flush_threshold: Tensor
+    stage_capacity: Tensor
+    pins: Tensor
+    rope_offset: Tensor
+    query_absmax: Tensor
+
+
+def alloc_limits(codec: Codec, batch: int, heads: int, head_dim: int, device: torch.device | str) -> RowLimits | None:
+    """Limits before any budget is known; None for a codec without stages."""
+    traits = codec.traits
+    stages = len(codec.stages)
+    if not stages:
+        return None
+    pin_heads = heads if traits.pins == "newest" else 1  # heads may have kept different tokens
+    unrotated = traits.key_space == "unrotated"
+    return RowLimits(
+        flush_threshold=torch.full((batch, 1), BEYOND, dtype=torch.int64, device=device),
+        stage_capacity=torch.zeros(batch, stages, dtype=torch.int64, device=device),
+        pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
+        rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
+        query_absmax=torch.zeros(batch if traits.query_absmax else 0, heads, head_dim, device=device),
+    )
+
+
+def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: int) -> RowLimits:
+    """The limits of rows that may hold `tokens` each: a row gets the slots that it would have alone in a batch.
+
+    Args:
+        limits: The limits so far.
+        codec: The codec.
+        tokens: The most tokens of each row.
+        reserved: Dictionary slots.
+    """
+    layouts = [codec.layout(count) for count in tokens]
+    has_dictionary = (limits.pins[:, 0] >= 0).any(-1).tolist() if reserved else [False] * len(layouts)
+    threshold = [
+        [layout.exact - reserved * own if sum(layout.coded) else BEYOND]
+        for layout, own in zip(layouts, has_dictionary, strict=True)
+    ]
+    stages = limits.stage_capacity.shape[1]
+    capacity = [[*layout.coded, *[0] * (stages - len(layout.coded))] for layout in layouts]
+    return limits._replace(
+        flush_threshold=limits.flush_threshold.new_tensor(threshold),
+        stage_capacity=limits.stage_capacity.new_tensor(capacity),
+    )
+
+
+def pin_tokens(limits: RowLimits, traits: Traits, positions: Tensor, massive: Tensor | None, first: Tensor) -> None:
+    """Fix, in place, which tokens of the first prompt are never demoted (the newest are chosen by each head later).
+
+    Args:
+        limits: Whose pins to set.
+        traits: The codec's.
+        positions: Of the prompt's tokens, [B, P] int32, -1 for padding.
+        massive: Which of them hold the largest activations, [B, P] bool, if the codec asks for these.
+        first: Rows that had no token before, [B] bool; the others keep their pins.
+    """
+    if traits.pins in ("none", "newest"):
+        return
+    if traits.pins == "massive":
+        assert massive is not None, "the largest activations were not recorded"
+        positions = positions.masked_fill(~massive, -1)
+    else:
+        positions = positions.masked_fill(positions >= traits.pinned, -1)
+    pins = positions.sort(dim=-1, descending=True).values[:, : traits.pinned]
+    held = limits.pins[:, 0, : pins.shape[1]]
+    held.copy_(torch.where(first[:, None], pins, held))
+
+
+def is_pinned(limits: RowLimits, positions: Tensor) -> Tensor:
+    """Which positions [B, H, n] are pinned, [B, H, n] bool."""
+    return (positions[..., None] == limits.pins[:, :, None]).any(-1)
+
+
+def has_dictionary(limits: RowLimits) -> Tensor:
+    """Rows with dictionary slots, [B, 1, 1] bool: those that had room for codes when their first prompt was placed."""
+    return limits.pins[:, :1, :1] >= 0

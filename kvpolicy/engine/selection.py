@@ -1,0 +1,183 @@
+"""After a prompt: which of the slots and of the new tokens are kept."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, window_attention
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.probing import probe_sums
+from kvpolicy.engine.state import join_states, map_state, select_state
+from kvpolicy.engine.token_batch import TokenBatch
+from kvpolicy.protocols import Ranks, Seen, Selector, State, View
+
+
+class HeldSlots(NamedTuple):
+    """The slots of a layer before a prompt is placed.
+
+    Attributes:
+        keys: Of the full-precision slots, [B, H, E, D].
+        values: Of the full-precision slots, [B, H, E, D].
+        positions: [B, H, S] int32.
+        state: The selector's state.
+        past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+    past: Past | None
+
+
+class Selection(NamedTuple):
+    """The outcome of a selection.
+
+    Attributes:
+        positions: Of the slots, -1 where the token was evicted, [B, H, S] int32.
+        state: The selector's state of the slots.
+        batch: The tokens of the full-precision slots and of the prompt, which must be placed again.
+    """
+
+    positions: Tensor
+    state: State
+    batch: TokenBatch
+
+
+def select_tokens(
+    selector: Selector,
+    held: HeldSlots,
+    prompt: PendingPrompt,
+    *,
+    seen_before: Tensor,
+    length: Tensor,
+    keep: Tensor,
+    layer_idx: int,
+    ranks: Ranks,
+) -> Selection:
+    """Select among the slots of a layer and the tokens of a prompt.
+
+    Selected coded slots stay where they are. The tokens of the full-precision slots and of the prompt, selected or
+    not, are returned as a batch.
+
+    Args:
+        selector: The selector.
+        held: The slots of the layer.
+        prompt: The new tokens.
+        seen_before: Tokens that each row had seen before the prompt, [B] int64.
+        length: Tokens that each row has seen with it, [B] int64.
+        keep: The most tokens to keep of each row, [B] int64.
+        layer_idx: Index of the layer.
+        ranks: The ranks that hold the layer's other heads.
+    """
+    slots = held.positions.shape[-1]
+    positions, state = _candidates(selector, held, prompt, seen_before)
+    seen = _statistics(held, prompt)
+    order = None
+    if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
+        # Selectors see candidates by ascending position; slots are in any order.
+        order = positions.argsort(dim=-1, stable=True)
+        positions, state, seen = _reordered(positions, state, seen, order)
+    view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
+    before, state = state, selector.observe(state, seen, view)
+    chosen = _highest(finite_priority(selector.priority(state, view)), view)
+    if prompt.idle is not None:  # alone, such a row would not have been selected from
+        idle = prompt.idle[:, None, None]
+        chosen = torch.where(idle, view.valid, chosen)
+        state = select_state(idle, before, state)
+    if order is not None:
+        back = order.argsort(dim=-1)
+        chosen = chosen.gather(-1, back)
+        positions = positions.gather(-1, back)
+        state = map_state(lambda t: t.gather(-1, back), state)
+    return _split(held, prompt, chosen, positions, state)
+
+
+def finite_priority(priority: Tensor) -> Tensor:
+    """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
+    return priority.nan_to_num(torch.finfo(priority.dtype).max, torch.inf, -torch.inf)
+
+
+def _candidates(
+    selector: Selector, held: HeldSlots, prompt: PendingPrompt, seen_before: Tensor
+) -> tuple[Tensor, State]:
+    """Positions [B, H, S + P] and state of the slots and the new tokens."""
+    batch, heads, new, _ = prompt.keys.shape
+    positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
+    zero = selector.alloc(batch, heads, new, positions.device)
+    return torch.cat([held.positions, positions], -1), join_states(held.state, zero)
+
+
+def _statistics(held: HeldSlots, prompt: PendingPrompt) -> Seen:
+    """The attention statistics of the prompt over the slots and the new tokens."""
+    seen = Seen(prompt.attn_sum, None)
+    past = held.past
+    if prompt.window is not None:
+        rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
+        seen = seen._replace(window_attn=rows)
+    if prompt.probes is not None:
+        total, count = probe_sums(prompt.probes, prompt.keys, prompt.transform, past, prompt.valid)
+        seen = seen._replace(probe_sum=total, probe_count=count)
+    if prompt.forward is not None:
+        keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
+        values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
+        seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+    return seen
+
+
+def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tuple[Tensor, State, Seen]:
+    """All candidates in another order, [B, H, N]."""
+
+    def by_query_head(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        wide = order.repeat_interleave(t.shape[1] // order.shape[1], 1)
+        return t.gather(-1, wide if t.dim() == 3 else wide[:, :, None].expand(-1, -1, t.shape[2], -1))
+
+    def vectors(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
+
+    moved = Seen(
+        attn_sum=by_query_head(seen.attn_sum),
+        window_attn=by_query_head(seen.window_attn),
+        probe_sum=by_query_head(seen.probe_sum),
+        probe_count=by_query_head(seen.probe_count),
+        forward=seen.forward,
+        keys=vectors(seen.keys),
+        values=vectors(seen.values),
+    )
+    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
+
+
+def _highest(priority: Tensor, view: View) -> Tensor:
+    """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
+    priority = priority.masked_fill(~view.valid, -torch.inf)
+    order = priority.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(order.shape[-1], device=order.device)
+    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
+    return top & (priority > -torch.inf)
+
+
+def _split(held: HeldSlots, prompt: PendingPrompt, chosen: Tensor, positions: Tensor, state: State) -> Selection:
+    """Evict from the slots, and return the tokens that must be placed again."""
+    slots = held.positions.shape[-1]
+    exact = held.keys.shape[2]
+
+    def outside_codes(t: Tensor) -> Tensor:
+        """Entries of the full-precision slots and of the prompt."""
+        return torch.cat([t[..., :exact], t[..., slots:]], -1)
+
+    keys, values = prompt.keys, prompt.values
+    if exact:  # a first prompt is not copied whole
+        keys = torch.cat([held.keys, keys], 2)
+        values = torch.cat([held.values, values], 2)
+    batch = TokenBatch(keys, values, outside_codes(positions), map_state(outside_codes, state), outside_codes(chosen))
+    kept = positions[..., :slots].masked_fill(~chosen[..., :slots], -1)
+    return Selection(kept, map_state(lambda t: t[..., :slots], state), batch)
+
+
+def _is_left_padded(valid: Tensor) -> bool:
+    return bool((valid[:, 1:] >= valid[:, :-1]).all())

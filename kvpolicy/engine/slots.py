@@ -1,0 +1,324 @@
+"""The slots of one layer: its tensors and their invariants.
+
+A layer's slots are a full-precision buffer in the model's dtype, where every new token is written, and the codec's
+stages, to which tokens are demoted in blocks (see `kvpolicy.protocols.Layout`). A prefill allocates the slots, and a
+decode step overwrites one slot per head in place. The order of slots has no meaning, because keys carry their position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine import capacity
+from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.attention import Past
+from kvpolicy.engine.codec_view import CodecView, StagePart
+from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots
+from kvpolicy.engine.rotary import Rope, SlotRotary
+from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.protocols import (
+    SINGLE_RANK,
+    Calibration,
+    Codec,
+    Codes,
+    DecodeMode,
+    Layout,
+    Ranks,
+    Selector,
+    StageStore,
+    State,
+)
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class LayerSlots:
+    """The tensors of one layer: how they are allocated, grown, read and written. `LayerStore` operates on them.
+
+    Attributes:
+        layer_idx: Index of the layer in the model.
+        selector: The layer's selector.
+        codec: The layer's codec.
+        grows: Whether generated tokens are kept in addition to the budget.
+        rope: The rotary embedding, if keys are coded unrotated.
+        ranks: The ranks that hold the layer's other heads.
+        layout: Slots of the full-precision buffer and of each stage.
+        capacity: Tokens that the layout was made for.
+        expected_len: Tokens that each row has slots for.
+        reserved: Dictionary slots, the first of the full-precision buffer.
+        keys: Keys of the full-precision buffer, [B, H, E, D].
+        values: Values of the full-precision buffer, [B, H, E, D].
+        positions: Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot.
+        state: The selector's state of each slot.
+        codes: The codec's tensors of each stage.
+        calibrations: The model's calibrated tensors of each stage.
+        limits: Limits of each row; None for a codec without stages.
+        length: Tokens that each row has seen, [B] int64.
+        budget: The most tokens that each row may hold, [B] int64.
+        columns: Columns seen, padding included, [] int64.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+    codes: tuple[Codes, ...]
+    calibrations: tuple[Calibration, ...]
+    limits: RowLimits | None
+    length: Tensor
+    budget: Tensor
+    columns: Tensor
+
+    def __init__(
+        self, layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, rope: Rope | None = None
+    ) -> None:
+        """Make an empty store of a layer's own parts."""
+        self.layer_idx = layer_idx
+        self.selector = selector
+        self.codec = codec
+        self.grows = decode == "grow"
+        self.rope = rope
+        self.ranks = SINGLE_RANK
+        self.layout = Layout(0)
+        self.capacity = 0
+        self.expected_len: list[int] = []
+        self.reserved = 0
+        self.is_initialized = False
+        self._free_steps: float = 0
+        self._may_exceed_plan = False
+
+    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK) -> None:
+        """Allocate a layer without slots, like `keys` [B, H, P, D], which are the first."""
+        batch, heads, _, dim = keys.shape
+        device = keys.device
+        self.ranks = ranks
+        self.keys = keys.new_empty(batch, heads, 0, dim)
+        self.values = keys.new_empty(batch, heads, 0, dim)
+        self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
+        self.state = self.selector.alloc(batch, heads, 0, device)
+        self.codes = ()
+        self.limits = alloc_limits(self.codec, batch, heads, dim, device)
+        self.calibrations = tuple(
+            stage.load_calibration(self.layer_idx, device, ranks.held) for stage in self.codec.stages
+        )
+        self.length = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.columns = torch.zeros((), dtype=torch.int64, device=device)
+        self.expected_len = [0] * batch
+        self.is_initialized = True
+
+    def check_compatible(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse keys and values of another dtype or device than those of the slots.
+
+        Raises:
+            KVPolicyError: If they differ.
+        """
+        if not self.is_initialized:
+            return
+        for held, new in ((self.keys, keys), (self.values, values)):
+            if held.dtype != new.dtype or held.device != new.device:
+                raise KVPolicyError(
+                    f"Keys and values must be {held.dtype} on {held.device} like the cache, got {new.dtype} on "
+                    f"{new.device}; try a new cache after moving the model or switching autocast."
+                )
+
+    # writing
+
+    def write(self, slots: Tensor, data: SlotData | None, mask: Tensor | None, stage: int | None = None) -> None:
+        """Write tokens to slots, or empty slots, in place: every change of a slot in a decode step goes through here.
+
+        Args:
+            slots: Slots of each head, [B, H, n] int64, counted from the first slot, or from the first one of `stage`.
+            data: The tokens, keys in the codec's key space if they are coded; None to empty the slots.
+            mask: Which of the slots are written, [B, H, n] bool; None for all.
+            stage: The stage that codes the tokens; None for the full-precision buffer.
+        """
+        if data is None:
+            self._write_rows(self.positions, slots, torch.full_like(slots, -1, dtype=torch.int32), mask)
+            return
+        if stage is None:
+            self._write_rows(self.keys, slots, data.keys, mask)
+            self._write_rows(self.values, slots, data.values, mask)
+        else:
+            assert mask is not None
+            at = self._stage_range(stage)
+            occupied = self.positions[..., at] >= 0
+            store = self.stage_store(stage)
+            self.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
+            slots = slots + at.start
+        self._write_rows(self.positions, slots, data.positions, mask)
+        for target, item in zip(tensors(self.state), tensors(data.state), strict=True):
+            self._write_rows(target, slots, item, mask)
+
+    def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
+        if mask is not None:
+            more = (1,) * (target.dim() - 3)
+            index = slots.reshape(*slots.shape, *more).expand(*slots.shape, *target.shape[3:])
+            data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
+        write_slots(target, slots, data)
+
+    # growing
+
+    def _lengthen(self) -> None:
+        """Grow the slots to the capacity, and keep what they hold."""
+        old = self.layout.exact
+        positions = self.positions[..., :old]
+        state = map_state(lambda t: t[..., :old], self.state)
+        self._grow_slots()
+        self.positions[..., :old] = positions
+        for target, item in zip(tensors(self.state), tensors(state), strict=True):
+            target[..., :old] = item
+        padding = (0, 0, 0, self.layout.exact - old)
+        self.keys = F.pad(self.keys, padding)
+        self.values = F.pad(self.values, padding)
+
+    def _grow_slots(self) -> None:
+        """Make the layout fit the capacity; slots of the full-precision buffer come out empty, but for dictionaries."""
+        old = self.layout
+        self.layout = grown_layout(old, self.codec.layout(self.capacity))
+        self.positions, self.state = grown_slots(
+            self.selector, self.positions, self.state, old, self.layout, self.reserved
+        )
+        if self.reserved and self.limits is not None:
+            self.positions[..., : self.reserved].masked_fill_(~has_dictionary(self.limits), -1)
+        if self.layout.coded != old.coded:
+            batch, heads, _, dim = self.keys.shape
+            self.codes = grown_codes(
+                self.codec, self.codes, self.layout.coded, (batch, heads, dim), self.positions.device
+            )
+
+    def _set_budget(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens."""
+        self.budget = budget
+        tokens = budget.tolist()
+        if self.limits is not None:
+            allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
+            self.limits = with_tokens(self.limits, self.codec, allocated, self.reserved)
+        self._may_exceed_plan = not self.grows and capacity.may_exceed_plan(self.expected_len, tokens)
+
+    def _row_counts(self) -> list[int]:
+        """Tokens in each row's fullest head."""
+        return (self.positions >= 0).sum(-1).amax(-1).tolist()
+
+    def _buffered(self) -> Tensor:
+        """Tokens of each head in the full-precision buffer, the dictionary left out, [B, H]."""
+        return ((self.positions[..., : self.layout.exact] >= 0) & self._open_slots()).sum(-1)
+
+    # reading
+
+    def coded_view(self) -> CodecView | None:
+        """The coded slots as a decode step attends to them; None if there are none."""
+        return CodecView(self._stage_parts()) if sum(self.layout.coded) else None
+
+    def past(self) -> Past | None:
+        """Every slot, decoded; None if there are none."""
+        if not self.layout.slots:
+            return None
+        parts = [(self.keys, self.values), *CodecView(self._stage_parts()).read(self.keys.dtype)]
+        keys = torch.cat([pair[0] for pair in parts], 2)
+        values = torch.cat([pair[1] for pair in parts], 2)
+        return Past(keys, values, self.positions >= 0)
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind: exact, codes, scales, positions, statistics, counters."""
+        if not self.is_initialized:
+            return {}
+        counters = (self.length, self.budget, self.columns, *(self.limits or ()))
+        return bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that count as the cache's."""
+        return sum(self.nbytes_by_kind().values())
+
+    def _stage_parts(self) -> list[StagePart]:
+        sizes = enumerate(self.layout.coded)
+        return [
+            StagePart(self.codec.stages[stage], self.stage_store(stage), self._slot_rotary(stage), size)
+            for stage, size in sizes
+            if size
+        ]
+
+    def _stage_range(self, stage: int) -> slice:
+        """The slots of a stage."""
+        start = self.layout.starts()[stage]
+        return slice(start, start + self.layout.coded[stage])
+
+    def stage_store(self, stage: int) -> StageStore:
+        """The tensors of a stage, as the codec takes them."""
+        wanted = self.limits is not None and self.codec.traits.query_absmax
+        absmax = self.limits.query_absmax if self.limits is not None and wanted else None
+        return StageStore(self.codes[stage], self.calibrations[stage], self._atoms(), absmax)
+
+    def _slot_rotary(self, stage: int) -> SlotRotary | None:
+        if self.rope is None or self.limits is None:
+            return None
+        positions = self.positions[..., self._stage_range(stage)]
+        return SlotRotary(self.rope, positions, self.length - 1, self.limits.rope_offset)
+
+    def _atoms(self) -> tuple[Tensor, Tensor] | None:
+        """Keys, in the codec's key space, and values of the dictionary slots, [B, H, W, D]; 0 for an empty slot."""
+        if not self.reserved or self.limits is None:
+            return None
+        empty = (self.limits.pins < 0)[..., None]
+        keys = self.keys[:, :, : self.reserved].masked_fill(empty, 0)
+        values = self.values[:, :, : self.reserved].masked_fill(empty, 0)
+        return self._codec_keys(keys, self.limits.pins).to(keys.dtype), values
+
+    def _codec_keys(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Keys [B, H, n, D] at positions [B, H, n] in the codec's key space."""
+        if self.rope is None or self.limits is None:
+            return keys
+        return self.rope.unrotate(keys, positions + self.limits.rope_offset[:, None, None])
+
+    def _open_slots(self) -> Tensor:
+        """Slots of the full-precision buffer that any token may take, [B or 1, 1, E] bool: all but dictionary slots."""
+        slots = torch.arange(self.layout.exact, device=self.positions.device)[None, None]
+        if not self.reserved or self.limits is None:
+            return slots >= 0
+        return (slots >= self.reserved) | ~has_dictionary(self.limits)
+
+    # rows
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
+        if not self.is_initialized:
+            return
+        self.keys = fn(self.keys)
+        self.values = fn(self.values)
+        self.positions = fn(self.positions)
+        self.length = fn(self.length)
+        self.budget = fn(self.budget)
+        self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
+        self.state = map_state(fn, self.state)
+        self.codes = map_state(fn, self.codes)
+        if self.limits is not None:  # a limit that the codec does not need has no rows
+            self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
+        self._fix_addresses()
+
+    def leave_inference_mode(self) -> None:
+        """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
+        self.map_rows(torch.clone)
+        self.columns = self.columns.clone()
+
+    def _fix_addresses(self) -> None:
+        fixed = (self.keys, self.values, self.positions, self.length, self.budget, self.columns)
+        fix_addresses([*fixed, self.state, self.codes, self.calibrations, self.limits or ()])
+
+    def __repr__(self) -> str:
+        """The slots, and how they are stored."""
+        if not self.is_initialized:
+            return f"{type(self).__name__}(layer_idx={self.layer_idx}, empty)"
+        return f"{type(self).__name__}({self.describe()})"
+
+    def describe(self) -> str:
+        """Sizes of an initialized store, as a `repr` shows them."""
+        batch, heads, slots = self.positions.shape
+        kept = f"exact={self.layout.exact}" + (f", coded={self.layout.coded}" if self.layout.coded else "")
+        return f"layer_idx={self.layer_idx}, rows={batch}, heads={heads}, slots={slots}, {kept}"

@@ -1,0 +1,428 @@
+"""The operations on the slots of one layer: take in a prompt, take in a token, demote."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import capacity, demotion, placement
+from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
+from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.host import on_host
+from kvpolicy.engine.prefill import PendingPrompt, attend_prompt
+from kvpolicy.engine.row_limits import has_dictionary, is_pinned, pin_tokens
+from kvpolicy.engine.selection import HeldSlots, select_tokens
+from kvpolicy.engine.slots import LayerSlots
+from kvpolicy.engine.state import map_state, select_state, tensors
+from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
+from kvpolicy.protocols import Forward, View
+
+
+class RowBudget(NamedTuple):
+    """Tokens of each row of one layer, [B] int64 each.
+
+    Attributes:
+        keep: The most tokens to keep of the prompt.
+        extra: Tokens that may be added later without an eviction.
+        expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
+    """
+
+    keep: Tensor
+    extra: Tensor
+    expected_len: Tensor
+
+
+class LayerStore(LayerSlots):
+    """The slots of one layer under a policy.
+
+    Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
+    `compress`, a decode step through `append`; between steps the owner calls `count_step`, which demotes full blocks,
+    and `ensure_capacity`. See `LayerSlots` for the tensors.
+    """
+
+    # a prompt
+
+    @on_host
+    def attend_prompt(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> tuple[Tensor, PendingPrompt]:
+        """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
+
+        Args:
+            q: [B, Hq, P, D].
+            k: [B, H, P, D].
+            v: [B, H, P, D].
+            valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+            transform: From products to attention weights.
+            forward: The arguments of the attention module, if the selector needs them.
+
+        Returns:
+            The output [B, Hq, P, D], and the prompt.
+        """
+        want_absmax = self.limits is not None and self.codec.traits.query_absmax
+        out, pending = attend_prompt(
+            q,
+            k,
+            v,
+            valid=valid,
+            transform=transform,
+            past=self.past(),
+            needs=self.selector.needs,
+            want_absmax=want_absmax,
+            forward=forward,
+        )
+        self.columns.add_(q.shape[2])
+        return out, pending
+
+    @on_host
+    def compress(
+        self,
+        pending: PendingPrompt,
+        budget: RowBudget,
+        *,
+        massive: Tensor | None = None,
+        rope_offset: Tensor | None = None,
+    ) -> None:
+        """Bring a prompt under the budget: select, allocate slots, and place the selected tokens.
+
+        Args:
+            pending: The prompt, from `attend_prompt`.
+            budget: Tokens of each row.
+            massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
+            rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
+        """
+        self._record(pending, rope_offset)
+        seen_before = self.length
+        self.length = pending.lengths(seen_before)
+        held = HeldSlots(
+            self.keys, self.values, self.positions, self.state, self.past() if pending.reads_past else None
+        )
+        selected = select_tokens(
+            self.selector,
+            held,
+            pending,
+            seen_before=seen_before,
+            length=self.length,
+            keep=budget.keep.to(self.positions.device),
+            layer_idx=self.layer_idx,
+            ranks=self.ranks,
+        )
+        self.positions, self.state, batch = selected
+        if self.reserved:  # tokens of dictionary slots stay where they are
+            batch.chosen[..., : self.layout.exact] &= self._open_slots()
+        self._allocate(pending, budget)
+        first = (seen_before == 0) & (self.length > 0)
+        if self.limits is not None and bool(first.any()):
+            pin_tokens(self.limits, self.codec.traits, pending.positions(seen_before), massive, first)
+        self.keys, self.values = self._place(batch, pending.idle, first)
+        self._fix_addresses()
+        self.demote()
+
+    def _record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
+        """Update the limits that a prompt determines."""
+        if self.limits is None:
+            return
+        if rope_offset is not None:
+            self.limits.rope_offset.copy_(rope_offset)
+        if pending.query_absmax is not None:
+            largest = self.ranks.largest(pending.query_absmax)
+            self.limits.query_absmax.copy_(torch.maximum(self.limits.query_absmax, largest))
+
+    def _allocate(self, pending: PendingPrompt, budget: RowBudget) -> None:
+        """Make slots for a budget, and set it."""
+        idle = pending.idle
+        merged = capacity.merge_expected(
+            self.expected_len, budget.expected_len.tolist(), None if idle is None else idle.tolist()
+        )
+        self.expected_len = merged
+        self.capacity = max(*merged, self.capacity)
+        self._grow_slots()
+        most = (budget.keep + budget.extra).to(self.positions.device)
+        self._set_budget(most if idle is None else torch.where(idle, self.budget, most))
+
+    def _place(self, batch: TokenBatch, idle: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Give every chosen token a slot: those that leave first are demoted, the others stay in full precision.
+
+        Args:
+            batch: The tokens.
+            idle: Rows that got no token, [B] bool: alone they would not have been called, so nothing is demoted.
+            first: Rows that got their first tokens, [B] bool, some of which may become the dictionary.
+
+        Returns:
+            Keys and values of the full-precision buffer, [B, H, E, D].
+        """
+        if self.limits is None or not sum(self.layout.coded):  # then there is no dictionary either
+            ordered = batch.take(batch.by_position()[..., : self.layout.exact])
+            return self._assign_buffer(placement.first_slots(ordered, ~ordered.chosen, self.layout.exact))
+        batch = batch.trimmed()
+        if first is not None and self._reserve_dictionary(batch, first):
+            batch = batch._replace(chosen=batch.chosen & ~is_pinned(self.limits, batch.positions))
+        order = self._demotion_order().indices(batch.positions, batch.state, batch.chosen)
+        counts = batch.chosen.sum(-1)
+        moved = demotion.demoted_counts(counts, self.limits.flush_threshold, self.codec.traits, idle)
+        self._demote_tokens(batch.take(order), moved)
+        start = self.reserved * has_dictionary(self.limits) if self.reserved else 0
+        data = placement.slots_after(batch, order, moved, start, self.layout.exact)
+        if self.reserved:
+            data = placement.with_dictionary(data, self._buffer(), self.reserved, self._open_slots())
+        return self._assign_buffer(data)
+
+    def _buffer(self) -> SlotData:
+        """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
+        exact = self.layout.exact
+        state = map_state(lambda t: t[..., :exact], self.state)
+        return SlotData(self.keys, self.values, self.positions[..., :exact], state)
+
+    def _assign_buffer(self, data: SlotData, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Write positions and state to the first slots of `rows` [B, 1, 1], or of all, and return keys and values."""
+        placement.assign_first(self.positions, data.positions, rows)
+        placement.assign_first_state(self.state, data.state, rows)
+        return data.keys, data.values
+
+    def _reserve_dictionary(self, batch: TokenBatch, first: Tensor) -> bool:
+        """Move each row's newest tokens to the dictionary slots, once, if the codec uses them as atoms."""
+        traits = self.codec.traits
+        if traits.pins != "newest" or not traits.pinned or not bool(first.any()):
+            return False
+        assert self.limits is not None
+        rows = first[:, None, None]
+        width = min(traits.pinned, batch.positions.shape[-1])
+        by_age = torch.where(batch.chosen, batch.positions, -1).argsort(dim=-1, descending=True, stable=True)
+        newest = batch.take(by_age[..., :width])
+        # Alone in a batch, a row without codes would have no dictionary either.
+        empty = ~newest.chosen | (self.limits.flush_threshold == BEYOND)[..., None]
+        placement.assign_first(self.limits.pins, newest.positions.masked_fill(empty, -1), rows)
+        # The atoms must be in place before the first token is coded with them.
+        keys, values = self._assign_buffer(placement.first_slots(newest, empty, traits.pinned), rows)
+        if self.reserved:
+            keys = torch.where(rows[..., None], keys, self.keys[:, :, : self.reserved])
+            values = torch.where(rows[..., None], values, self.values[:, :, : self.reserved])
+        self.keys, self.values = keys, values
+        self.reserved = traits.pinned
+        self._set_budget(self.budget)
+        return True
+
+    # demotion
+
+    def demote(self) -> None:
+        """Demote blocks of the oldest tokens until no head's full-precision buffer is full."""
+        while self.limits is not None and bool((self._buffered() >= self.limits.flush_threshold).any()):
+            if self.codec.traits.recode_all:
+                self.recode()
+            else:
+                self.demote_block()
+        self._free_steps = self._count_free_steps()
+
+    def demote_block(self) -> None:
+        """Demote the first block to leave, in every head whose buffer is full. Traceable, no host sync."""
+        assert self.limits is not None
+        exact = self.layout.exact
+        positions = self.positions[..., :exact]
+        state = map_state(lambda t: t[..., :exact], self.state)
+        occupied = (positions >= 0) & self._open_slots()
+        due = occupied.sum(-1) >= self.limits.flush_threshold
+        order = self._demotion_order().indices(positions, state, occupied)
+        slots = order[..., : self.codec.traits.block]
+        batch = TokenBatch(self.keys, self.values, positions, state, occupied).take(slots)
+        batch = batch._replace(chosen=due[..., None].expand_as(slots))
+        self.write(slots, None, batch.chosen)
+        self._insert(0, self._in_key_space(batch))
+
+    def recode(self) -> None:
+        """Code all tokens again in every head whose full-precision buffer is full."""
+        assert self.limits is not None
+        due = self._buffered() >= self.limits.flush_threshold
+        past = self.past()
+        assert past is not None
+        positions = self.positions.clone()
+        state = map_state(torch.clone, self.state)
+        moving = past.occupied & due[..., None]
+        moving[..., : self.layout.exact] &= self._open_slots()
+        self.positions.masked_fill_(moving, -1)
+        keys, values = self._place(TokenBatch(past.keys, past.values, positions, state, moving), None, None)
+        # `_place` works on all heads; those that were not due get back what they had.
+        again = due[..., None]
+        for held, new in ((self.keys, keys), (self.values, values)):
+            held.copy_(torch.where(again[..., None], new, held))
+        self.positions.copy_(torch.where(again, self.positions, positions))
+        for held, new in zip(tensors(self.state), tensors(select_state(again, self.state, state)), strict=True):
+            held.copy_(new)
+
+    def _demotion_order(self) -> DemotionOrder:
+        assert self.limits is not None
+        return DemotionOrder(
+            self.selector, self.codec.traits, self.limits, self.length, self.budget, self.layer_idx, self.ranks
+        )
+
+    def _in_key_space(self, batch: TokenBatch) -> TokenBatch:
+        return batch._replace(keys=self._codec_keys(batch.keys, batch.positions))
+
+    def _demote_tokens(self, batch: TokenBatch, moved: Tensor) -> None:
+        """Write each head's first `moved` [B, H] tokens to the stages."""
+        most = int(moved.max())
+        if not most:
+            return
+        batch = self._in_key_space(batch).window(0, most)
+        is_empty_head = ~(self.positions[..., self.layout.exact :] >= 0).any(-1)
+        if bool(is_empty_head.any()):
+            self._fill_stages(batch, moved.where(is_empty_head, 0))
+        # Heads that hold codes already get the tokens block by block, as in decode.
+        later = torch.where(is_empty_head, 0, moved)
+        block = self.codec.traits.block
+        rank = torch.arange(block, device=moved.device)
+        for start in range(0, int(later.max()), block):
+            self._insert(0, batch.window(start, block)._replace(chosen=start + rank < later[..., None]))
+
+    def _fill_stages(self, batch: TokenBatch, end: Tensor) -> None:
+        """Fill empty stages with each head's first `end` [B, H] tokens, the first stage with the last of them."""
+        assert self.limits is not None
+        for stage in range(len(self.layout.coded)):
+            start = (end - self.limits.stage_capacity[:, stage, None]).clamp_min(0)
+            size = int((end - start).max())
+            if size:
+                slots = torch.arange(size, device=end.device).expand(*end.shape, -1)
+                part = batch.take((start[..., None] + slots).clamp_max(batch.positions.shape[-1] - 1))
+                self.write(slots, part.data, slots < (end - start)[..., None], stage)
+            end = start
+        assert not bool(end.any()), "a layout has too few slots for its tokens"
+
+    def _insert(self, stage: int, batch: TokenBatch) -> None:
+        """Write the chosen tokens of a batch to a stage; what it has no slot for moves on to the next stage first."""
+        assert self.limits is not None
+        at = self._stage_range(stage)
+        limit = self.limits.stage_capacity[:, stage]
+        if any(self.layout.coded[stage + 1 :]):
+            state = map_state(lambda t: t[..., at], self.state)
+            store = self.stage_store(stage)
+            order = self._demotion_order()
+            over = demotion.overflow(
+                self.codec.stages[stage], store, self.positions[..., at], state, limit, batch, order
+            )
+            self.write(over.slots + at.start, None, over.leaves)
+            self._insert(stage + 1, over.batch)
+            batch = batch._replace(chosen=over.stays)
+        slots = demotion.free_slots(self.positions[..., at], limit, self.codec.traits.group_size)
+        if len(self.layout.coded) > 1:
+            batch = batch.front(min(batch.chosen.shape[-1], slots.shape[-1]))
+        self.write(slots[..., : batch.chosen.shape[-1]], batch.data, batch.chosen, stage)
+
+    # a decode step
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Tensor:
+        """Write one token per row, evicting where the budget is full, and attend from it. Traceable, no host sync.
+
+        Args:
+            q: [B, Hq, 1, D].
+            k: [B, H, 1, D].
+            v: [B, H, 1, D].
+            valid: Which rows have a token that is not padding, [B, 1] bool; None if all have.
+            transform: From products to attention weights.
+
+        Returns:
+            [B, Hq, 1, D].
+        """
+        position = self.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
+        self.length.add_(1 if valid is None else valid[:, 0].long())
+        self.columns.add_(1)
+        view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+        slot = self._free_slot(view, valid)
+        mask = None if valid is None else valid[:, None].expand_as(slot)
+        state = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
+        self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
+        want_weights = self.selector.needs.decode_attn
+        out, weights = attend_slots(
+            q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, want_weights
+        )
+        if weights is not None and want_weights:
+            update_state(self.selector, self.state, weights.detach(), view, valid)
+        return out
+
+    def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
+        """A slot of the full-precision buffer for each head's new token, [B, H, 1]."""
+        occupied = view.valid
+        full = occupied.sum(-1, keepdim=True) >= self.budget[:, None, None]
+        if not self.grows and not sum(self.layout.coded):
+            # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
+            scores = eviction_scores(self.selector, self.state, view)
+            slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
+            if self.can_run_out:
+                assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
+            return slot
+        if valid is not None:
+            full = full & valid[:, :, None]
+        if self.grows:
+            assert_async(~full.any(), NO_ROOM)
+        else:
+            # The evicted token may be coded, and the new one is not: they are in different slots.
+            victim = eviction_scores(self.selector, self.state, view).argmax(-1, keepdim=True)
+            self.write(victim, None, full)
+        free = self.positions[..., : self.layout.exact] < 0
+        if self.reserved:
+            free = free & self._open_slots()
+        if self.can_run_out:
+            assert_async(free.any(-1).all(), NO_SLOT)
+        return free.to(torch.uint8).argmax(-1, keepdim=True)
+
+    # capacity between steps
+
+    @property
+    def can_run_out(self) -> bool:
+        """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
+        return self.grows or self._may_exceed_plan or sum(self.layout.coded) > 0
+
+    def count_step(self) -> None:
+        """Count one decode step, and demote a block if a buffer is full."""
+        self._free_steps -= 1
+        if self._free_steps < 1:
+            self.demote()
+
+    def ensure_capacity(self) -> int:
+        """Add slots if the next step has none: in a growing cache, or one that was announced too few tokens.
+
+        Returns:
+            How many tokens were added to the longest row.
+        """
+        if self._free_steps >= 1:
+            return 0
+        needed = capacity.slots_needed(
+            self.expected_len, self.budget.tolist(), self._row_counts(), capacity.GROWTH, grows=self.grows
+        )
+        added = self._extend(needed)
+        self.demote()
+        return added
+
+    def reserve(self, new: int) -> int:
+        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
+        counts = zip(self._row_counts(), self.expected_len, strict=True)
+        more = [max(0, held + new - expected) for held, expected in counts]
+        return self._extend(more) if any(more) else 0
+
+    def _extend(self, more: list[int]) -> int:
+        """Let each row hold so many tokens more; in a growing cache they raise the budget too."""
+        old = self.capacity
+        self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
+        if max(self.expected_len) > self.capacity:
+            self.capacity = max(self.expected_len)
+            self._lengthen()
+        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
+        self._fix_addresses()
+        return self.capacity - old
+
+    def _count_free_steps(self) -> float:
+        if not self.can_run_out:
+            return capacity.UNLIMITED
+        occupied = (self.positions >= 0).sum(-1)
+        room = None
+        if self.limits is not None:
+            size = self._open_slots().sum(-1).expand_as(occupied)
+            room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
+        return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)

@@ -1,0 +1,1 @@
+"""Everything that knows transformers: hooks, caches, model descriptions."""

@@ -1,0 +1,283 @@
+"""Connect a policy to a model, and disconnect it without a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import threading
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch._dynamo import OptimizedModule
+from transformers.cache_utils import Cache
+
+from kvpolicy.hf import falcon
+from kvpolicy.hf.attachment import Attachment, attachments
+from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.config_swap import configs_of, swap_implementation
+from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
+from kvpolicy.hf.forward_calls import (
+    bind_cache,
+    caches,
+    check_asked,
+    check_step,
+    check_stock,
+    is_compiled,
+    note_replaced,
+    prompt_columns,
+    row_lengths,
+)
+from kvpolicy.hf.forward_checks import by_name, check_call, exceeds, own_mask
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.residual_hooks import measure
+from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
+from kvpolicy.parallel.runtime import sharing_of
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.reporting import rich_repr as notebook
+from kvpolicy.reporting.logging import check_caching, tell_attached, tell_behind, tell_detached, tell_settled
+from kvpolicy.reporting.report import Report
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+
+class Handle:
+    """A policy at work on a model; a context manager.
+
+    Attributes:
+        policy: The policy.
+        cache: The newest cache that the model made by itself, or None.
+    """
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        """Attach; use `kvpolicy.attach`."""
+        self.policy = policy
+        self.cache: PolicyCache | None = None
+        self._model, self._undo, self._thread = model, list[Any](), threading.local()
+        sites, sharing = find_sites(model), sharing_of(model)
+        shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
+        info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
+        policy.codec.check(info)
+        unrotates = policy.codec.traits.key_space == "unrotated"
+        ropes = {site.layer_idx: rope_of(sites.decoder, site) for site in sites.layers} if unrotates else {}
+        rotary = getattr(sites.decoder, "rotary_emb", None)
+        trained = None if rotary is None else trained_positions(model.config)
+        self._attachment = Attachment(policy, shape, info, ropes, sharing, rotary, trained)
+        try:
+            self._connect(sites)
+        except BaseException:
+            self.detach()
+            raise
+        attachments[model] = self._attachment
+        tell_attached(model, policy, shape)
+
+    @property
+    def plan(self) -> CachePlan | None:
+        """Tokens and bytes of the newest cache, None before its first prompt."""
+        return None if self.cache is None else self.cache.plan
+
+    def report(self) -> Report:
+        """Per layer: budget, tokens kept and bytes by kind, against the full cache.
+
+        Raises:
+            KVPolicyError: Where the model has made no cache yet.
+        """
+        if self.cache is None:
+            raise KVPolicyError("There is nothing to report yet: run the model first, or ask a cache of your own.")
+        return self.cache.report()
+
+    def detach(self) -> None:
+        """Leave the model as it was found; again does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        self._attachment.active = False
+        if attachments.get(self._model) is self._attachment:
+            del attachments[self._model]
+            tell_detached(self._model, self.policy)
+
+    def __enter__(self) -> Handle:
+        """Nothing more to do: attaching is done."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach."""
+        self.detach()
+
+    def __repr__(self) -> str:
+        """One line: policy, model, and what the newest cache holds."""
+        return notebook.handle_words(self, type(self._model).__name__, self._attachment.active)
+
+    def _repr_html_(self) -> str:
+        return notebook.handle_html(self, type(self._model).__name__, self._attachment.active)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: a copied model has hooks that work for the original."""
+        raise KVPolicyTypeError(
+            "A model cannot be copied while a policy is attached to it: detach, copy, and attach to both."
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse, likewise."""
+        raise KVPolicyTypeError(
+            "A model cannot be pickled while a policy is attached to it: use save_pretrained or state_dict, or detach."
+        )
+
+    # connecting
+
+    def _connect(self, sites: Sites) -> None:
+        # Pushed in this order, undone in reverse.
+        self._undo.append(swap_implementation(self._model))
+        self._undo.append(sites.decoder.register_forward_pre_hook(self._before, with_kwargs=True).remove)
+        self._undo.append(sites.decoder.register_forward_hook(self._after).remove)
+        self._names = list(inspect.signature(sites.decoder.forward).parameters)
+        for site in sites.layers:
+            self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
+            if is_falcon(site.attention):
+                self._undo.append(falcon.replace_forward(site.attention))
+            if self.policy.allocator.layer_metric:
+                self._undo += measure(site, lambda: self._running)
+            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._attachment.model_shape.evictable:
+                self._look(site)
+        self._offer_cache()
+
+    def _offer_cache(self) -> None:
+        """Let `generate` begin with a cache under the policy, told how many tokens will come."""
+        model: Any = self._model
+        if not hasattr(model, "_prepare_cache_for_generation"):
+            return
+        prepare = model._prepare_cache_for_generation
+
+        def prepare_cache(
+            generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
+        ) -> Any:
+            given = model_kwargs.get("past_key_values")
+            columns = prompt_columns(model_kwargs, generation_config)
+            new = max(length + 1 - columns, 0) if columns else None
+            check_asked(generation_config, mode)
+            if isinstance(given, PolicyCache):
+                given.expect(row_lengths(model_kwargs, columns), new or 0)
+            result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
+            if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
+                check_stock(model_kwargs["past_key_values"])
+                prompt = row_lengths(model_kwargs, columns)
+                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
+            return result
+
+        model._prepare_cache_for_generation = prepare_cache
+        self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
+
+    def _look(self, site: Site) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cache = self._running
+            if cache is not None and cache.wants_massive:
+                cache.note_massive(site.layer_idx, args[0] if args else kwargs["hidden_states"])
+
+        self._undo.append(site.block.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+    @property
+    def _running(self) -> PolicyCache | None:
+        """The cache of this thread's forward, if one runs; none does in a compiled step."""
+        return getattr(self._thread, "cache", None)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make sure that a forward has a cache under the policy."""
+        if self._running is not None:  # it was broken off, and is not this forward's to finish
+            self._thread.cache = None
+        if torch.compiler.is_compiling():
+            return check_step(module, args, kwargs)
+        args, kwargs = by_name(self._names, args, kwargs)
+        given = cache = kwargs.get("past_key_values")
+        tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return args, kwargs  # the model says so itself
+        if cache is None and caches(module, kwargs):
+            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+        elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
+            check_stock(cache)
+            cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
+        if isinstance(cache, PolicyCache):
+            self._check_own(cache)
+            mask = own_mask(module, kwargs.get("attention_mask"))
+            check_call(self._model, module, cache, tokens, {**kwargs, "attention_mask": mask})
+            limit = self._attachment.trained_positions
+            if (
+                limit is not None
+                and exceeds(cache, limit, tokens.shape[1], kwargs)
+                and self._attachment.first_warning()
+            ):
+                tell_behind(self._model, limit)
+            plan = cache.plan
+            cache.begin(tokens, mask, kwargs.get("position_ids"))
+            self._thread.cache, self._thread.plan = cache, plan
+            note_replaced(given)
+        return args, kwargs
+
+    def _check_own(self, cache: PolicyCache) -> None:
+        if cache.attachment.active and cache.attachment is not self._attachment:
+            raise KVPolicyError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
+        running = self._running
+        if running is not None:
+            self._thread.cache = None
+            running.finish()
+            if running.plan is not self._thread.plan:
+                tell_settled(running)
+
+
+def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
+    """Keep a model's KV cache small from now on.
+
+    Every forward that caches goes through the policy: `generate`, a loop of your own, chunks, a second turn. Nothing
+    is copied or patched in transformers; `detach`, or leaving the `with` block, gives the model back as it was.
+
+    Args:
+        model: A decoder-only causal language model of transformers, not compiled yet.
+        policy: A policy, or its words.
+        budget: In place of the policy's own.
+
+    Returns:
+        The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
+
+    Raises:
+        KVPolicyError: Where the model or its state is not supported, naming what and how to go on.
+        KVPolicyTypeError: Where it is no model, or no policy.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=9)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> with torch.no_grad(), attach(model, "streaming:sinks=1@0.5") as handle:
+        ...     _ = model(torch.arange(8)[None])
+        ...     print(handle.cache.layers[0].positions[0, 0].tolist())
+        [0, 5, 6, 7]
+    """
+    policy = Policy.of(policy)
+    if budget is not None:
+        policy = dataclasses.replace(policy, budget=budget)
+    _check_fresh(model)
+    check_caching(model)
+    return Handle(model, policy)
+
+
+def _check_fresh(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise KVPolicyTypeError(
+            f"The model is {model!r} and no module: load it first, and pass what from_pretrained returns."
+        )
+    if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
+        raise KVPolicyError("A policy is already attached to this model, or to one around it: detach it first.")
+    if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
+        raise KVPolicyError(
+            "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "
+            "was loaded, then call torch.compile."
+        )
+    if not hasattr(model, "config"):
+        raise KVPolicyError(f"{type(model).__name__} is no transformers model: pass a causal language model.")

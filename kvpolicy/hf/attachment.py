@@ -1,0 +1,117 @@
+"""What connects a cache to the attachment that made it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.model_spec import ModelShape
+from kvpolicy.parallel.runtime import Sharing
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+"""The attachment of every model that has one."""
+
+
+class Attachment:
+    """A policy's attachment to a model, as the caches of that model know it.
+
+    Attributes:
+        policy: The attached policy.
+        model_shape: The model's cache.
+        info: The same as codecs see it.
+        ropes: Rotary embedding of each layer; empty unless the policy's codec codes unrotated keys.
+        rotary: The model's rotary embedding, or None.
+        trained_positions: The positions that it was trained for; None if its kind extrapolates.
+        layers: Number of the model's layers.
+        active: False once the policy is detached.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model_shape: ModelShape,
+        info: ModelInfo,
+        ropes: dict[int, Rope],
+        sharing: Sharing | None,
+        rotary: nn.Module | None = None,
+        trained_positions: int | None = None,
+    ) -> None:
+        """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
+        self.policy = policy
+        self.model_shape = model_shape
+        self.info = info
+        self.ropes = ropes
+        self.rotary = rotary
+        self.trained_positions = trained_positions
+        self.layers: int = len(model_shape.evictable) + len(model_shape.left_alone)
+        self.active = True
+        self._sharing = sharing
+        self._ranks: dict[int, Ranks] = {}
+        self._warned = False
+
+    def check(self, policy: Policy) -> None:
+        """Refuse a cache's policy that needs hooks which this attachment does not have.
+
+        Raises:
+            KVPolicyError: Naming the part of the policy.
+        """
+        if policy.allocator.layer_metric and not self.policy.allocator.layer_metric:
+            raise KVPolicyError(
+                f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
+                "attach a policy with the same allocator."
+            )
+        if policy.codec.traits.key_space == "unrotated" and not self.ropes:
+            raise KVPolicyError(
+                f"The attached policy must store unrotated keys, as the cache's {policy} does, got {self.policy}; try "
+                "to attach a policy with the same codec."
+            )
+        if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
+            raise KVPolicyError(
+                f"The attached policy must read hidden states, as the cache's {policy} does, got {self.policy}; try to "
+                "attach a policy with the same codec."
+            )
+        policy.codec.check(self.info)
+
+    def resolve_ranks(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
+        """The ranks that share a layer, from the heads [B, heads, P, D] of its first prompt; asked once per layer."""
+        if self._sharing is None:
+            return SINGLE_RANK
+        if layer_idx not in self._ranks:
+            self._ranks[layer_idx] = self._sharing.resolve_ranks(queries.shape[1], keys.shape[1], keys.device)
+        return self._ranks[layer_idx]
+
+    def first_warning(self) -> bool:
+        """Whether the warning about texts beyond the trained positions is still due; True only once."""
+        due = not self._warned
+        self._warned = True
+        return due
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse: what is loaded elsewhere belongs to no attachment."""
+        raise KVPolicyTypeError(
+            "A cache under a policy cannot be pickled, since it belongs to its model; try to keep the tokens instead."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """Copies of a cache belong to the same attachment."""
+        return self
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """The attachment of a model.
+
+    Raises:
+        KVPolicyError: If no policy is attached.
+    """
+    found = attachments.get(model)
+    if found is None:
+        raise KVPolicyError(
+            "The model must have a policy attached, got none; try kvpolicy.attach(model, policy) first."
+        )
+    return found

@@ -1,0 +1,164 @@
+"""The functions that transformers calls for a model under a policy: one for attention, one for masks.
+
+Each has a name such as `kvpolicy_sdpa`: the part after `kvpolicy_` is what layers without slots go on using.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.spec.errors import KVPolicyError
+
+PREFIX = "kvpolicy_"
+REFUSED = ("position_bias", "cache")
+"""Arguments of attention functions that change its result in ways the engine does not know."""
+
+
+def register(stock: str | None, other: str = "sdpa") -> str:
+    """Register the functions beside a stock implementation, or another that stands in for it, and return their name."""
+    stock = stock if stock in ("sdpa", "eager") else other
+    name = PREFIX + stock
+    AttentionInterface.register(name, partial(attention_forward, stock))
+    AttentionMaskInterface.register(name, partial(policy_mask, stock))
+    return name
+
+
+def attention_forward(
+    stock: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    policy_cache: Any = None,
+    policy_call: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend through a layer's slots, or as the stock function does for a layer without.
+
+    Args:
+        stock: Name of the stock implementation.
+        module: The attention module.
+        query: [B, Hq, P, D].
+        key: [B, H, P, D].
+        value: [B, H, P, D].
+        attention_mask: Which of the P tokens are not padding, [B, P] bool; a stock mask for a layer without slots.
+        dropout: Probability of attention dropout.
+        scaling: Factor of the scores.
+        softcap: Cap of the scores, or None.
+        policy_cache: The `PolicyCache` that holds the layer's slots, or None.
+        policy_call: The module's arguments as a `Forward`, if the selector needs them.
+        **kwargs: Arguments that the stock function takes.
+
+    Returns:
+        The output, [B, P, Hq, D], and None; only the stock eager function makes an attention matrix.
+    """
+    kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
+    if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
+        mask, run = attention_mask, _stock_attention(stock, module)
+        if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
+            mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
+        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
+    for name in REFUSED:
+        if kwargs.get(name) is not None:
+            raise KVPolicyError(
+                f"{type(module).__name__} passes {name!r} to its attention, which a policy cannot honour yet: "
+                "detach, or use another model."
+            )
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise KVPolicyError(
+            "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
+            "pass text alone, without token_type_ids, and the 2-D mask of padding."
+        )
+    sinks: Tensor | None = kwargs.get("s_aux")
+    if sinks is not None and len(sinks) != query.shape[1]:
+        raise KVPolicyError(
+            f"{type(module).__name__} has {len(sinks)} attention sinks for {query.shape[1]} query heads on this rank, "
+            "since they were not divided with the heads: load the model on one rank."
+        )
+    if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
+        raise KVPolicyError(
+            f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
+            "which a policy cannot pair: use a model with ordinary or grouped-query attention."
+        )
+    if kwargs.get("dropout"):
+        if policy_cache is not None:
+            raise KVPolicyError(
+                "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
+                "call model.eval(), or train with use_cache=False."
+            )
+        mask, run = _stock_mask(stock, query, key, attention_mask), _stock_attention(stock, module)
+        return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
+    if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
+        query, key = query.to(value.dtype), key.to(value.dtype)
+    transform = ScoreTransform(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    if policy_cache is None:
+        out, _ = attend(query, key, value, transform, None, attention_mask, False)
+    else:
+        layer_idx: Any = module.layer_idx
+        out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) -> Tensor:
+    """The causal mask that the stock function is given without a cache, [B, 1, P, P]."""
+    make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+    return make(
+        batch_size=query.shape[0], q_length=query.shape[2], kv_length=key.shape[2], q_offset=0, kv_offset=0,
+        mask_function=causal_mask_function, attention_mask=valid, dtype=query.dtype, device=query.device,
+    )  # fmt: skip
+
+
+def _pairs(queries: int, heads: int) -> bool:
+    """Whether each KV head has as many query heads; a rank of several may have none of either."""
+    return queries % heads == 0 if heads else queries == 0
+
+
+def _stock_attention(stock: str, module: nn.Module) -> Callable[..., tuple[Tensor, None]]:
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    stock = "sdpa" if eager is None else stock  # Falcon's eager attention is no function
+    return ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def policy_mask(
+    stock: str,
+    *,
+    q_length: int,
+    kv_length: int | Tensor,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Which of the new tokens are no padding, [B, P] bool, or None where all are.
+
+    Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D.
+    """
+    if mask_function is not causal_mask_function:
+        make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+        return make(
+            q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
+        )  # fmt: skip
+    if attention_mask is None:
+        return None
+    if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):
+        raise KVPolicyError(
+            f"The attention mask has {attention_mask.shape[-1]} columns, and the cache has seen {kv_length} with the "
+            f"{q_length} new tokens: pass a mask over all tokens so far, or over the new ones."
+        )
+    valid = attention_mask[:, -q_length:]
+    if not torch.compiler.is_compiling() and bool(valid.all()):
+        return None
+    return valid

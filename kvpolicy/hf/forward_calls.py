@@ -1,0 +1,125 @@
+"""What a model's forward was called with: its cache, its tokens, and whether a policy can serve it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.protocols import Forward
+from kvpolicy.spec.errors import KVPolicyError
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+_REPLACED = "_kvpolicy_replaced"
+"""On a stock cache whose place a PolicyCache took; copies have it too, which no weak dictionary would know."""
+
+
+def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass the cache that this call carries, and what its selector needs, on to the attention function."""
+    for name in CACHE_NAMES:
+        cache = kwargs.get(name)
+        if isinstance(cache, PolicyCache):
+            layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if isinstance(layer, PolicyLayer):
+                if layer.store.selector.needs.forward and not torch.compiler.is_compiling():
+                    kwargs["policy_call"] = _module_call(layer, cache, module, args, kwargs)
+                kwargs["policy_cache"] = cache
+    return args, kwargs
+
+
+def _module_call(
+    layer: PolicyLayer, cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Forward | None:
+    """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
+    hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+    if hidden.shape[1] == 1 and layer.is_initialized:
+        return None
+    own = ("hidden_states", "attention_mask", *CACHE_NAMES)
+    others = {name: value for name, value in kwargs.items() if name not in own}
+    return Forward(module, hidden.detach(), others, cache.attachment.rotary)
+
+
+def caches(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether a forward without a cache would make one."""
+    wanted = kwargs.get("use_cache")
+    return not module.training and bool(getattr(module.config, "use_cache", False) if wanted is None else wanted)
+
+
+def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse to compile what is not a decode step on a cache under the policy; raised, it breaks the graph."""
+    cache: Any = kwargs.get("past_key_values")
+    if not isinstance(cache, PolicyCache) and (cache is not None or caches(module, kwargs)):
+        raise KVPolicyError(
+            "A compiled step cannot make its cache: make one with kvpolicy.PolicyCache(model), run the prompt through "
+            "the model itself, and pass the cache as past_key_values."
+        )
+    tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
+        raise KVPolicyError(
+            "A prompt cannot be compiled under a policy, since its budgets are settled on the host: run it through "
+            "the model itself, and compile the steps."
+        )
+
+
+def check_stock(cache: Cache) -> None:
+    """Raise KVPolicyError unless a stock cache can be replaced: it must be the ordinary one, empty and new."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
+        raise KVPolicyError(
+            f"The {kind} cannot be kept under a policy: leave past_key_values and cache_implementation out, "
+            "or pass a kvpolicy.PolicyCache."
+        )
+    if cache.get_seq_length() > 0:
+        raise KVPolicyError(
+            "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
+        )
+    if hasattr(cache, _REPLACED):
+        raise KVPolicyError(
+            "The DynamicCache was given to an earlier call and stays empty, since the policy made a cache of its own: "
+            "pass on that call's out.past_key_values, or make a kvpolicy.PolicyCache(model) and pass that."
+        )
+
+
+def note_replaced(cache: Any) -> None:
+    """Mark a stock cache that a call was given, if it was: it stays empty, and so do its copies."""
+    if type(cache) is DynamicCache:
+        setattr(cache, _REPLACED, True)
+
+
+def check_asked(generation_config: Any, mode: Any) -> None:
+    """Raise KVPolicyError where `generate` would ask to install a cache's packages, or run drafts, before we see it."""
+    if mode == "assisted_generation":  # an early exit changes the model's config, and an error leaves it changed
+        raise KVPolicyError(
+            "Assisted decoding cannot run under a policy, since what a rejected draft evicted is gone: leave out "
+            "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp."
+        )
+    if getattr(generation_config, "cache_implementation", None) == "quantized":
+        raise KVPolicyError(
+            "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "
+            "kivi, in the policy."
+        )
+
+
+def prompt_columns(model_kwargs: dict[str, Any], generation_config: Any) -> int:
+    """Columns of the prompt that `generate` is about to run, 0 where it does not say."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None:
+        return int(mask.shape[1])
+    return int(getattr(generation_config, "_mask_length", 0) or 0)
+
+
+def row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
+    """Tokens of each row's prompt; `generate` drops a mask without padding."""
+    mask = model_kwargs.get("attention_mask")
+    return (columns or None) if mask is None else mask.sum(-1).cpu()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module's call or forward was compiled in place."""
+    held = vars(module)
+    return bool(held.get("_compiled_call_impl")) or hasattr(held.get("forward"), "_torchdynamo_orig_callable")

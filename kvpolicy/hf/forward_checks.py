@@ -1,0 +1,134 @@
+"""What a forward is called with, checked before anything is changed: one sentence in place of a wrong answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.spec.errors import KVPolicyError
+
+if TYPE_CHECKING:
+    from kvpolicy.hf.cache import PolicyCache
+
+_TABLES = ("wpe", "embed_positions")
+"""Names of learned position embeddings, which end somewhere."""
+
+
+def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments behind the first by their names, so that a cache or a mask is found however it was passed."""
+    named = dict(zip(names[1:], args[1:], strict=False))
+    if len(args) < 2 or len(args) > len(names) or named.keys() & kwargs.keys():
+        return args, kwargs  # nothing to name, or an error that Python words better
+    return args[:1], {**named, **kwargs}
+
+
+def own_mask(decoder: nn.Module, mask: Any) -> Any:
+    """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3)."""
+    kinds: Any = getattr(decoder.config, "layer_types", None)
+    return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
+
+
+def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
+    """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
+
+    Args:
+        model: The attached model.
+        decoder: Whose forward it is.
+        cache: The call's cache.
+        tokens: Ids or embeddings, [B, P(, D)].
+        call: The call's other arguments.
+
+    Raises:
+        KVPolicyError: Naming what is wrong and how to go on.
+    """
+    config: Any = model.config
+    if not str(config._attn_implementation).startswith(PREFIX):
+        raise KVPolicyError(
+            f"The model's attention was set to {config._attn_implementation!r} while a policy was attached, which puts "
+            "the policy out of action: detach first, set it, then attach again."
+        )
+    asked = call.get("output_attentions")
+    if config.output_attentions if asked is None else asked:
+        raise KVPolicyError(
+            "No attention matrix is made where a policy keeps a cache: ask for output_attentions with use_cache=False, "
+            "of a model with eager attention."
+        )
+    if tokens.device.type == "meta":
+        raise KVPolicyError(
+            "The model is on the meta device, which holds no numbers to choose tokens by: load its weights, or ask "
+            "kvpolicy.plan what a cache will hold."
+        )
+    rows, new = tokens.shape[:2]
+    if not rows or not new:
+        raise KVPolicyError(f"The prompt has {rows} row(s) of {new} token(s): pass at least one token.")
+    if cache.batch_size not in (-1, rows):
+        raise KVPolicyError(
+            f"The cache holds {cache.batch_size} row(s), and this call has {rows}: start a new cache, or choose rows "
+            "with cache.batch_select_indices."
+        )
+    if call.get("attention_mask") is not None:
+        _check_mask(cache, call["attention_mask"], rows, new)
+    _check_limit(decoder, config, cache, new, call)
+
+
+def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
+    if not isinstance(mask, Tensor):
+        raise KVPolicyError(
+            f"The attention mask is a {type(mask).__name__}, which a policy cannot read: pass a 2-D tensor, 1 for a "
+            "token and 0 for padding."
+        )
+    if mask.dim() == 4:
+        return  # attention says so itself, where it is not a sliding layer's
+    if mask.dim() != 2 or mask.shape[0] != rows:
+        raise KVPolicyError(
+            f"The attention mask has the shape {list(mask.shape)}, and the call has {rows} row(s): pass a 2-D mask of "
+            "one line per row, 1 for a token and 0 for padding."
+        )
+    if mask.is_floating_point() and new > 1 and bool(((mask != 0) & (mask != 1)).any()):
+        raise KVPolicyError("The attention mask has other numbers than 0 and 1: pass 1 for a token and 0 for padding.")
+    first = cache.policy_layers[0]
+    if not first.is_initialized and not bool(mask.any()):
+        raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
+    if first.is_initialized and mask.shape[1] > new:
+        held = mask[:, :-new].bool().sum(-1).to(first.positions.device)
+        said = "The attention mask does not show the earlier tokens that the cache has seen: start a new cache"
+        if new > 1 and bool((held != first.length).any()):
+            raise KVPolicyError(f"{said}, or pass the mask as it was, with the new columns behind it.")
+        if new == 1:  # without waiting for the device
+            torch._assert_async((held == first.length).all(), f"{said}.")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
+    """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
+    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES):
+        return
+    limit, end = int(config.max_position_embeddings), _end(cache, new, call)
+    if end > limit:
+        raise KVPolicyError(
+            f"The model has learned {limit} positions, and this call needs position {end - 1}: end the text before, "
+            "since a policy that drops tokens does not move those that stay."
+        )
+
+
+def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> bool:
+    """Whether a call of `new` columns needs a position of at least `limit`."""
+    if cache.guard.columns + new <= limit:  # the host's count, without waiting for the device
+        return False
+    return _end(cache, new, call) > limit
+
+
+def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
+    """The position behind the last one of a call."""
+    end, places, mask = (
+        cache.policy_layers[0].get_seq_length() + new,
+        call.get("position_ids"),
+        call.get("attention_mask"),
+    )
+    if places is not None:
+        return int(places.max()) + 1
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:
+        return int(mask.bool().sum(-1).max())
+    return end

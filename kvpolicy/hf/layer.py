@@ -1,0 +1,121 @@
+"""A layer of a policy's cache as transformers sees it: an adapter of the engine's store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.store import LayerStore
+from kvpolicy.protocols import Layout
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class PolicyLayer(CacheLayerMixin):
+    """The slots of one layer under a policy.
+
+    Attributes:
+        store: The layer's slots.
+        pending: The prompt that awaits its budget, or None.
+    """
+
+    is_sliding = False
+    is_compileable = False  # generate() would compile by itself, and nothing would call tick()
+    is_croppable = False
+    supports_early_init = False
+    # Properties of the store take the place of the base class's attributes.
+    keys: Tensor = property(lambda self: getattr(self.store, "keys", None))  # pyright: ignore
+    values: Tensor = property(lambda self: getattr(self.store, "values", None))  # pyright: ignore
+    is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
+
+    def __init__(self, make_store: Callable[[], LayerStore]) -> None:
+        """Make an empty layer; `make_store` is called again for every reset."""
+        self._make_store = make_store
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.store = self._make_store()
+        self.pending: PendingPrompt | None = None
+
+    @property
+    def layer_idx(self) -> int:
+        """Index of the layer in the model."""
+        return self.store.layer_idx
+
+    @property
+    def positions(self) -> Tensor:
+        """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot."""
+        return self.store.positions
+
+    @property
+    def budget(self) -> Tensor:
+        """The most tokens that each row may hold, [B] int64."""
+        return self.store.budget
+
+    @property
+    def length(self) -> Tensor:
+        """Tokens that each row has seen, [B] int64."""
+        return self.store.length
+
+    @property
+    def layout(self) -> Layout:
+        """Slots of the full-precision buffer and of each stage."""
+        return self.store.layout
+
+    def held(self) -> dict[str, int]:
+        """Bytes by kind, of a prompt that awaits its budget too."""
+        kinds = self.store.nbytes_by_kind()
+        return kinds if self.pending is None else kinds | {"waiting prompt": self.pending.nbytes}
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make a layer without slots, on the device of its first keys."""
+        self.store.initialize(key_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are: the attention function reads and writes the slots."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included: transformers counts positions from it."""
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling():
+            return self.store.columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
+        return int(self.store.columns)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a stock mask over everything seen."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit: tokens beyond the budget are evicted."""
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take rows `beam_idx` [B']."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take rows `indices` [B']."""
+        self.store.map_rows(lambda t: t[indices.to(t.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.store.map_rows(lambda t: t.repeat_interleave(repeats, 0))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse: what was evicted for the tokens to remove is gone."""
+        if tokens_to_remove != 0:
+            raise KVPolicyError(
+                f"tokens_to_remove must be 0 for a cache under a policy, got {tokens_to_remove}: evicted tokens are "
+                "gone; try a new cache, or generate without an assistant model."
+            )
+
+    def __repr__(self) -> str:
+        """The slots, and how they are stored."""
+        return repr(self.store).replace(type(self.store).__name__, type(self).__name__, 1)

@@ -1,0 +1,93 @@
+"""The plan of a cache from a config alone, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvpolicy.hf.embedded import as_config
+from kvpolicy.hf.model_spec import check_class, describe
+from kvpolicy.hf.rotary_lookup import trained_positions
+from kvpolicy.hf.weights import weights_per_rank
+from kvpolicy.planning.memory import planned_resident
+from kvpolicy.planning.notes import beyond_trained_length, remarks
+from kvpolicy.planning.planner import divide, plan_layers
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.spec.validation import check_sizes, each_row
+
+
+def plan(
+    config: Any,
+    policy: Policy | str,
+    *,
+    batch: int = 1,
+    prompt: int | list[int] = 4096,
+    new: int = 0,
+    dtype: torch.dtype | None = None,
+    tp: int = 1,
+    backend: str | None = None,
+) -> CachePlan:
+    """Plan a policy's cache from a config alone, without weights.
+
+    Args:
+        config: A transformers config, a model, or a name that `config_of` finds.
+        policy: A policy or its spec string.
+        batch: Number of rows.
+        prompt: Tokens of each row's prompt, one number or one per row.
+        new: Tokens to be generated.
+        dtype: Dtype of keys and values; the config's own by default.
+        tp: The tensor parallel size; the plan is of the rank that holds the most.
+        backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
+
+    Returns:
+        The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides.
+
+    Raises:
+        KVPolicyError: If the budget is too small, a size is out of range, or the model is not supported.
+        KVPolicyTypeError: If a size is not an integer, or the config or the policy is of a wrong type.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
+        >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
+        >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
+        (250, 132048, 512000)
+        >>> on_two = plan(config, "window@0.25", prompt=1000, tp=2, backend="hf", dtype=torch.float32)
+        >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
+        (66048, 16696576, 16004, 4129)
+    """
+    policy = Policy.of(policy)
+    config = as_config(config)
+    check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
+    lengths = each_row(prompt, batch)
+    model = describe(config, dtype, tp)
+    check_class(config)
+    policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
+    prompt_len = torch.tensor(lengths, dtype=torch.int64)
+    shapes = [model.shape] * len(model.evictable)
+    unmanaged = model.alone_bytes(batch, max(lengths) + new)
+    unmanaged_nbytes = sum(unmanaged.values())
+    # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
+    measures = bool(policy.allocator.layer_metric)
+    metrics = torch.ones(batch, len(shapes)) if measures else None
+    tokens = divide(policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes)
+    layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
+    full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
+    notes = (
+        remarks(policy, layers, tokens.keep, prompt_len, measured=not measures),
+        beyond_trained_length(prompt_len, new, trained_positions(config)),
+    )
+    return CachePlan(
+        policy=policy,
+        batch=batch,
+        layers=layers,
+        left_alone=unmanaged,
+        full_nbytes=full + unmanaged_nbytes,
+        measured=not measures,
+        note="; ".join(filter(None, notes)),
+        resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
+        tp=tp,
+        weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
+    )

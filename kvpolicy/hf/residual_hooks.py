@@ -1,0 +1,67 @@
+"""Hooks that measure how much a layer's attention changes the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.discovery import Site
+
+
+def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Callable[[], None]]:
+    """Let the running cache observe a layer; returns how to undo it.
+
+    The stream is seen where a norm after attention takes it in, if the block has one that cannot be mistaken; else
+    what attention adds is put together from its output.
+    """
+    scale, norm = residual_scale(site), next_norm(site)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = running()
+        if cache is not None and cache.wants_metrics:
+            cache.guard.residuals[site.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    def observe(added: Callable[[Tensor], Tensor]) -> None:
+        cache = running()
+        residual = None if cache is None else cache.guard.residuals.pop(site.layer_idx, None)
+        if cache is not None and residual is not None:
+            cache.observe(site.layer_idx, residual, added(residual))
+
+    def behind(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        observe(lambda residual: args[0].float() - residual.float())
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        observe(lambda _: (output[0] if isinstance(output, tuple) else output) * scale)
+
+    seen = (
+        attention_output(site).register_forward_hook(after) if norm is None else norm.register_forward_pre_hook(behind)
+    )
+    return [site.block.register_forward_pre_hook(before, with_kwargs=True).remove, seen.remove]
+
+
+def next_norm(site: Site) -> nn.Module | None:
+    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
+    names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
+    return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
+
+
+def attention_output(site: Site) -> nn.Module:
+    """The module whose output is added to the residual stream: the attention, or a norm behind it."""
+    for name in ("post_self_attn_layernorm", "post_norm1"):  # GLM-4, HyperCLOVAX
+        if hasattr(site.block, name):
+            return site.block.get_submodule(name)
+    if getattr(site.block, "norm_after", "Swin" in type(site.block).__name__):  # Molmo-2, Chameleon
+        return site.block.get_submodule("input_layernorm")
+    behind = getattr(site.block, "post_attention_layernorm", None)
+    if behind is not None and not hasattr(site.block, "input_layernorm"):  # Olmo-2, Exaone-4
+        return behind
+    return site.attention
+
+
+def residual_scale(site: Site) -> float:
+    """What attention's output is multiplied by before it is added to the residual stream."""
+    scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
+    return float(scale)

@@ -1,0 +1,90 @@
+"""Find a layer's rotary embedding in a model, and the length that it was trained for."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.discovery import Site
+from kvpolicy.spec.errors import KVPolicyError
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose frequencies depend on the length, so that a stored key cannot be unrotated."""
+
+
+def trained_positions(config: Any) -> int | None:
+    """The positions that a model's rotary embedding was trained for; None where its kind reaches further by itself.
+
+    Examples:
+        >>> from transformers import LlamaConfig
+        >>> trained_positions(LlamaConfig(max_position_embeddings=4096))
+        4096
+    """
+    text = config.get_text_config()
+    given: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in given.values() if isinstance(part, dict)] or [given]  # one for each type of layer
+    kinds: set[str] = {part.get("rope_type", "default") for part in parts}
+    limit: Any = getattr(text, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and kinds <= {"default", "linear", "llama3"} else None
+
+
+def _slides_or_all(attention: Any) -> bool:
+    return attention.sliding_window is None or attention.is_sliding
+
+
+def _has_base(attention: Any) -> bool:
+    return bool(attention.config.layer_rope_theta[attention.layer_idx])
+
+
+_ROTATES: dict[str, Callable[[Any], bool]] = {
+    "AfmoeAttention": lambda attention: attention.is_local_attention,
+    "Cohere2Attention": lambda attention: attention.sliding_window is not None,
+    "Cohere2MoeAttention": lambda attention: attention.sliding_window is not None or attention.force_rope,
+    "Exaone4Attention": _slides_or_all,
+    "Exaone4_5_Attention": _slides_or_all,
+    "ExaoneMoeAttention": _slides_or_all,
+    "FlintAttention": lambda attention: attention.sliding_window is not None,
+    "Kolibri1Attention": _slides_or_all,
+    "MuseGlimmerTextAttention": _has_base,
+    "MuseSparkTextAttention": _has_base,
+}
+"""Attention classes of which some layers have no embedding, and the condition in their source or their decoder's."""
+
+
+def rope_of(decoder: nn.Module, site: Site) -> Rope:
+    """The rotary embedding of a layer.
+
+    Raises:
+        KVPolicyError: If it cannot be undone.
+    """
+    tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
+    if tables is None or not rotates(site.attention):
+        return Rope(None, None, None)
+    apply = getattr(sys.modules[type(site.attention).__module__], "apply_rotary_pos_emb", None)
+    kind: Any = getattr(tables, "rope_type", "default")
+    layer_type: str | None = None
+    if "layer_type" in inspect.signature(tables.forward).parameters:
+        config: Any = tables.config
+        layer_type = str(config.layer_types[site.layer_idx])
+    if isinstance(kind, dict):
+        if layer_type not in kind:  # a type of layer without an embedding
+            return Rope(None, None, None)
+        kind = kind[layer_type]
+    if apply is None or kind in _LENGTH_DEPENDENT:
+        raise KVPolicyError(
+            f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
+            "which this codec needs; try a codec that stores rotated keys, such as tokenwise."
+        )
+    return Rope(tables, _of_pairs(apply), layer_type)
+
+
+def _of_pairs(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that rotates queries and keys, made from one that may rotate one tensor at a time (Gemma-4)."""
+    needed = [x for x in inspect.signature(apply).parameters.values() if x.default is x.empty]
+    return apply if len(needed) > 3 else lambda q, k, cos, sin: (apply(q, cos, sin), apply(k, cos, sin))

@@ -1,0 +1,1 @@
+"""Numeric primitives that codecs and the engine share."""

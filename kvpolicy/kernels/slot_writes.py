@@ -1,0 +1,34 @@
+"""In-place writes to single slots of large buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def write_slots(target: Tensor, slots: Tensor, data: Tensor) -> None:
+    """Write vectors to slots of each head, in place.
+
+    A scatter along the slots would do the same, but inductor (torch 2.13) turns a scatter of one token into a copy of
+    the whole buffer; `index_copy_` on the flat view writes only the given slots.
+
+    Args:
+        target: [B, H, S, ...], contiguous.
+        slots: [B, H, n] int64, distinct within a head, or with equal data where they are not.
+        data: [B, H, n, ...].
+
+    Examples:
+        >>> buffer = torch.zeros(1, 2, 3, 1)
+        >>> write_slots(buffer, torch.tensor([[[2], [0]]]), torch.ones(1, 2, 1, 1))
+        >>> buffer.flatten().tolist()
+        [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    """
+    flat = target.view(-1, *target.shape[3:])
+    flat.index_copy_(0, flat_slots(slots, target.shape[2]), data.reshape(-1, *target.shape[3:]))
+
+
+def flat_slots(slots: Tensor, size: int) -> Tensor:
+    """Slots [B, H, n] of heads with `size` slots each, as indices into the flat view [B * H * size, ...]."""
+    heads = slots.shape[0] * slots.shape[1]
+    first = torch.arange(0, heads * size, size, device=slots.device)
+    return (first[:, None] + slots.reshape(heads, -1)).flatten()

@@ -1,0 +1,144 @@
+"""The families of models that can be divided, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvpolicy.spec.errors import KVPolicyError
+
+Kind = Literal["queries", "keys", "stacked", "by_group", "even", "halves", "from_queries", "from_even"]
+"""How a matrix is divided. Its outputs: by query heads, by KV heads, queries then keys then values, per KV head its
+queries with key and value, evenly, or evenly in each half. Its inputs, the outputs being summed over the ranks:
+by query heads, or evenly."""
+
+
+SUMMED = ("from_queries", "from_even")
+"""The kinds whose outputs are summed over the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """How the layers of a kind of model are divided.
+
+    Attributes:
+        matrices: By name inside a layer.
+        native: Whether transformers' own tensor parallelism divides its heads.
+        renames: What its checkpoints call otherwise: pattern and replacement.
+        experts: How checkpoints name one expert's matrices: gate, up, down.
+    """
+
+    matrices: dict[str, Kind]
+    native: bool = True
+    renames: dict[str, str] = field(default_factory=dict)
+    experts: tuple[str, str, str] | None = None
+
+    def rename(self, key: str) -> str:
+        """A checkpoint's name of a tensor, as the model has it."""
+        for old, new in self.renames.items():
+            key = re.sub(old, new, key)
+        return key
+
+    def expert(self, key: str) -> tuple[str, int, int] | None:
+        """Of one expert's matrix, the name of all experts' module, which expert, and which of its three matrices."""
+        found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", key)
+        if found is None or self.experts is None or found[3] not in self.experts:
+            return None
+        return found[1], int(found[2]), self.experts.index(found[3])
+
+
+_ATTENTION: dict[str, Kind] = {
+    "self_attn.q_proj": "queries",
+    "self_attn.k_proj": "keys",
+    "self_attn.v_proj": "keys",
+    "self_attn.o_proj": "from_queries",
+}
+_DENSE: dict[str, Kind] = {"mlp.gate_proj": "even", "mlp.up_proj": "even", "mlp.down_proj": "from_even"}
+_EXPERTS: dict[str, Kind] = {"mlp.experts.gate_up_proj": "halves", "mlp.experts.down_proj": "from_even"}
+_SHARED: dict[str, Kind] = {name.replace("mlp", "mlp.shared_expert"): kind for name, kind in _DENSE.items()}
+_WIDE: dict[str, Kind] = {"mlp.dense_h_to_4h": "even", "mlp.dense_4h_to_h": "from_even"}
+_NEOX: dict[str, Kind] = {"attention.query_key_value": "by_group", "attention.dense": "from_queries"}
+_FALCON: dict[str, Kind] = {name.replace("attention", "self_attention"): kind for name, kind in _NEOX.items()}
+_LLAMA = Family(matrices=_ATTENTION | _DENSE)
+_GATES = ("gate_proj", "up_proj", "down_proj")
+
+FAMILIES: dict[str, Family] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": Family(
+        matrices=_ATTENTION | _EXPERTS, renames={r"\.block_sparse_moe\.": ".mlp."}, experts=("w1", "w3", "w2")
+    ),
+    "qwen2_moe": Family(matrices=_ATTENTION | _DENSE | _SHARED | _EXPERTS, experts=_GATES),
+    "qwen3_moe": Family(matrices=_ATTENTION | _DENSE | _EXPERTS, experts=_GATES),
+    "phi3": Family(
+        matrices={
+            "self_attn.qkv_proj": "stacked",
+            "self_attn.o_proj": "from_queries",
+            "mlp.gate_up_proj": "halves",
+            "mlp.down_proj": "from_even",
+        },
+        native=False,
+    ),
+    "gpt_neox": Family(
+        matrices=_NEOX | _WIDE,
+        renames={r"^embed_out\.": "lm_head."},
+    ),
+    "opt": Family(
+        matrices={
+            "self_attn.q_proj": "queries",
+            "self_attn.k_proj": "keys",
+            "self_attn.v_proj": "keys",
+            "self_attn.out_proj": "from_queries",
+            "fc1": "even",
+            "fc2": "from_even",
+        },
+        native=False,
+    ),
+    "falcon": Family(
+        matrices=_FALCON | _WIDE,
+        native=False,
+    ),
+}
+"""Families whose division is tested, by the `model_type` of their configs."""
+
+
+def check_family(model_type: str, backend: str) -> None:
+    """Raise KVPolicyError where a backend is not tested with a family of models.
+
+    Examples:
+        >>> check_family("llama", "hf")
+    """
+    known = sorted(name for name, family in FAMILIES.items() if backend == "deepspeed" or family.native)
+    if model_type not in known:
+        other = ': use backend="deepspeed".' if model_type in FAMILIES else "; no other backend divides it either."
+        raise KVPolicyError(f'backend="{backend}" is tested with {", ".join(known)}, and not with {model_type}{other}')
+
+
+def check_heads(model_type: str, backend: str, *, queries: int, keys: int, size: int) -> None:
+    """Raise KVPolicyError where a backend cannot shard so many heads over so many ranks.
+
+    Args:
+        model_type: The family.
+        backend: `deepspeed` or `hf`.
+        queries: Query heads of the model.
+        keys: KV heads of the model.
+        size: The tensor parallel size.
+
+    Examples:
+        >>> check_heads("llama", "deepspeed", queries=8, keys=2, size=4)
+    """
+    if backend == "hf" and keys % size:
+        raise KVPolicyError(
+            f"transformers cannot divide {keys} KV heads over {size} ranks: use "
+            'backend="deepspeed", which replicates them, or another number of ranks.'
+        )
+    if model_type == "falcon" and keys < size and (size % keys or queries % size):
+        raise KVPolicyError(
+            f"A Falcon with {queries} query heads and {keys} KV head(s) cannot be divided over {size} ranks: use a "
+            f"number of ranks that divides {queries} and is a multiple of {keys}."
+        )
+    if queries < size:
+        raise KVPolicyError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")

@@ -1,0 +1,1 @@
+"""Tokens and bytes of a cache, computed before anything runs."""

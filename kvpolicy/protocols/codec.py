@@ -1,0 +1,219 @@
+"""The interface of a codec: how a kept token is stored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+Codes = Any
+"""A NamedTuple of a stage's tensors for one layer; the empty tuple where nothing is coded."""
+
+Calibration = Any
+"""A NamedTuple of calibrated tensors that belong to the model; the empty tuple where there are none."""
+
+
+ALL_HEADS = slice(None)
+"""The heads of a rank that holds all of them."""
+
+
+class Layout(NamedTuple):
+    """How the slots of a layer are stored.
+
+    Attributes:
+        exact: Slots of the full-precision buffer, in the model's dtype. They come first.
+        coded: Slots of each of the codec's stages, in order.
+    """
+
+    exact: int
+    coded: tuple[int, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """The number of slots."""
+        return self.exact + sum(self.coded)
+
+    def starts(self) -> list[int]:
+        """The first slot of each stage."""
+        return [self.exact + sum(self.coded[:stage]) for stage in range(len(self.coded))]
+
+
+class ModelInfo(NamedTuple):
+    """What a codec may know of a model before anything runs.
+
+    Attributes:
+        layers: Number of layers under the policy.
+        heads: KV heads of a layer, on all ranks together.
+        head_dim: Size of a key and of a value.
+        weights: Weight fingerprint: samples of the model's weights, [n] fp32, which a calibration file is compared
+            with; None if only a config is at hand.
+        evictable: Indices of these layers in the model; empty if they are the first ones.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    weights: Tensor | None = None
+    evictable: tuple[int, ...] = ()
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The layers under the policy, as passed to `Stage.load_calibration`."""
+        return self.evictable or tuple(range(self.layers))
+
+
+class Traits(NamedTuple):
+    """What the engine must know of a codec.
+
+    Attributes:
+        block: Tokens that are demoted from the full-precision buffer at a time in decode; 0 where nothing is coded.
+        group_size: Slots that share parameters, so that a prompt's tokens are demoted in multiples of it; 1 where a
+            slot's code depends on its own token alone.
+        residual: The fewest newest tokens that always stay in full precision.
+        key_space: Whether keys are coded as attention sees them (`rotated`) or with the rotary embedding undone
+            (`unrotated`).
+        demote_by: Which token leaves a part first: the oldest (`age`), or that of lowest selector priority
+            (`priority`).
+        pins: Tokens of the first prompt that stay in full precision: its first ones (`first`), those with its largest
+            hidden activations (`massive`), or its newest (`newest`), whose slots are then reserved as dictionary slots
+            for the codec.
+        pinned: The most tokens that are pinned.
+        recode_all: Whether all tokens are coded again, instead of one block, whenever the full-precision buffer is
+            full.
+        query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
+    """
+
+    block: int = 0
+    group_size: int = 1
+    residual: int = 0
+    key_space: Literal["rotated", "unrotated"] = "rotated"
+    demote_by: Literal["age", "priority"] = "age"
+    pins: Literal["none", "first", "massive", "newest"] = "none"
+    pinned: int = 0
+    recode_all: bool = False
+    query_absmax: bool = False
+
+
+class StageStore(NamedTuple):
+    """The tensors of one stage of one layer.
+
+    Attributes:
+        codes: The result of `Stage.alloc`, which counts as the cache's.
+        calibration: The result of `Stage.load_calibration`, which belongs to the model.
+        atoms: Keys, in the codec's key space, and values of the dictionary slots, each [B, H, W, D] in the model's
+            dtype, zero for an empty slot; None unless `Traits.pins` is `newest` and slots were reserved.
+        query_absmax: Largest absolute query of each channel in the prompt, over a KV head's query heads, [B, H, D]
+            fp32; None unless `Traits.query_absmax`.
+    """
+
+    codes: Codes
+    calibration: Calibration = ()
+    atoms: tuple[Tensor, Tensor] | None = None
+    query_absmax: Tensor | None = None
+
+
+At = slice | Tensor
+"""Coded slots: a range that begins and ends at a multiple of the group size, or indices per head, [B, H, n] int64."""
+
+
+@runtime_checkable
+class RotaryView(Protocol):
+    """The rotary embedding of a stage's keys, for codecs whose key space is `unrotated`."""
+
+    @property
+    def occupied(self) -> Tensor:
+        """Which slots hold a token, [B, H, C] bool."""
+        ...
+
+    def keys(self, keys: Tensor, at: At) -> Tensor:
+        """Rotate keys of the slots `at`, [B, H, n, D], to their positions, as attention sees them."""
+        ...
+
+    def queries(self, queries: Tensor, distance: int) -> Tensor:
+        """Rotate the newest token's queries, [B, H, G, D], as if it stood `distance` tokens after unrotated keys."""
+        ...
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """A part of a layer's slots in which every token is coded in the same way.
+
+    Every tensor of the codes is [B, H or 1, X, ...], where X counts slots, groups of slots, or something that does not
+    depend on them; the tensors of a longer stage begin like those of a shorter one. All methods but
+    `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
+    """
+
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
+        """A layer's calibrated tensors, shared by all caches; the empty tuple where there are none.
+
+        Args:
+            layer_idx: Index of the layer.
+            device: Device of the tensors.
+            heads: Which of the model's KV heads this rank holds; the others are left out.
+        """
+        ...
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Codes:
+        """Empty codes for `slots` slots; on the device `meta` too, where only their sizes count."""
+        ...
+
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        """Encode tokens into slots, in place.
+
+        For a head without an occupied slot, per-sequence parameters may be fitted again to the tokens written.
+
+        Args:
+            store: The stage's tensors.
+            keys: [B, H, n, D], in the codec's key space.
+            values: [B, H, n, D].
+            slots: Slot of each token in the stage, [B, H, n] int64, distinct within a head where written.
+            write_mask: Which of the n tokens are written, [B, H, n] bool.
+            occupied: Which slots hold a token that stays, [B, H, C] bool.
+        """
+        ...
+
+    def keys(self, store: StageStore, at: At) -> Tensor:
+        """Keys of the slots `at`, in the codec's key space, [B, H, n, D] fp32."""
+        ...
+
+    def values(self, store: StageStore, at: At) -> Tensor:
+        """Values of the slots `at`, [B, H, n, D] fp32."""
+        ...
+
+    def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
+        """Products of queries [B, H, G, D] with the key of every slot, [B, H, G, C] fp32; -inf hides a slot."""
+        ...
+
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        """Values of every slot, weighted by `weights` [B, H, G, C] and summed in its dtype, [B, H, G, D] fp32."""
+        ...
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How is a kept token stored?
+
+    A layer's slots are a full-precision buffer, which the cache owns and where every new token is written, and stages,
+    which the codec describes and to which tokens are demoted in blocks, from one stage to the next.
+    """
+
+    @property
+    def traits(self) -> Traits:
+        """What the engine must know."""
+        ...
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The coded stages, in the order in which tokens reach them; empty where nothing is coded."""
+        ...
+
+    def layout(self, tokens: int) -> Layout:
+        """Slots for a layer, or a row of it, that may hold `tokens` tokens."""
+        ...
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a model's keys and values cannot be coded."""
+        ...

@@ -1,0 +1,192 @@
+"""The interface of a selector: which tokens are kept, and what of attention it must see to decide."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
+
+State = Any
+"""A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple for a stateless selector."""
+
+DecodeMode = Literal["evict", "grow"]
+"""Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
+
+
+class Probes(NamedTuple):
+    """Which queries of a prompt are probes.
+
+    Attributes:
+        recent: Fraction of each row's queries that are the newest ones, in [0, 1].
+        random: Fraction of them that is drawn at random from the others, in [0, 1].
+        seed: Seed of the draw.
+    """
+
+    recent: float
+    random: float
+    seed: int
+
+
+class Needs(NamedTuple):
+    """The attention statistics that a selector needs; what is not requested is not computed.
+
+    Attributes:
+        attn_sum: Whether to sum the attention over every query of a prefill, per query head.
+        window_queries: Attention rows of how many of the newest queries to keep for `Seen.recent`.
+        decode_attn: Whether to pass the attention of each decoded token to `Selector.step`.
+        probes: Which queries' attention to sum for `Seen.probe_sum`, or None.
+        forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
+            of the candidates.
+    """
+
+    attn_sum: bool = False
+    window_queries: int = 0
+    decode_attn: bool = False
+    probes: Probes | None = None
+    forward: bool = False
+
+    def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The union of two needs, for a selector that wraps another."""
+        return Needs(
+            attn_sum=self.attn_sum or other.attn_sum,
+            window_queries=max(self.window_queries, other.window_queries),
+            decode_attn=self.decode_attn or other.decode_attn,
+            probes=self.probes or other.probes,
+            forward=self.forward or other.forward,
+        )
+
+
+class Forward(NamedTuple):
+    """The arguments of an attention module's forward, for a selector that computes its own scores.
+
+    Attributes:
+        module: The attention module.
+        hidden_states: Its input, [B, P, hidden].
+        kwargs: Its other arguments, as the model's code passed them.
+        rotary: The model's rotary embedding, or None.
+        queries: The queries as attention takes them, [B, Hq, P, D].
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        scale: The factor that products of queries and keys are multiplied by.
+        softcap: The cap that is then applied to them, or None.
+        sinks: Learned scores that take part in the softmax, [Hq], or None.
+    """
+
+    module: nn.Module
+    hidden_states: Tensor
+    kwargs: dict[str, Any]
+    rotary: nn.Module | None = None
+    queries: Tensor | None = None
+    valid: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class Seen(NamedTuple):
+    """Attention statistics of one prefill or chunk over the candidate tokens, fp32; 0 where a token is not valid.
+
+    Attributes:
+        attn_sum: [B, Hq, N], summed over the queries of this forward; None unless `Needs.attn_sum`.
+        window_attn: [B, Hq, W, N], the newest W valid queries, the newest last; rows of zeros where a batch row has
+            fewer. None unless `Needs.window_queries`.
+        probe_sum: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
+        probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
+        forward: The arguments of the attention module; None unless `Needs.forward`.
+        keys: [B, H, N, D], as attention takes them; None unless `Needs.forward`.
+        values: [B, H, N, D]; None unless `Needs.forward`.
+    """
+
+    attn_sum: Tensor | None
+    window_attn: Tensor | None
+    probe_sum: Tensor | None = None
+    probe_count: Tensor | None = None
+    forward: Forward | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def recent(self, window: Tensor) -> Tensor:
+        """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""
+        assert self.window_attn is not None, "the selector did not request window_queries"
+        width = self.window_attn.shape[2]
+        age = torch.arange(width - 1, -1, -1, device=self.window_attn.device)
+        weight = (age < window[:, None]).to(self.window_attn.dtype)  # [B, W]
+        return (weight[:, None, None] @ self.window_attn).squeeze(2)
+
+
+class View(NamedTuple):
+    """The candidate tokens as a selector sees them.
+
+    Attributes:
+        positions: [B, H, N] int32, the original position of each token, -1 for none. Ascending in a prefill (invalid
+            tokens first); in any order in decode.
+        length: [B] int64, how many tokens each row has seen: the newest token's position + 1.
+        budget: [B] int64, how many tokens of each row the layer may hold.
+        layer_idx: Index of the layer.
+        ranks: The ranks that hold the model's other heads. Whatever looks at all heads, or at all query heads of a
+            KV head, asks it.
+        alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
+    """
+
+    positions: Tensor
+    length: Tensor
+    budget: Tensor
+    layer_idx: int
+    ranks: Ranks = SINGLE_RANK
+    alike: bool = False
+
+    @property
+    def valid(self) -> Tensor:
+        """Whether there is a token, [B, H, N] bool."""
+        return self.positions >= 0
+
+    def newest(self, window: Tensor | int) -> Tensor:
+        """Whether a token is among its row's `window` ([B] or int) newest positions, [B, H, N] bool."""
+        first = (self.length - window).clamp_min(0)  # an empty slot, at -1, is never among them
+        return self.positions >= first[:, None, None]
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """Which tokens are kept?
+
+    One ranking decides both phases: a prefill keeps the `budget` tokens of highest priority, a decode step evicts the
+    token of lowest priority. Ties go to the earlier position.
+    """
+
+    @property
+    def decode(self) -> DecodeMode:
+        """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """The attention statistics that this selector needs."""
+        ...
+
+    @property
+    def min_tokens(self) -> int:
+        """The smallest budget, in tokens, that this selector can work with."""
+        ...
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """A state of zeros for `slots` slots."""
+        ...
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        """The state after a prefill or chunk, aligned with `view`; `state` is zero for the new tokens."""
+        ...
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """Update the state in place with the newest token's attention `row`, [B, H, G, S] fp32."""
+        ...
+
+    def priority(self, state: State, view: View) -> Tensor:
+        """The priority of each token, [B, H, N] fp32: inf is always kept, -inf never; invalid tokens are ignored."""
+        ...
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """Each query head's own score of each token, [B, Hq, N] fp32, for wrapping selectors; None if there is none."""
+        ...

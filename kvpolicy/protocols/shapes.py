@@ -1,0 +1,20 @@
+"""The shape of one layer's keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class LayerShape(NamedTuple):
+    """KV heads, head dimension and dtype of one layer's keys and values on one rank."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.heads * self.head_dim * self.dtype.itemsize

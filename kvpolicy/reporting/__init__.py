@@ -1,0 +1,1 @@
+"""Reports, notebook tables, plots and log messages."""

@@ -1,0 +1,170 @@
+"""What a cache holds, told to a person or a program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from kvpolicy.policy import Policy
+from kvpolicy.reporting.sources import CacheSource, HandleSource
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.formats import stamp
+from kvpolicy.spec.tables import (
+    Cells,
+    byte_cells,
+    count,
+    format_bytes,
+    layer_table,
+    resident_note,
+    section,
+    size_summary,
+    sum_by_kind,
+)
+
+FORMAT = 1
+"""Version of what `Report.as_dict` gives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """One layer of a report.
+
+    Attributes:
+        layer_idx: Which layer of the model.
+        budget: The most tokens of each row.
+        kept: Tokens held of each row, the most of any head.
+        seen: Tokens each row has seen.
+        nbytes: Bytes by kind.
+        note: Why the layer is not under the policy, where it is not.
+    """
+
+    layer_idx: int
+    budget: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    seen: tuple[int, ...] = ()
+    nbytes: dict[str, int]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A cache's budgets, tokens and bytes.
+
+    Attributes:
+        policy: The cache's policy.
+        layers: One entry per layer.
+        nbytes: Every byte held.
+        full_nbytes: Bytes that a stock cache would hold of the same tokens.
+        note: What was decided otherwise than the policy may lead to expect, or nothing.
+        resident_nbytes: Bytes of calibrated tensors that belong to the model, not to the cache.
+    """
+
+    policy: Policy
+    layers: tuple[LayerReport, ...]
+    nbytes: int
+    full_nbytes: int
+    note: str = ""
+    resident_nbytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON, with the version of kvpolicy and of the format."""
+        names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
+        layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
+        head = {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "note": self.note}
+        head |= {"resident_nbytes": self.resident_nbytes}
+        return stamp(FORMAT) | head | {"layers": layers}
+
+    def __repr__(self) -> str:
+        """One line: policy, layers and bytes."""
+        layers = count(len(self.layers), "layer")
+        return f"Report({self.policy}, {layers}, {size_summary(self.nbytes, self.full_nbytes)})"
+
+    def _repr_html_(self) -> str:
+        return report_html(self)
+
+    def __str__(self) -> str:
+        """A table, one line per layer."""
+        share = f", {self.nbytes / self.full_nbytes:.3f} of it" if self.full_nbytes else ""
+        lines = [f"{self.policy}: {self.nbytes:,} bytes held; the full cache: {self.full_nbytes:,}{share}"]
+        for layer in self.layers:
+            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
+            told = layer.note or f"kept {list(layer.kept)} of {list(layer.seen)}, budget {list(layer.budget)}"
+            lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
+        if self.resident_nbytes:
+            lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
+        if self.note:
+            lines.append(self.note)
+        return "\n".join(lines)
+
+
+def report_html(report: Report) -> str:
+    """An HTML table of a report by layer: budget, tokens kept, bytes by kind, and their share of the full cache's."""
+    totals = sum_by_kind(layer.nbytes for layer in report.layers)
+    kinds = [kind for kind, size in totals.items() if size]
+    managed = [layer for layer in report.layers if layer.budget]
+    unmanaged = sum(sum(layer.nbytes.values()) for layer in report.layers if not layer.budget)
+    full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
+    rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
+    head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
+    last = ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
+    notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
+    if report.note:
+        notes.append(escape(report.note))
+    title = f"<code>{escape(str(report.policy))}</code>: {size_summary(report.nbytes, report.full_nbytes)}"
+    return section(title, layer_table(head, rows, last), *notes)
+
+
+def _layer_cells(layer: LayerReport, kinds: Sequence[str], full: int) -> Cells:
+    if not layer.budget:
+        return (escape(layer.note.partition(":")[0]), "", "", *byte_cells(layer.nbytes, kinds, 0))
+    rows = (_extent(numbers) for numbers in (layer.budget, layer.kept, layer.seen))
+    return (*rows, *byte_cells(layer.nbytes, kinds, full))
+
+
+def _extent(numbers: Sequence[int]) -> str:
+    """One number if all rows agree, else the smallest and the largest."""
+    return f"{min(numbers):,}" if min(numbers) == max(numbers) else f"{min(numbers):,} to {max(numbers):,}"
+
+
+def cache_of(source: Any) -> CacheSource:
+    """The cache of a handle, or a cache itself.
+
+    Raises:
+        KVPolicyError: Where there is none yet, or it has seen no prompt.
+        KVPolicyTypeError: Where it is neither.
+    """
+    cache: Any = source.cache if isinstance(source, HandleSource) else source
+    if cache is not None and not isinstance(cache, CacheSource):
+        raise KVPolicyTypeError(f"A {type(source).__name__} holds no tokens: give a Handle or a PolicyCache.")
+    if cache is None or not any(layer.is_initialized for layer in cache.policy_layers):
+        raise KVPolicyError("The cache has seen no prompt yet: run the model first.")
+    return cache
+
+
+def make_report(cache: CacheSource) -> Report:
+    """The report of a cache."""
+    layers: list[LayerReport] = []
+    managed = {layer.layer_idx: layer for layer in cache.policy_layers}
+    unmanaged = cache.alone_bytes()
+    for index, stock in enumerate(cache.layers):
+        layer = managed.get(index)
+        if layer is None:  # a sliding-window layer of transformers
+            note = f"left alone: a sliding window of {stock.sliding_window}"
+            layers.append(LayerReport(layer_idx=index, nbytes={"window": unmanaged.get(index, 0)}, note=note))
+        elif not layer.is_initialized:
+            layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
+        else:
+            kept = (layer.positions >= 0).sum(-1).amax(-1)
+            rows = (tuple(int(n) for n in t.tolist()) for t in (layer.budget, kept, layer.length))
+            budget, held, seen = rows
+            layers.append(LayerReport(layer_idx=index, budget=budget, kept=held, seen=seen, nbytes=layer.held()))
+    return Report(
+        policy=cache.policy,
+        layers=tuple(layers),
+        nbytes=cache.nbytes,
+        full_nbytes=cache.full_nbytes,
+        note="" if cache.plan is None else cache.plan.note,
+        resident_nbytes=cache.resident_nbytes,
+    )

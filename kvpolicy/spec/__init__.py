@@ -1,0 +1,1 @@
+"""Policy strings, budgets, and validation of user input."""

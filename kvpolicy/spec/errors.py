@@ -1,0 +1,55 @@
+"""The errors and the warning category of kvpolicy.
+
+Every error that a user can correct is a `KVPolicyError`, so that one `except` clause catches all of them. Its twins are
+also what Python raises in the same situation, so that code which catches `TypeError` or `RuntimeError` works too.
+
+    >>> try:
+    ...     import kvpolicy
+    ...     kvpolicy.Policy.parse("h2o@0")
+    ... except kvpolicy.KVPolicyError as error:
+    ...     print(type(error).__name__)
+    KVPolicyError
+"""
+
+from __future__ import annotations
+
+
+class KVPolicyError(ValueError):
+    """An argument, a model or a state that kvpolicy refuses; the message says what to do instead.
+
+    Examples:
+        >>> issubclass(KVPolicyError, ValueError)
+        True
+    """
+
+
+class KVPolicyTypeError(KVPolicyError, TypeError):
+    """An argument of a type that is not accepted.
+
+    Examples:
+        >>> issubclass(KVPolicyTypeError, TypeError) and issubclass(KVPolicyTypeError, KVPolicyError)
+        True
+    """
+
+
+class KVPolicyStateError(KVPolicyError, RuntimeError):
+    """A cache or a model in a state in which the call is not possible, such as a forward that was interrupted.
+
+    Examples:
+        >>> issubclass(KVPolicyStateError, RuntimeError) and issubclass(KVPolicyStateError, KVPolicyError)
+        True
+    """
+
+
+class KVPolicyWarning(UserWarning):
+    """The category of every warning of kvpolicy: something works differently than its user may expect.
+
+    Examples:
+        >>> import warnings
+        >>> warnings.simplefilter("error", KVPolicyWarning)  # in a program that must stop at each of them
+        >>> warnings.simplefilter("default", KVPolicyWarning)
+    """
+
+
+for _kind in (KVPolicyError, KVPolicyTypeError, KVPolicyStateError, KVPolicyWarning):
+    _kind.__module__ = "kvpolicy"  # the name that users import and that tracebacks show

@@ -1,0 +1,158 @@
+"""Numbers of bytes as text, and HTML tables: what every repr is made of.
+
+These functions take plain data. What a policy, a plan or a cache shows of itself is written where that object is
+defined, so that this module imports none of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+MAX_ROWS = 16
+"""A longer table is folded."""
+
+Cells = tuple[str, ...]
+"""The cells of one row, as HTML."""
+
+
+def byte_unit(nbytes: float) -> tuple[int, str]:
+    """The largest binary unit in which a number of bytes is at least 1: its size and its name.
+
+    Examples:
+        >>> byte_unit(3 * 2**20), byte_unit(12)
+        ((1048576, 'MiB'), (1, 'B'))
+    """
+    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 2**power:
+            return 2**power, name
+    return 1, "B"
+
+
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes with three significant digits.
+
+    Examples:
+        >>> format_bytes(3 * 2**20 + 2**19), format_bytes(1000)
+        ('3.5 MiB', '1,000 B')
+    """
+    size, unit = byte_unit(nbytes)
+    value = nbytes / size
+    return f"{value:,.3g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
+
+
+def format_share(nbytes: int, full: int) -> str:
+    """`nbytes` as a percentage of `full`; empty if `full` is 0.
+
+    Examples:
+        >>> format_share(1, 4), format_share(1, 0)
+        ('25.0%', '')
+    """
+    return f"{nbytes / full:.1%}" if full else ""
+
+
+def size_summary(nbytes: int, full: int) -> str:
+    """Bytes held, and their share of the full cache.
+
+    Examples:
+        >>> size_summary(2**20, 2**22)
+        '1 MiB, 25.0% of the full cache'
+    """
+    return format_bytes(nbytes) + (f", {format_share(nbytes, full)} of the full cache" if full else "")
+
+
+def count(number: int, noun: str) -> str:
+    """A number and its noun, in the singular or the plural.
+
+    Examples:
+        >>> count(1, "row"), count(2, "row")
+        ('1 row', '2 rows')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def shorten(text: str, width: int = 60) -> str:
+    """The beginning of a long text, for messages that repeat what a user gave.
+
+    Examples:
+        >>> shorten("h2o@0.2"), len(shorten("h2o+" * 3000))
+        ('h2o@0.2', 60)
+    """
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def sum_by_kind(sizes: Iterable[dict[str, int]]) -> dict[str, int]:
+    """The sum of several numbers of bytes by kind.
+
+    Examples:
+        >>> sum_by_kind([{"codes": 1}, {"codes": 2, "scales": 3}])
+        {'codes': 3, 'scales': 3}
+    """
+    total: dict[str, int] = {}
+    for one in sizes:
+        for kind, size in one.items():
+            total[kind] = total.get(kind, 0) + size
+    return total
+
+
+def byte_cells(sizes: dict[str, int], kinds: Sequence[str], full: int) -> Cells:
+    """Cells for the bytes of each kind, their total, and its share of `full`.
+
+    Examples:
+        >>> byte_cells({"codes": 1, "scales": 1}, ["codes", "exact"], 4)
+        ('1 B', '', '2 B', '50.0%')
+    """
+    cells = [format_bytes(sizes[kind]) if sizes.get(kind) else "" for kind in kinds]
+    total = sum(sizes.values())
+    return (*cells, format_bytes(total), format_share(total, full))
+
+
+def resident_note(size: str) -> str:
+    """The line that a report and a plan show about calibration tensors.
+
+    Args:
+        size: Their bytes, as text.
+    """
+    return f"beside the cache, calibrated and the model's own: {size}"
+
+
+def layer_table(head: Cells, rows: Iterable[tuple[int, Cells]], last: Cells) -> str:
+    """A table with a line per layer, and `last` below; consecutive layers with equal cells share a line.
+
+    Args:
+        head: The titles of the columns.
+        rows: The index of each layer, and its other cells.
+        last: The last line.
+    """
+    lines: list[Cells] = []
+    for cells, run in itertools.groupby(rows, key=lambda row: row[1]):
+        indices = [index for index, _ in run]
+        name = str(indices[0]) if len(indices) == 1 else f"{indices[0]} to {indices[-1]}"
+        lines.append((name, *cells))
+    if len(lines) <= MAX_ROWS:
+        return table(head, [*lines, last])
+    summary = f"<summary>{len(lines)} lines, layer by layer</summary>"
+    return f"{table(head, [last])}<details>{summary}{table(head, lines)}</details>"
+
+
+def table(head: Cells, rows: Iterable[Cells], text_columns: int = 1) -> str:
+    """An HTML table whose first columns are text, aligned left, and the others numbers, aligned right."""
+    columns = len(head)
+    sides = ["left"] * min(text_columns, columns) + ["right"] * max(columns - text_columns, 0)
+    styles = [f'style="text-align:{side}"' for side in sides]
+    top = "".join(f"<th {style}>{cell}</th>" for style, cell in zip(styles, head, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td {style}>{cell}</td>" for style, cell in zip(styles, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def section(title: str, *parts: str) -> str:
+    """A title, and HTML or lines of text below it.
+
+    Examples:
+        >>> section("title", "<b>bold</b>", "line")
+        '<div><p>title</p><b>bold</b><p>line</p></div>'
+    """
+    return f"<div><p>{title}</p>{''.join(part if part.startswith('<') else f'<p>{part}</p>' for part in parts)}</div>"

@@ -1,0 +1,3 @@
+"""Conformance checks for custom allocators, selectors and codecs."""
+
+from kvpolicy.testing.conformance import check as check
