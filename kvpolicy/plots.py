@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.reporting.plots import _LAZY as _LAZY
+
 if TYPE_CHECKING:
     from kvpolicy.reporting.plots import accuracy_against_bytes as accuracy_against_bytes
     from kvpolicy.reporting.plots import budgets as budgets
@@ -16,12 +18,10 @@ if not TYPE_CHECKING:  # or a type checker would accept every misspelled name
     def __getattr__(name: str) -> Any:
         from kvpolicy.reporting import plots
 
-        if name.startswith("__"):
+        if name not in _LAZY:
             raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
         return getattr(plots, name)
 
 
 def __dir__() -> list[str]:
-    from kvpolicy.reporting import plots
-
-    return dir(plots)
+    return sorted([*globals(), *_LAZY])

@@ -230,7 +230,7 @@ def test_refuses_what_is_no_scorer() -> None:
         KVPressScorer(Knorm(), window=0)
     with pytest.raises(TypeError, match=r"window is 2\.5: give a whole number"):
         KVPressScorer(Knorm(), window=2.5)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="decode='slide'"):
+    with pytest.raises(ValueError, match=r"decode must be one of 'evict', 'grow', got 'slide'"):
         KVPressScorer(Knorm(), decode="slide")  # pyright: ignore[reportArgumentType]
 
 

@@ -89,6 +89,48 @@ def test_path_holds_what_a_path_may_hold() -> None:
     assert str(Policy(allocator=SqueezeAttention(profile="/a/b_c.json"))) == "squeeze:profile=/a/b_c.json"
 
 
+RENAMED = {
+    "csr:s=4": "csr:nnz=4",
+    "csr:sn=4": "csr:value_chunks=4",
+    "csr:frame=pre": "csr",
+    "csr:frame=post": "csr:key_space=rotated",
+    "csr:frame=rotated": "csr:key_space=rotated",
+    "csr:key_space=post": "csr:key_space=rotated",
+    "csr:online=3": "csr:prompt_atoms=3",
+    "csr:guard=2": "csr:outlier_atoms=2",
+    "csr:top=16": "csr:read_top_k=16",
+    "csr:distance=9": "csr:approx_distance=9",
+    "csr:s=8:online=0:sn=1:coef=fp8:top=5:guard=1": (
+        "csr:value_chunks=1:coef=fp8:prompt_atoms=0:outlier_atoms=1:read_top_k=5"
+    ),
+    "staircase:eight=4:four=8": "staircase:tokens_8bit=4:tokens_4bit=8",
+}
+
+
+@pytest.mark.parametrize(("former", "present"), RENAMED.items())
+def test_former_names_still_parse(former: str, present: str) -> None:
+    for spec in (former, f"h2o+{former}@0.5"):
+        policy = Policy.parse(spec)
+        assert policy == Policy.parse(spec.replace(former, present))
+        assert str(policy) == spec.replace(former, present)
+
+
+@pytest.mark.parametrize("spec", ["csr:s=4:nnz=4", "csr:nnz=4:s=4", "csr:s=4:s=4"])
+def test_a_former_and_a_present_name_are_refused_together(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"'csr' is given its option 'nnz' \(formerly 's'\) twice"):
+        Policy.parse(spec)
+
+
+@pytest.mark.parametrize("name", ["csr", "staircase"])
+def test_former_names_are_for_specs_alone(name: str) -> None:
+    _, cls = registry.lookup(name)
+    for former, present in cls.ALIASES.items():
+        value = getattr(cls(), present)
+        assert cls(**{present: value}) == cls()
+        with pytest.raises(TypeError, match=f"'{former}'"):
+            cls(**{former: value})
+
+
 @pytest.mark.parametrize("split", ["0.0", "0.3", "0.5", "0.99", "0.999999"])
 @pytest.mark.parametrize("base", ["h2o", "streaming:sinks=6"])
 def test_the_least_budget_of_a_split(split: str, base: str) -> None:
@@ -112,10 +154,11 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("kivi:bits=4:bits=2", "'bits' twice"),
         ("kivi:bits=3", "'3' of kivi:bits is not 2 or 4 or 8"),
         ("kivi:group_size=1.5", "'1.5' of kivi:group_size is not a whole number"),
-        ("kivi:group_size=0", "group_size is 0: give at least 1"),
+        ("kivi:group_size=0", r"KIVI\.group_size must be at least 1, got 0; try 32"),
         ("squeeze:share=much", "'much' of squeeze:share is not a number"),
         ("squeeze:share=nan", "is not a number"),
         ("squeeze:profile=a,b", "'a,b' of squeeze:profile is not a text"),
+        ("csr:frame=both", "'both' of csr:key_space is not unrotated or rotated"),
         ("every:on=1", "'1' of every:on is not true or false"),
         ("every:word=bset", "is not first or best; did you mean 'best'"),
         ("wrap:base=every", "has no option 'base', it has file; its base is what follows '/'"),
@@ -130,10 +173,10 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("kivi:group_size=" + "9" * 9999, "not a whole number"),
         ("streaming:sinks=2147483648", r"sinks is 2147483648: give a number below 2\^31"),
         ("kvcrush:seed=" + "9" * 26, "give a number below"),
-        ("snapkv:kernel=32769", "odd number from 1 to 32767"),
-        ("rotate:sinks=32768", "at most 32767"),
-        ("kvcrush:split=0.9999999", "split=0.9999999 leaves the base nothing"),
-        ("kvcrush:split=-0.1", "leaves the base nothing"),
+        ("snapkv:kernel=32769", r"SnapKV\.kernel must be an odd number between 1 and 32767, got 32769"),
+        ("rotate:sinks=32768", r"RotateKV\.sinks must be between 0 and 32767, got 32768"),
+        ("kvcrush:split=0.9999999", r"KVCrush\.split must be between 0 and 0\.999999.*, got 0\.9999999"),
+        ("kvcrush:split=-0.1", r"KVCrush\.split must be .*, got -0\.1"),
         ("h2o@9223372036854775807", "tokens is out of range"),
     ],
 )

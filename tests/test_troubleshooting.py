@@ -14,7 +14,16 @@ from tests.doc_blocks import DOCS, ROOT
 if not DOCS.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
 
-ERRORS = {"ValueError", "TypeError", "RuntimeError", "NotImplementedError", "ImportError"}
+ERRORS = {
+    "KVPolicyError",
+    "KVPolicyTypeError",
+    "KVPolicyStateError",
+    "ValueError",
+    "TypeError",
+    "RuntimeError",
+    "NotImplementedError",
+    "ImportError",
+}
 SOURCES = [path for package in ("kvpolicy", "integrations") for path in sorted((ROOT / package).rglob("*.py"))]
 GAP = "\0"
 

@@ -20,7 +20,8 @@ def check_backend(backend: str, path_or_model: Any) -> None:
     if backend == "deepspeed" and find_spec("deepspeed") is None:
         raise ImportError(
             'backend="deepspeed" needs DeepSpeed, which is not installed: run pip install "kvpolicy[deepspeed]", or '
-            'use backend="hf".'
+            'use backend="hf".',
+            name="deepspeed",
         )
     if backend == "hf" and isinstance(path_or_model, nn.Module):
         raise KVPolicyError(

@@ -1,4 +1,4 @@
-"""Allocators: how many tokens may each layer keep?"""
+"""Allocators: how many tokens each layer may keep."""
 
 from kvpolicy.allocators.profile import load_profile as load_profile
 from kvpolicy.allocators.profile import save_profile as save_profile

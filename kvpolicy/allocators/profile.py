@@ -1,4 +1,4 @@
-"""A model's layer similarities on file, so that no prompt has to be measured before it is compressed."""
+"""Profiles: stored layer cosines of a model, so that prompts need not be measured before they are compressed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import check_format, stamp
 
 FORMAT = 1
-"""Version of the file; a reader refuses a newer one."""
+"""Version of the file format; newer ones are refused."""
 
 
 def save_profile(path: str | os.PathLike[str], model_name: str, cosine: Iterable[SupportsFloat]) -> None:
-    """Write the layers' mean cosines to a JSON file that `squeeze:profile=FILE` reads.
+    """Write the mean cosines of the layers to a JSON file that `squeeze:profile=FILE` reads.
 
     Args:
-        path: Where to write.
-        model_name: Which model was measured, for readers of the file.
-        cosine: One number per layer (a list or an [L] tensor).
+        path: The file.
+        model_name: Name of the model, for information only.
+        cosine: One number per layer: a list, or a tensor [L].
     """
     values = [float(value) for value in cosine]
     content = stamp(FORMAT) | {"model": model_name, "layers": len(values), "cosine": values}
@@ -34,21 +34,23 @@ def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]
     """Read the cosines that `save_profile` wrote.
 
     Args:
-        path: A file.
-        layers: How many layers the model has.
+        path: The file.
+        layers: The number of layers of the model.
 
     Raises:
-        KVPolicyError: Where there is no such file, it is no profile, or it is of a model with other layers.
+        KVPolicyError: If the file cannot be read, is not a profile, or is of a model with another number of layers.
     """
     try:
         status = os.stat(path)
         cosine = _read(os.fspath(path), status.st_mtime_ns, status.st_size)
     except OSError as error:
-        raise KVPolicyError(f"The profile {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
+        raise KVPolicyError(
+            f"The profile {os.fspath(path)!r} must be a readable file, got {error.strerror}; try kvpolicy.profile."
+        ) from error
     if len(cosine) != layers:
         raise KVPolicyError(
-            f"The profile {os.fspath(path)!r} is of a model with {len(cosine)} layers and this one has {layers}: "
-            "record a profile of this model."
+            f"The profile {os.fspath(path)!r} must be of a model with {layers} layers, got {len(cosine)}; try "
+            "kvpolicy.profile on this model."
         )
     return cosine
 
@@ -58,13 +60,18 @@ def _read(path: str, _changed: int, _size: int) -> tuple[float, ...]:
     try:
         raw: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise KVPolicyError(f"The profile {path!r} is not JSON: record it with kvpolicy's save_profile.") from error
+        raise KVPolicyError(
+            f"The profile {path!r} must be JSON, got one that cannot be parsed; try kvpolicy.profile."
+        ) from error
     content = cast("dict[str, Any]", raw) if isinstance(raw, dict) else {}
-    listed = content.get("cosine")
-    if not isinstance(listed, list) or not all(map(_is_number, cast("list[Any]", listed))):
-        raise KVPolicyError(f"The profile {path!r} has no list of numbers called cosine: record it with save_profile.")
+    cosine = content.get("cosine")
+    if not isinstance(cosine, list) or not all(map(_is_number, cast("list[Any]", cosine))):
+        raise KVPolicyError(
+            f"The profile {path!r} must have a list of finite numbers called cosine, got {type(cosine).__name__}; try "
+            "kvpolicy.profile."
+        )
     check_format({"format": content.get("version"), **content}, FORMAT, f"The profile {path!r}")
-    return tuple(float(value) for value in cast("list[float]", listed))
+    return tuple(float(value) for value in cast("list[float]", cosine))
 
 
 def _is_number(value: object) -> bool:

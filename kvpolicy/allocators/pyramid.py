@@ -1,4 +1,4 @@
-"""More for the first layers, less for the last."""
+"""PyramidKV: a larger budget for early layers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from kvpolicy.spec.validation import check_fields
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pyramid:
-    """Give early layers more budget than late ones, falling in a straight line.
+    """Give early layers more budget than late ones, decreasing linearly.
 
-    Attention is spread out in the first layers and gathers on few tokens in the last, so the last need fewer. The
-    last layer gets the even share divided by `beta`, the first what keeps the average.
+    Attention is spread over many tokens in the first layers and concentrates on few tokens in the last ones, which
+    therefore need fewer. The last layer gets the average budget divided by `beta`, and the first layer as much as keeps
+    the average.
 
     Args:
-        beta: How many times less than an even share the last layer gets, at least 1 (1 is uniform).
+        beta: The ratio of the average budget to that of the last layer, at least 1 (1 is uniform).
 
     Examples:
         >>> Pyramid(beta=2).budgets(None, torch.tensor([40]), 1, torch.tensor([100]), 4).tolist()
         [[15, 12, 8, 5]]
 
     Source: PyramidKV (arXiv:2406.02069), Section 3. Differences from the authors' code: the slope is a fraction, not
-    rounded down (which overspends by up to 16%); the observation window is part of the budget, not added to it; what a
-    layer cannot use goes to the others in proportion; and there is no fallback to uniform for short prompts.
+    rounded down (which exceeds the budget by up to 16%); the observation window is part of the budget, not added to it;
+    what a layer cannot use goes to the other layers in proportion; and there is no fallback to uniform for short
+    prompts.
     """
 
     beta: float = 20.0
@@ -38,17 +40,18 @@ class Pyramid:
         """Check `beta`."""
         check_fields(self)
         if not 1 <= self.beta < float("inf"):
-            raise KVPolicyError(f"Pyramid's beta is {self.beta}: give a number of at least 1, such as 20.")
+            raise KVPolicyError(f"Pyramid.beta must be at least 1 and finite, got {self.beta}; try 20.0.")
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:
-        """Nothing is measured."""
+        """No measurement."""
         return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""
-        even = total.double()[:, None] / layers
-        least = even / self.beta
-        down = torch.linspace(0, 1, layers, dtype=torch.float64, device=total.device) if layers > 1 else 0.5
-        most = 2 * even - least
-        return waterfill(most - down * (most - least), total, floor, ceiling)
+        average = total.double()[:, None] / layers
+        last = average / self.beta
+        first = 2 * average - last
+        # Depth from 0 to 1; a single layer is in the middle, so that it gets the average.
+        depth = torch.linspace(0, 1, layers, dtype=torch.float64, device=total.device) if layers > 1 else 0.5
+        return waterfill(first - depth * (first - last), total, floor, ceiling)

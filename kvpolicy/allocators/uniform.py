@@ -1,4 +1,4 @@
-"""Every layer alike."""
+"""Uniform: the same budget for every layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpolicy.spec.budget import waterfill
 class Uniform:
     """Give every layer the same budget.
 
-    Where the total does not divide evenly, the first layers keep one token more.
+    If the total is not divisible by the number of layers, the first layers keep one token more.
 
     Examples:
         >>> import torch
@@ -24,7 +24,7 @@ class Uniform:
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:
-        """Nothing is measured."""
+        """No measurement."""
         return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:

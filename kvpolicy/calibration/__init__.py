@@ -1,4 +1,4 @@
-"""Calibrations: what codecs must know of a model, learned from its keys and values."""
+"""Calibration: parameters that codecs need for a model, learned from its keys and values."""
 
 from kvpolicy.calibration.collect import Samples as Samples
 from kvpolicy.calibration.collect import collect as collect

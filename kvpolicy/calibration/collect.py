@@ -1,4 +1,4 @@
-"""Keys and values of a model without a policy, as codecs will meet them."""
+"""Keys and values of a model without a policy, as codecs encode them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.codecs._dictionaries import key_dictionary
+from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.config_swap import configs_of
 from kvpolicy.hf.discovery import find_sites
@@ -22,26 +24,30 @@ from kvpolicy.spec.errors import KVPolicyError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """Vectors of each layer that a policy can keep small, [H, n, D] fp32 on the CPU, by the layer's index.
+    """Keys and values of each layer that a policy manages, [H, n, D] fp32 on the CPU, by the index of the layer.
 
-    The n tokens are the same in every layer and part.
+    The n tokens are the same in every layer, for keys and values.
 
     Attributes:
-        pre: Keys with the rotary embedding undone; empty where not asked for.
-        post: Keys as attention sees them; empty where not asked for.
+        unrotated: Keys without the rotary embedding; empty if not requested.
+        rotated: Keys as attention sees them; empty if not requested.
         values: Values.
-        fisher: Squared gradients of the loss, of keys (of frame `pre` where asked for) and of values, [2, H, n, D];
-            empty where not asked for.
+        fisher: Squared gradients of the loss with respect to keys (unrotated ones if they were requested) and values,
+            [2, H, n, D]; empty if not requested.
     """
 
-    pre: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    post: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    unrotated: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    rotated: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     values: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     fisher: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     def parts(self) -> dict[str, dict[int, Tensor]]:
-        """By the names of the parts in a calibration: `keys.pre`, `keys.post`, `values`."""
-        return {"keys.pre": self.pre, "keys.post": self.post, "values": self.values}
+        """Keys and values by their names in a calibration file: `keys.pre`, `keys.post`, `values`."""
+        return {
+            key_dictionary("unrotated"): self.unrotated,
+            key_dictionary("rotated"): self.rotated,
+            "values": self.values,
+        }
 
 
 def collect(
@@ -49,59 +55,61 @@ def collect(
     windows: Sequence[Tensor],
     *,
     tokens: int = 16_384,
-    frames: Sequence[str] = ("pre", "post"),
+    key_spaces: Sequence[str] = ("unrotated", "rotated"),
     fisher: bool = False,
     seed: int = 0,
     progress: bool = False,
 ) -> Samples:
-    """Run windows of tokens through a model and keep some tokens' keys and values.
+    """Run windows of tokens through a model, and keep the keys and values of a sample of the tokens.
 
     Args:
-        model: A causal language model that no policy is attached to.
+        model: A causal language model without a policy attached.
         windows: Token ids, each [n] or [1, n].
-        tokens: About how many tokens are kept in all, drawn from every window alike: memory is bounded by
-            layers * heads * tokens * head_dim numbers, for each frame and for the values.
-        frames: Which keys: `pre`, `post` or both.
-        fisher: Whether to keep squared gradients too, for which every window takes the memory of a training step.
-        seed: Of the draw.
-        progress: Whether to show a bar.
+        tokens: About how many tokens are kept in total, sampled equally from all windows. The result takes layers *
+            heads * tokens * head_dim numbers for each key space and for the values.
+        key_spaces: The key spaces to return: `unrotated`, `rotated` or both.
+        fisher: Whether to return squared gradients too; each window then takes the memory of a training step.
+        seed: Seed of the sample.
+        progress: Whether to show a progress bar.
 
     Raises:
-        KVPolicyTypeError: Where the windows are no token ids.
-        KVPolicyError: Where the model is not supported, has a policy, or makes numbers that are not finite.
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, or produces numbers that are not finite.
 
     Examples:
         >>> import kvpolicy
-        >>> collect(kvpolicy.tiny()[0], [torch.arange(3, 40)], tokens=20).pre[0].shape
+        >>> collect(kvpolicy.tiny()[0], [torch.arange(3, 40)], tokens=20).unrotated[0].shape
         torch.Size([4, 20, 32])
     """
     if any((config._attn_implementation or "").startswith(PREFIX) for config in configs_of(model)):
-        raise KVPolicyError("A policy is attached to this model: detach it before calibrating.")
+        raise KVPolicyError(
+            "The model must have no policy during calibration, got one with a policy attached; try detaching it."
+        )
     windows = as_windows(windows)
     if not windows:
-        raise KVPolicyError("There are no tokens to calibrate on: give a longer text.")
-    reader = _Reader(model, frames, fisher)
+        raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
+    reader = _Reader(model, key_spaces, fisher)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
     was_training = model.training
     model.eval()
     try:
-        counts = shares(windows, tokens)
+        counts = tokens_per_window(windows, tokens)
         for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
-            draw = torch.randperm(len(ids), generator=generator)[:count].sort().values
+            sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
-                    some = x.index_select(-2, draw.to(x.device)).float().cpu()
-                    kept.setdefault(part, {}).setdefault(layer, []).append(some)
+                    sampled = x.index_select(-2, sample.to(x.device)).float().cpu()
+                    kept.setdefault(part, {}).setdefault(layer, []).append(sampled)
     finally:
         model.train(was_training)
     return Samples(**_joined(kept))
 
 
-def shares(windows: Sequence[Tensor], tokens: int) -> list[int]:
-    """How many tokens of each window are kept, of about `tokens` in all.
+def tokens_per_window(windows: Sequence[Tensor], tokens: int) -> list[int]:
+    """The number of tokens to keep of each window, for about `tokens` in total.
 
-    >>> shares([torch.arange(9), torch.arange(3)], 9)
+    >>> tokens_per_window([torch.arange(9), torch.arange(3)], 9)
     [5, 3]
     """
     return [min(len(ids), -(-tokens // len(windows))) for ids in windows]
@@ -112,59 +120,72 @@ def _joined(kept: dict[str, dict[int, list[Tensor]]]) -> dict[str, dict[int, Ten
     for part, vectors in joined.items():
         for layer, x in vectors.items():
             if not x.isfinite().all():
-                raise KVPolicyError(f"Some of {part} in layer {layer} is not finite: load the model in bf16 or fp32.")
+                raise KVPolicyError(
+                    f"All collected numbers must be finite, got inf or NaN in {part} of layer {layer}; try loading the "
+                    "model in bf16 or fp32."
+                )
     return joined
 
 
 class _Reader:
-    """Runs a model and looks into its cache."""
+    """Runs a model and reads keys and values from its cache."""
 
-    def __init__(self, model: nn.Module, frames: Sequence[str], fisher: bool) -> None:
-        self.model, self.frames, self.fisher = model, frames, fisher
+    def __init__(self, model: nn.Module, key_spaces: Sequence[str], fisher: bool) -> None:
+        self.model = model
+        self.key_spaces = key_spaces
+        self.fisher = fisher
         shape = describe(model.config)
-        self.sites, self.layers, self.heads = find_sites(model), shape.evictable, shape.heads
-        own = [site for site in self.sites.layers if site.layer_idx in self.layers]
-        self.ropes = {site.layer_idx: rope_of(self.sites.decoder, site) for site in own} if "pre" in frames else {}
+        self.sites = find_sites(model)
+        self.layers = shape.evictable
+        self.heads = shape.heads
+        managed = [site for site in self.sites.layers if site.layer_idx in self.layers]
+        self.ropes: dict[int, Rope] = {}
+        if "unrotated" in key_spaces:
+            self.ropes = {site.layer_idx: rope_of(self.sites.decoder, site) for site in managed}
 
     def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
-        """Every token's vectors of one window [n], by part and layer, each [H, n, D]."""
+        """Keys and values of every token of a window [n], by the field of `Samples` and the layer, each [H, n, D]."""
         config: Any = self.model.config
         cache: Any = DynamicCache(config=config)
         ids = ids[None].to(next(self.sites.decoder.parameters()).device)
-        slopes = self._slopes(ids, cache) if self.fisher else {}
+        gradients = self._gradients(ids, cache) if self.fisher else {}
         if not self.fisher:
             with torch.no_grad():
                 self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-        keys = {layer: self._heads(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
-        values = {layer: self._heads(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
-        found = {"values": values}
-        if "post" in self.frames:
-            found["post"] = {layer: x[0] for layer, x in keys.items()}
-        if "pre" in self.frames:
-            found["pre"] = {layer: self._undo(layer, x)[0] for layer, x in keys.items()}
+        keys = {layer: self._by_head(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
+        values = {layer: self._by_head(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
+        parts = {"values": values}
+        if "rotated" in self.key_spaces:
+            parts["rotated"] = {layer: x[0] for layer, x in keys.items()}
+        if "unrotated" in self.key_spaces:
+            parts["unrotated"] = {layer: self._unrotate(layer, x)[0] for layer, x in keys.items()}
         if self.fisher:
-            found["fisher"] = {layer: torch.cat(both).square() for layer, both in slopes.items()}
-        return found
+            parts["fisher"] = {layer: torch.cat(both).square() for layer, both in gradients.items()}
+        return parts
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """Of each KV head its copies [1, H, copies, n, D]: grouped Falcon's stock cache has one for each query head."""
+    def _by_head(self, x: Tensor) -> Tensor:
+        """The copies of each KV head, [1, H, copies, n, D]: grouped Falcon's stock cache has one per query head."""
         return x.unflatten(1, (self.heads, -1))
 
-    def _undo(self, layer: int, keys: Tensor) -> Tensor:
+    def _unrotate(self, layer: int, keys: Tensor) -> Tensor:
         with torch.no_grad():
             return self.ropes[layer].unrotate(keys, torch.arange(keys.shape[2], device=keys.device)[None, None])
 
-    def _slopes(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        """Gradients of the loss in keys and values; rotations turn a gradient back as they do a key."""
+    def _gradients(self, ids: Tensor, cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        """Gradients of the loss with respect to keys and values."""
         with torch.enable_grad():
             loss = self.model(input_ids=ids, labels=ids, past_key_values=cache, use_cache=True).loss
             if not loss.requires_grad:
                 raise KVPolicyError(
-                    "No weight of the model has a gradient: call requires_grad_(True), or leave fisher out."
+                    "A weight of the model must require gradients for Fisher information, got none that does; try "
+                    "requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
-            both = [self._heads(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]
-        keys = dict(zip(self.layers, both[::2], strict=True))
-        turned = {layer: self._undo(layer, g) if self.ropes else g for layer, g in keys.items()}
-        values = dict(zip(self.layers, both[1::2], strict=True))
-        return {layer: (turned[layer], values[layer]) for layer in self.layers}
+            gradients = [self._by_head(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]
+        of_keys = dict(zip(self.layers, gradients[::2], strict=True))
+        of_values = dict(zip(self.layers, gradients[1::2], strict=True))
+        # The gradient with respect to an unrotated key is the gradient with respect to the rotated one, unrotated,
+        # because the inverse of a rotation is its transpose.
+        if self.ropes:
+            of_keys = {layer: self._unrotate(layer, g) for layer, g in of_keys.items()}
+        return {layer: (of_keys[layer], of_values[layer]) for layer in self.layers}

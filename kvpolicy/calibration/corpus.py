@@ -1,4 +1,4 @@
-"""Texts to calibrate on, and windows of their tokens."""
+"""Calibration texts, and windows of their tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 
 def read_texts(paths: Iterable[str | Path]) -> list[str]:
-    """Read text files; of a folder, all its `.txt` files in the order of their names.
+    """Read text files; a folder stands for all its `.txt` files, sorted by name.
 
     Raises:
-        KVPolicyError: Where a file cannot be read as UTF-8 text, or there is none.
+        KVPolicyError: If a file cannot be read as UTF-8 text, or if there is no text.
     """
     texts: list[str] = []
     for path in map(Path, paths):
@@ -25,43 +25,48 @@ def read_texts(paths: Iterable[str | Path]) -> list[str]:
             try:
                 texts.append(file.read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError) as error:
-                raise KVPolicyError(f"The text {file} cannot be read ({error}): give UTF-8 text files.") from error
+                raise KVPolicyError(
+                    f"The text {file} must be a readable UTF-8 file, got {error}; try another file."
+                ) from error
     if not any(text.strip() for text in texts):
-        raise KVPolicyError("There is no text to calibrate on: give text files, or folders with .txt files.")
+        raise KVPolicyError(
+            "The files must contain text to calibrate on, got none; try text files, or folders with .txt files."
+        )
     return texts
 
 
 def token_windows(tokenizer: Any, texts: Sequence[str], length: int, limit: int, seed: int) -> list[Tensor]:
-    """Cut texts into windows of tokens, each beginning with BOS where the tokenizer has one.
+    """Split texts into windows of tokens, each of which starts with BOS if the tokenizer has it.
 
     Args:
-        tokenizer: Of transformers.
-        texts: Each is cut by itself; the last window of a text is shorter. Windows below 16 tokens are left out, where
-            there are longer ones.
-        length: Tokens of a window.
-        limit: The most windows; of more, the longest are taken, and of those alike some are drawn.
-        seed: Of the draw.
+        tokenizer: A tokenizer of transformers.
+        texts: The texts, split separately; the last window of a text is shorter. Windows of less than 16 tokens are
+            dropped if there are longer ones.
+        length: Tokens per window.
+        limit: The maximum number of windows. If there are more, the longest are used; among windows of equal length,
+            the choice is random.
+        seed: Seed of this choice.
 
     Returns:
         Token ids, each [n] int64.
     """
-    begin = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
-    step = length - len(begin)
+    bos = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
+    step = length - len(bos)
     windows: list[list[int]] = []
     for text in texts:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        windows += [begin + ids[start : start + step] for start in range(0, len(ids), step)]
+        windows += [bos + ids[start : start + step] for start in range(0, len(ids), step)]
     windows = [window for window in windows if len(window) >= 16] or windows
-    drawn: list[int] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
-    drawn.sort(key=lambda index: -len(windows[index]))
-    return [torch.tensor(windows[index]) for index in sorted(drawn[:limit])]
+    order: list[int] = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed)).tolist()
+    order.sort(key=lambda index: -len(windows[index]))  # stable, so that windows of equal length stay shuffled
+    return [torch.tensor(windows[index]) for index in sorted(order[:limit])]
 
 
 def as_windows(windows: Iterable[Tensor]) -> list[Tensor]:
-    """Token ids, each [n] int64 on the CPU; a tokenizer's [1, n] are read too.
+    """Token ids, each [n] int64 on the CPU; the output of a tokenizer, [1, n], is accepted too.
 
     Raises:
-        KVPolicyTypeError: Where one is no tensor of token ids, or of several rows.
+        KVPolicyTypeError: If a window is not a tensor of token ids, or has several rows.
 
     Examples:
         >>> [window.shape for window in as_windows([torch.arange(5)[None], torch.arange(3)])]
@@ -74,15 +79,16 @@ def _as_window(ids: object) -> Tensor:
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         what = str(ids.dtype).removeprefix("torch.") if isinstance(ids, Tensor) else type(ids).__name__
         raise KVPolicyTypeError(
-            f"A window of tokens is of type {what}: give a tensor of whole numbers [n], such as input_ids."
+            f"A window of tokens must be an integer tensor [n], got {what}; try the input_ids of a tokenizer."
         )
     if ids.dim() != 1 and (ids.dim() != 2 or len(ids) != 1):
         raise KVPolicyTypeError(
-            f"A window of tokens has the shape {list(ids.shape)}: give each row by itself, [n] or [1, n]."
+            f"A window of tokens must have the shape [n] or [1, n], got {list(ids.shape)}; try passing each row "
+            "separately."
         )
     return ids.flatten().long().cpu()
 
 
 def text_sha256(windows: Sequence[Tensor]) -> str:
-    """What a text is known again by."""
+    """Hash of the windows, which identifies the text of a calibration."""
     return hashlib.sha256(b"|".join(window.numpy().tobytes() for window in windows)).hexdigest()

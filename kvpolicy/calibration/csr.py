@@ -1,7 +1,8 @@
-"""Train the dictionaries of CSR for a model."""
+"""Calibrate CSR for a model: train its dictionaries."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -20,41 +21,46 @@ from kvpolicy.calibration.grouping import Directions, divergence, group_layers, 
 from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.progress import Progress
 from kvpolicy.codecs import _files
+from kvpolicy.codecs._dictionaries import FILE_KEY_SPACES, value_dictionary
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
 
-PER_HEAD, MOST = 256, 8192
-"""Atoms of a dictionary for each KV head, and the most, where their number is not given."""
+ATOMS_PER_HEAD = 256
+"""The default number of atoms of a dictionary, for each KV head."""
+
+MAX_ATOMS = 8192
+"""The maximum of this default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dictionaries:
-    """Which dictionaries CSR gets, and how they are trained.
+    """Which dictionaries are trained for CSR, and how.
 
     Source: CSR (arXiv:2412.11741; AAAI-25), Section 3.3 and its appendix.
-    Differences: layers are compared with logarithms of base 2, between the least and the most of a pair, and put
-    together from left to right (the paper does not say; its groups are adjusted by hand). The error is the mean over a
-    batch, since with the paper's sum the weight of the diversity term would always be 1; its weight is from the same
-    batch, not the one before. Codes are constants, and the gradient has no part along an atom. Optimizer, rate and
-    schedule are ours, for the paper names none: Adam, a cosine, stopping early on held-out vectors. The size of 256
-    atoms "per KV head" is read as the size of one dictionary for all heads.
+    Differences: layers are compared with base-2 logarithms over the joint range of a pair, and grouped from left to
+    right (the paper does not say how; its groups are adjusted by hand). The error is the mean over a batch; with the
+    paper's sum, the weight of the diversity term would always be 1. This weight is computed from the same batch, not
+    from the previous one. Codes are treated as constants, and the gradient of an atom has no component along the atom.
+    The paper names no optimizer, learning rate or schedule; ours are Adam, a cosine schedule and early stopping on
+    held-out vectors. The size of 256 atoms "per KV head" is interpreted as the size of one dictionary for all heads.
 
     Attributes:
-        frames: Of the keys: `pre`, `post` or both.
-        sn: Into how many chunks values are cut, for each of which there is a dictionary.
-        atoms: N, of each dictionary; 0 for 256 times the KV heads, at most 8192.
-        pairs: Atoms per key while training, and per value over all its chunks.
+        key_spaces: The key spaces to train dictionaries for: `unrotated`, `rotated` or both.
+        value_chunks: The numbers of chunks of a value to train dictionaries for, such as 1, 2 and 4.
+        atoms: The number of atoms of each dictionary, N; 0 for 256 times the KV heads, at most 8192.
+        pairs: Pairs per key during training, and per value over all its chunks.
         key_groups: Layers that share a dictionary of keys: `auto`, `each`, `all` or groups such as `0,1-3`.
-        value_groups: Likewise of values.
-        pair: With `auto`, the most that two layers of a group may differ, 0 to 1.
-        chain: With `auto`, the most that the differences of a group's neighbours may sum to.
-        tokens: About how many tokens' vectors are looked at.
-        seed: Of the draw of tokens.
+        value_groups: The same for values.
+        pair: With `auto`, the maximum divergence of two layers of a group, 0 to 1.
+        chain: With `auto`, the maximum sum of the divergences of neighbors in a group.
+        tokens: About how many tokens are sampled.
+        seed: Seed of the sample.
         training: How each dictionary is trained.
     """
 
-    frames: tuple[str, ...] = ("pre",)
-    sn: tuple[int, ...] = (2,)
+    key_spaces: tuple[str, ...] = ("unrotated",)
+    value_chunks: tuple[int, ...] = (2,)
     atoms: int = 0
     pairs: int = 8
     key_groups: str = "auto"
@@ -67,18 +73,30 @@ class Dictionaries:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if not self.frames or set(self.frames) - {"pre", "post"}:
-            raise KVPolicyError(f"The frames {','.join(self.frames)} are not known: give pre, post or pre,post.")
-        if not self.sn or any(parts < 1 or self.pairs % parts for parts in self.sn):
-            raise KVPolicyError(f"Each sn must divide the {self.pairs} pairs: give some of 1,2,4.")
-        if self.atoms < 0 or self.tokens < 1:
-            raise KVPolicyError("Give atoms of at least 0, and tokens of at least 1.")
+        if not self.key_spaces or set(self.key_spaces) - set(FILE_KEY_SPACES):
+            raise KVPolicyError(
+                f"Dictionaries.key_spaces must be 'unrotated', 'rotated' or both, got {self.key_spaces}; try "
+                "('unrotated',)."
+            )
+        if not self.value_chunks or any(chunks < 1 or self.pairs % chunks for chunks in self.value_chunks):
+            raise KVPolicyError(
+                f"Dictionaries.value_chunks must be divisors of pairs={self.pairs}, got {self.value_chunks}; try (1,)."
+            )
+        check_min(self, atoms=0, tokens=1)
 
 
 class _Job(NamedTuple):
-    """One dictionary."""
+    """A dictionary to train.
+
+    Attributes:
+        name: Name of its tensor in the file.
+        part: Whether it is for keys, and in which key space, or for values; a key of `Samples.parts`.
+        layers: The layers that share it.
+        chunks: The number of chunks of a vector.
+    """
 
     name: str
+    part: str
     layers: list[int]
     chunks: int
 
@@ -93,57 +111,60 @@ def calibrate_csr(
     progress: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Train CSR's dictionaries on a model's keys and values, and write them to a folder.
+    """Train the dictionaries of CSR on the keys and values of a model, and write them to a folder.
 
-    What was interrupted goes on where it was, with the same model, windows and options.
+    An interrupted run is resumed by a call with the same model, windows and options.
 
     Args:
-        model: A causal language model that no policy is attached to.
+        model: A causal language model without a policy attached.
         windows: Token ids, each [n] or [1, n]; see `token_windows`.
         out: The folder.
-        options: Which dictionaries.
-        name: What to call the model.
-        progress: Whether to show bars.
+        options: Which dictionaries to train, and how.
+        name: Name of the model in the calibration.
+        progress: Whether to show progress bars.
         force: Whether to replace a finished calibration of another model or text, or with other options.
 
     Returns:
-        What was written beside the tensors.
+        The metadata that were written with the tensors.
 
     Raises:
-        KVPolicyTypeError: Where the windows are no token ids.
-        KVPolicyError: Where the model is not supported, the text too short, or `out` holds another one, unfinished or
-            finished.
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, the text is too short, or `out` holds another calibration,
+            finished or not.
     """
     windows = as_windows(windows)
-    model_facts, layers = identity(model, name), describe(model.config).evictable
-    dim, atoms = model_facts["head_dim"], options.atoms or min(PER_HEAD * model_facts["heads"], MOST)
-    if any(dim % parts for parts in options.sn):
-        raise KVPolicyError(
-            f"The head dimension {dim} cannot be cut into {' or '.join(map(str, options.sn))} equal chunks."
-        )
-    written = {key: parse_groups(text, layers) for key, text in _written(options).items()}
-    facts = {"model": model_facts, "head_dim": dim, "text_sha256": text_sha256(windows), "options": asdict(options)}
+    model_facts = identity(model, name)
+    layers = describe(model.config).evictable
+    dim = model_facts["head_dim"]
+    atoms = options.atoms or min(ATOMS_PER_HEAD * model_facts["heads"], MAX_ATOMS)
+    for chunks in options.value_chunks:
+        if dim % chunks:
+            raise KVPolicyError(
+                f"Dictionaries.value_chunks must be divisors of the head dimension, {dim}, got {chunks}; try 1."
+            )
+    given_groups = {side: parse_groups(text, layers) for side, text in _given_groups(options).items()}
+    facts = {
+        "model": model_facts,
+        "head_dim": dim,
+        "text_sha256": text_sha256(windows),
+        "options": _stored_options(options),
+    }
     states = Progress(Path(out), facts)
     if not force:
         check_free(out, "csr", facts)
     samples = collect(
-        model, windows, tokens=options.tokens, frames=options.frames, seed=options.seed, progress=progress
+        model, windows, tokens=options.tokens, key_spaces=options.key_spaces, seed=options.seed, progress=progress
     ).parts()
-    groups, steps = _groups(samples, layers, written, options)
-    jobs = [
-        _Job(f"{part}{f'.sn{chunks}' if part == 'values' else ''}.{number}", group, chunks)
-        for part, found in groups.items()
-        for chunks in (options.sn if part == "values" else (1,))
-        for number, group in enumerate(found)
-    ]
+    groups, divergences = _groups(samples, layers, given_groups, options)
+    jobs = _jobs(groups, options)
     device = next(model.parameters()).device
     done = {job.name: _run(job, samples, atoms, options, states, device, progress) for job in jobs}
-    parts: dict[str, list[list[int]]] = {}
+    groups_by_name: dict[str, list[list[int]]] = {}
     for job in jobs:
-        parts.setdefault(job.name.rpartition(".")[0], []).append(job.layers)
+        groups_by_name.setdefault(job.name.rpartition(".")[0], []).append(job.layers)
     meta = facts | {
-        "groups": parts,
-        "divergence": steps,
+        "groups": groups_by_name,
+        "divergence": divergences,
         "atoms": atoms,
         "tokens": next(iter(samples["values"].values())).shape[1],
         "losses": {job_name: state.losses for job_name, state in done.items()},
@@ -153,38 +174,52 @@ def calibrate_csr(
     return meta
 
 
-def _written(options: Dictionaries) -> dict[str, str]:
-    """The groups that the user wrote."""
-    found = {"keys": options.key_groups, "values": options.value_groups}
-    return {side: text for side, text in found.items() if text != "auto"}
+def _stored_options(options: Dictionaries) -> dict[str, Any]:
+    """The options by their names in the file, which have not changed."""
+    stored = asdict(options)
+    stored["frames"] = [FILE_KEY_SPACES[key_space] for key_space in stored.pop("key_spaces")]
+    stored["sn"] = stored.pop("value_chunks")
+    return stored
+
+
+def _given_groups(options: Dictionaries) -> dict[str, str]:
+    """The groups that the user specified, for keys and for values."""
+    groups = {"keys": options.key_groups, "values": options.value_groups}
+    return {side: text for side, text in groups.items() if text != "auto"}
 
 
 def _groups(
-    samples: dict[str, dict[int, Tensor]], layers: list[int], written: dict[str, Any], options: Dictionaries
+    samples: dict[str, dict[int, Tensor]], layers: list[int], given: dict[str, Any], options: Dictionaries
 ) -> tuple[dict[str, list[list[int]]], dict[str, list[float]]]:
-    """The groups of each part, and how much neighbours differ where that was asked."""
+    """The groups of each part of the samples, and the divergences of neighboring layers where groups were computed."""
     groups: dict[str, list[list[int]]] = {}
-    steps: dict[str, list[float]] = {}
+    divergences: dict[str, list[float]] = {}
     for part, vectors in samples.items():
         side = part.split(".")[0]
         if not vectors:
             continue
-        if side in written:
-            groups[part] = written[side]
+        if side in given:
+            groups[part] = given[side]
             continue
-        found = {layer: Directions.of(vectors[layer]) for layer in layers}
-        seen: dict[tuple[int, int], float] = {}
-
-        def between(
-            a: int, b: int, found: dict[int, Directions] = found, seen: dict[tuple[int, int], float] = seen
-        ) -> float:
-            if (a, b) not in seen:
-                seen[a, b] = divergence(found[a], found[b])
-            return seen[a, b]
-
+        directions = {layer: Directions.of(vectors[layer]) for layer in layers}
+        between = functools.cache(functools.partial(_divergence_of, directions))
         groups[part] = group_layers(layers, between, options.pair, options.chain)
-        steps[part] = [between(a, b) for a, b in pairwise(layers)]
-    return groups, steps
+        divergences[part] = [between(a, b) for a, b in pairwise(layers)]
+    return groups, divergences
+
+
+def _divergence_of(directions: dict[int, Directions], a: int, b: int) -> float:
+    return divergence(directions[a], directions[b])
+
+
+def _jobs(groups: dict[str, list[list[int]]], options: Dictionaries) -> list[_Job]:
+    """The dictionaries to train: one for each part, number of chunks and group of layers."""
+    jobs: list[_Job] = []
+    for part, layer_groups in groups.items():
+        for chunks in options.value_chunks if part == "values" else (1,):
+            name = value_dictionary(chunks) if part == "values" else part
+            jobs += [_Job(f"{name}.{number}", part, group, chunks) for number, group in enumerate(layer_groups)]
+    return jobs
 
 
 def _run(
@@ -196,19 +231,18 @@ def _run(
     device: torch.device,
     progress: bool,
 ) -> State:
-    """Train one dictionary, or go on with it."""
-    part = "values" if job.name.startswith("values") else job.name.rpartition(".")[0]
-    vectors = torch.cat([samples[part][layer].flatten(0, 1) for layer in job.layers])
+    """Train one dictionary, or resume its training."""
+    vectors = torch.cat([samples[job.part][layer].flatten(0, 1) for layer in job.layers])
     x = vectors.unflatten(-1, (job.chunks, -1)).flatten(0, 1).to(device)
     state = states.load(job.name)
     if state is not None:
         state = State(**{key: t.to(device) for key, t in state.tensors().items()}, losses=state.losses)
-    before = 0 if state is None else len(state.losses) - 1
-    with tqdm(total=options.training.epochs, initial=before, desc=job.name, disable=not progress) as bar:
+    epochs_done = 0 if state is None else len(state.losses) - 1
+    with tqdm(total=options.training.epochs, initial=epochs_done, desc=job.name, disable=not progress) as bar:
 
-        def after(reached: State) -> None:
-            states.save(job.name, reached)
-            bar.update(len(reached.losses) - 1 - bar.n)
-            bar.set_postfix(loss=f"{reached.losses[-1]:.4f}", best=f"{min(reached.losses):.4f}")
+        def after(current: State) -> None:
+            states.save(job.name, current)
+            bar.update(len(current.losses) - 1 - bar.n)
+            bar.set_postfix(loss=f"{current.losses[-1]:.4f}", best=f"{min(current.losses):.4f}")
 
         return train(x, atoms, options.pairs // job.chunks, options.training, state=state, after=after)

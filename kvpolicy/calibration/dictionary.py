@@ -1,4 +1,4 @@
-"""Training of one dictionary: vectors coded by matching pursuit, atoms moved along the gradient of what is left."""
+"""Training of one dictionary: vectors are encoded by matching pursuit, atoms follow the gradient of the residual."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._pursuit import pursue
-from kvpolicy.codecs._sparse import Words, spell, unit
+from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
 
-_INIT = 32
-"""Vectors per atom that k-means sees at most."""
+_INIT_VECTORS = 32
+"""The maximum number of vectors per atom for the initial k-means."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,13 +24,13 @@ class Training:
     """How a dictionary is trained.
 
     Attributes:
-        epochs: Rounds over all vectors.
-        batch: Vectors of a step.
-        rate: Adam's first learning rate; it falls to 0 along a cosine.
+        epochs: Maximum number of epochs.
+        batch: Vectors per step.
+        rate: Initial learning rate of Adam, with a cosine schedule to 0.
         patience: Epochs without a lower loss on held-out vectors after which training stops.
-        held_out: Share of the vectors that only measure.
-        diverse: The most that the diversity term may be, as a share of the error.
-        seed: Of the start, of the split and of the order of the batches.
+        held_out: Fraction of the vectors that are held out for the loss.
+        diverse: The maximum of the diversity term, as a fraction of the error.
+        seed: Seed of the initialization, the split and the order of the batches.
     """
 
     epochs: int = 20
@@ -41,25 +42,27 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.epochs < 0 or self.batch < 1 or self.patience < 1:
-            raise KVPolicyError("Give epochs of at least 0, and a batch and patience of at least 1.")
-        if not 0 < self.held_out < 1 or not 0 < self.rate < math.inf or not 0 <= self.diverse < math.inf:
+        """Check the parameters."""
+        check_min(self, epochs=0, batch=1, patience=1)
+        if not 0 < self.held_out < 1:
             raise KVPolicyError(
-                "Give held_out between 0 and 1, a finite rate above 0 and a finite diverse of at least 0."
+                f"Training.held_out must be greater than 0 and less than 1, got {self.held_out}; try 0.05."
             )
+        if not 0 < self.rate < math.inf:
+            raise KVPolicyError(f"Training.rate must be positive and finite, got {self.rate}; try 0.01.")
+        if not 0 <= self.diverse < math.inf:
+            raise KVPolicyError(f"Training.diverse must be at least 0 and finite, got {self.diverse}; try 0.1.")
 
 
 class State(NamedTuple):
-    """Where a training is, after an epoch.
+    """The state of a training after an epoch.
 
     Attributes:
         atoms: [N, d] fp32, unit vectors.
-        first: Adam's mean of the gradient, [N, d].
-        second: Adam's mean of its square, [N, d].
-        best: The atoms of the lowest loss so far.
-        losses: On held-out vectors, before training and after each epoch: what is left of a vector's squared length,
-            as a share of it over all vectors.
+        first: First moment of Adam, [N, d].
+        second: Second moment of Adam, [N, d].
+        best: The atoms with the lowest loss so far.
+        losses: The loss on held-out vectors, before training and after each epoch; see `relative_error`.
     """
 
     atoms: Tensor
@@ -74,44 +77,51 @@ class State(NamedTuple):
 
 
 def losses(x: Tensor, atoms: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """The error and the diversity term, of which only the atoms have a gradient.
+    """The error and the diversity term, with gradients with respect to the atoms only.
 
-    The error is the mean squared length of what `pairs` atoms leave of a vector. The diversity term is
-    ||I - A A^T||^2 / N^2 over the atoms' products A A^T [N, N], taken from A^T A [d, d], which is far smaller.
+    The error is the mean squared norm of the residual after `pairs` pairs. The diversity term is ||I - A A^T||^2 / N^2,
+    where A A^T [N, N] are the products of the atoms. It is computed from A^T A [d, d], which is much smaller.
 
     Args:
         x: [n, d] fp32.
         atoms: [N, d] fp32.
         pairs: Atoms per vector.
     """
-    words = Words(atoms.detach(), atoms.new_zeros(1, 1, 0, atoms.shape[1]))
+    dictionary = Dictionary(atoms.detach(), atoms.new_zeros(1, 1, 0, atoms.shape[1]))
     with torch.no_grad():
-        index, coef = (t[0, 0] for t in pursue(x[None, None], words, pairs))
-    rest = x - (coef[..., None] * atoms[index]).sum(1)
+        index, coef = (t[0, 0] for t in pursue(x[None, None], dictionary, pairs))
+    residual = x - (coef[..., None] * atoms[index]).sum(1)
+    # ||I - A A^T||^2 = N - 2 tr(A A^T) + ||A A^T||^2, and A^T A has the same trace and the same norm.
     gram = atoms.mT @ atoms
     diversity = (len(atoms) - 2 * gram.diagonal().sum() + (gram * gram).sum()) / len(atoms) ** 2
-    return rest.square().sum(-1).mean(), diversity
+    return residual.square().sum(-1).mean(), diversity
 
 
 def balance(error: Tensor, diversity: Tensor, most: float) -> Tensor:
-    """The weight of the diversity term: at most 1, and such that it adds at most `most` of the error."""
+    """The weight of the diversity term: at most 1, and so that the term is at most `most` times the error."""
     return (most * error.detach() / diversity.detach().clamp_min(1e-30)).clamp(0, 1)
 
 
 def start(x: Tensor, count: int, seed: int) -> Tensor:
-    """Atoms [count, d] from the centres of a k-means of the vectors [n, d]."""
+    """Initial atoms [count, d]: the centers of a k-means of the vectors [n, d]."""
     try:
         from sklearn.cluster import MiniBatchKMeans
     except ImportError as error:
-        raise KVPolicyError("Calibration starts from a k-means: pip install scikit-learn.") from error
+        raise KVPolicyError(
+            "scikit-learn must be installed to calibrate CSR, got no such package; try pip install kvpolicy[calib]."
+        ) from error
     if len(x) < count:
-        raise KVPolicyError(f"There are {len(x)} vectors for {count} atoms: give more text, or ask for fewer atoms.")
+        raise KVPolicyError(
+            f"The number of vectors must be at least that of the atoms, {count}, got {len(x)}; try more text, or fewer "
+            "atoms."
+        )
     generator = torch.Generator().manual_seed(seed)
-    some = x[torch.randperm(len(x), generator=generator)[: _INIT * count]].cpu()
+    sample = x[torch.randperm(len(x), generator=generator)[: _INIT_VECTORS * count]].cpu()
     means = MiniBatchKMeans(count, random_state=seed, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]
-    centres = unit(torch.from_numpy(means.fit(some.numpy()).cluster_centers_))
-    spare = unit(torch.randn(centres.shape, generator=generator))  # a centre of zero has no direction
-    return torch.where((centres * centres).sum(-1, keepdim=True) > 0.5, centres, spare).to(x.device)
+    centers = unit(torch.from_numpy(means.fit(sample.numpy()).cluster_centers_))
+    # A center at zero has no direction and is replaced by a random one.
+    random = unit(torch.randn(centers.shape, generator=generator))
+    return torch.where((centers * centers).sum(-1, keepdim=True) > 0.5, centers, random).to(x.device)
 
 
 def train(
@@ -127,63 +137,71 @@ def train(
 
     Args:
         x: Vectors, [n, d] fp32.
-        count: N, how many atoms.
-        pairs: Atoms per vector.
-        training: How.
-        state: Where an interrupted training of the same vectors was; it ends as if it had not been interrupted.
-        after: Called after each epoch, and once before the first.
+        count: The number of atoms, N.
+        pairs: Pairs per vector.
+        training: The options.
+        state: The state of an interrupted training of the same vectors, to resume it; the result is the same as
+            without the interruption.
+        after: Called before the first epoch and after each one.
     """
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(training.seed))
-    held = max(min(math.ceil(training.held_out * len(x)), len(x) // 2), 1)
-    test, own = x[order[:held].to(x.device)], x[order[held:].to(x.device)]
+    num_held_out = max(min(math.ceil(training.held_out * len(x)), len(x) // 2), 1)
+    held_out = x[order[:num_held_out].to(x.device)]
+    train_set = x[order[num_held_out:].to(x.device)]
     if state is None:
-        atoms = start(own, count, training.seed)
+        atoms = start(train_set, count, training.seed)
         zero = torch.zeros_like(atoms)
-        state = State(atoms, zero, zero, atoms, [left(test, atoms, pairs)])
+        state = State(atoms, zero, zero, atoms, [relative_error(held_out, atoms, pairs)])
         if after is not None:
             after(state)
-    while len(state.losses) <= training.epochs and not _waited(state.losses, training.patience):
-        state = _epoch(own, test, pairs, training, state)
+    while len(state.losses) <= training.epochs and not _is_stalled(state.losses, training.patience):
+        state = _epoch(train_set, held_out, pairs, training, state)
         if after is not None:
             after(state)
     return state
 
 
 @torch.no_grad()
-def left(x: Tensor, atoms: Tensor, pairs: int) -> float:
-    """What coding leaves of the vectors [n, d]: squared lengths, as a share of theirs."""
-    words = Words(atoms, atoms.new_zeros(1, 1, 0, atoms.shape[1]))
-    rest = x - spell(words, words.table(), *pursue(x[None, None], words, pairs))[0, 0]
-    return float(rest.double().square().sum() / x.double().square().sum().clamp_min(1e-30))
+def relative_error(x: Tensor, atoms: Tensor, pairs: int) -> float:
+    """The squared norm of the residuals of the vectors [n, d], relative to that of the vectors."""
+    dictionary = Dictionary(atoms, atoms.new_zeros(1, 1, 0, atoms.shape[1]))
+    decoded = reconstruct(dictionary, dictionary.table(), *pursue(x[None, None], dictionary, pairs))[0, 0]
+    residual = x - decoded
+    return float(residual.double().square().sum() / x.double().square().sum().clamp_min(1e-30))
 
 
-def _waited(losses: list[float], patience: int) -> bool:
+def _is_stalled(losses: list[float], patience: int) -> bool:
+    """Whether the lowest loss is at least `patience` epochs old."""
     return len(losses) - 1 - losses.index(min(losses)) >= patience
 
 
-def _epoch(own: Tensor, test: Tensor, pairs: int, training: Training, state: State) -> State:
+def _epoch(train_set: Tensor, held_out: Tensor, pairs: int, training: Training, state: State) -> State:
     epoch = len(state.losses) - 1
+    # The order of the batches depends only on the seed and the epoch, so that a resumed training has the same one.
     generator = torch.Generator().manual_seed(training.seed * 1_000_003 + epoch + 1)
-    batches = torch.randperm(len(own), generator=generator).split(training.batch)
+    batches = torch.randperm(len(train_set), generator=generator).split(training.batch)
     atoms, first, second = (t.clone() for t in (state.atoms, state.first, state.second))
     for number, batch in enumerate(batches):
         step = epoch * len(batches) + number
         rate = training.rate * (1 + math.cos(math.pi * step / (training.epochs * len(batches)))) / 2
-        slope = gradient(own[batch.to(own.device)], atoms, pairs, training.diverse)
-        first.lerp_(slope, 0.1)
-        second.lerp_(slope.square(), 0.001)
-        mean, spread = first / (1 - 0.9 ** (step + 1)), second / (1 - 0.999 ** (step + 1))
-        atoms = unit(atoms - rate * mean / (spread.sqrt() + 1e-8))
-    loss = left(test, atoms, pairs)
+        grad = gradient(train_set[batch.to(train_set.device)], atoms, pairs, training.diverse)
+        # Adam with betas 0.9 and 0.999; afterwards atoms are normalized again.
+        first.lerp_(grad, 0.1)
+        second.lerp_(grad.square(), 0.001)
+        mean = first / (1 - 0.9 ** (step + 1))
+        variance = second / (1 - 0.999 ** (step + 1))
+        atoms = unit(atoms - rate * mean / (variance.sqrt() + 1e-8))
+    loss = relative_error(held_out, atoms, pairs)
     best = atoms if loss < min(state.losses) else state.best
     return State(atoms, first, second, best, [*state.losses, loss])
 
 
 def gradient(x: Tensor, atoms: Tensor, pairs: int, diverse: float) -> Tensor:
-    """Where each atom [N, d] makes the loss larger, without what would only make the atom longer."""
-    moved = atoms.detach().requires_grad_()
+    """The gradient of the loss with respect to the atoms [N, d], without its component along each atom."""
+    parameters = atoms.detach().requires_grad_()
     with torch.enable_grad():
-        error, diversity = losses(x, moved, pairs)
+        error, diversity = losses(x, parameters, pairs)
         total: Any = error + balance(error, diversity, diverse) * diversity
-    slope = torch.autograd.grad(total, moved)[0]
-    return slope - (slope * atoms).sum(-1, keepdim=True) * atoms
+    grad = torch.autograd.grad(total, parameters)[0]
+    # Atoms are unit vectors: the component along an atom would only change its length.
+    return grad - (grad * atoms).sum(-1, keepdim=True) * atoms

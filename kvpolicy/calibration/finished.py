@@ -1,4 +1,4 @@
-"""A finished calibration is not replaced by another one, unless that is asked for."""
+"""Protection of finished calibrations: one is replaced by a different one only on request."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:
-    """Refuse a folder that holds a finished calibration of another kind, model or text, or with other options.
+    """Refuse a folder with a finished calibration of another method, model or text, or with other options.
 
-    A folder that holds none, a damaged one or the same one is free.
+    A folder without a calibration, with a damaged one or with the same one is accepted.
 
     Args:
         out: The folder.
-        method: Which calibration is to be written.
-        facts: What it will say of itself, as far as that is known before anything is learned.
+        method: The method of the calibration to be written.
+        facts: Its metadata, as far as they are known before calibrating.
 
     Raises:
-        KVPolicyError: Where another one is there.
+        KVPolicyError: If the folder contains a different calibration.
     """
-    there = _files.written(Path(out))
-    if there is None:
+    existing = _files.written(Path(out))
+    if existing is None:
         return
-    was, found = there
-    others = ["method"] if was != method else _others(_flat(found.meta), _flat(json.loads(json.dumps(facts))))
-    if others:
+    existing_method, calibration = existing
+    if existing_method != method:
+        differences = ["method"]
+    else:
+        # Through JSON, so that tuples compare equal to the lists that were read from the file.
+        differences = _differences(_flat(calibration.meta), _flat(json.loads(json.dumps(facts))))
+    if differences:
         raise KVPolicyError(
-            f"The folder {str(out)!r} holds a finished calibration that differs in {', '.join(others)}: write to "
-            "another folder, or replace it with --force (from Python, force=True)."
+            f"The folder {str(out)!r} must not hold another finished calibration, got one that differs in "
+            f"{', '.join(differences)}; try another folder, or --force (from Python, force=True) to replace it."
         )
 
 
 def _flat(facts: dict[str, Any]) -> dict[str, Any]:
-    """Facts by the names that users know; what a model is called makes it no other."""
+    """Metadata by the names of the command's options; the name of the model is not compared."""
     flat = {key: value for key, value in facts.items() if key not in ("options", "head_dim")} | facts.get("options", {})
     model = flat.get("model")
     flat["model"] = None if model is None else {key: value for key, value in model.items() if key != "name"}
@@ -44,5 +48,5 @@ def _flat(facts: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _others(was: dict[str, Any], will: dict[str, Any]) -> list[str]:
-    return [name for name, value in will.items() if was.get(name) != value]
+def _differences(existing: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return [name for name, value in new.items() if existing.get(name) != value]

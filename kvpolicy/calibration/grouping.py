@@ -1,7 +1,8 @@
-"""Which layers are alike enough to share a dictionary."""
+"""Groups of layers that are similar enough to share a dictionary."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class Directions(NamedTuple):
-    """A layer's vectors as unit vectors, and their sums, from which those of two layers together follow.
+    """The vectors of a layer as unit vectors, and their moments, which can be added up for two layers.
 
     Attributes:
         vectors: [n, D] fp32.
@@ -28,17 +29,17 @@ class Directions(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> Directions:
-        """Of vectors [H, n, D], all heads together."""
+        """The directions of vectors [H, n, D], all heads together."""
         vectors = unit(x.flatten(0, 1))
         return cls(vectors, vectors.double().sum(0), vectors.double().mT @ vectors.double())
 
 
 def divergence(a: Directions, b: Directions, bins: int = 200) -> float:
-    """Jensen-Shannon divergence of two layers, 0 where they are alike to 1 where they share nothing.
+    """The Jensen-Shannon divergence of two layers, from 0 (equal distributions) to 1 (disjoint ones).
 
-    Both layers' unit vectors are projected on the two main directions of both together, and counted in `bins` times
-    `bins` fields between the least and the most of both. Where vectors are few for so many fields, layers look more
-    different than they are, and fewer share a dictionary.
+    The unit vectors of both layers are projected onto the two principal directions of their union, and counted in a
+    histogram of `bins` times `bins` bins over the joint range. With few vectors per bin, layers appear more different
+    than they are, and fewer share a dictionary.
     """
     count = len(a.vectors) + len(b.vectors)
     mean = (a.total + b.total) / count
@@ -47,25 +48,26 @@ def divergence(a: Directions, b: Directions, bins: int = 200) -> float:
     flat = [each.vectors @ axes for each in (a, b)]
     least = torch.minimum(flat[0].amin(0), flat[1].amin(0))
     width = (torch.maximum(flat[0].amax(0), flat[1].amax(0)) - least).clamp_min(1e-12) / bins
-    fields = [((each - least) / width).long().clamp(0, bins - 1) for each in flat]
+    cells = [((each - least) / width).long().clamp(0, bins - 1) for each in flat]
+    # The last column, not the second: with one channel there is only one direction.
     p, q = (
-        torch.bincount(each[:, 0] * bins + each[:, -1], minlength=bins * bins).double() / len(each) for each in fields
+        torch.bincount(each[:, 0] * bins + each[:, -1], minlength=bins * bins).double() / len(each) for each in cells
     )
     middle = (p + q) / 2
-    bits = sum((torch.xlogy(each, each) - torch.xlogy(each, middle)).sum() / 2 for each in (p, q))
-    return max(float(bits) / 0.6931471805599453, 0.0)
+    nats = sum((torch.xlogy(each, each) - torch.xlogy(each, middle)).sum() / 2 for each in (p, q))
+    return max(float(nats) / math.log(2), 0.0)
 
 
 def group_layers(
     layers: Sequence[int], between: Callable[[int, int], float], pair: float = 0.2, chain: float = 1.0
 ) -> list[list[int]]:
-    """Put neighbours together from left to right, as long as they are alike.
+    """Group neighboring layers from left to right, as long as they are similar.
 
     Args:
-        layers: In ascending order.
+        layers: Indices of the layers, in ascending order.
         between: The divergence of two layers.
-        pair: The most that any two layers of a group may differ.
-        chain: The most that the differences of neighbours in a group may sum to.
+        pair: The maximum divergence of any two layers of a group.
+        chain: The maximum sum of the divergences of neighbors in a group.
 
     Examples:
         >>> group_layers([0, 1, 2, 3], lambda a, b: 0.0 if a else 1.0)
@@ -85,10 +87,10 @@ def group_layers(
 
 
 def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
-    """Read groups such as `0,1,2-4`; `each` and `all` are one per layer and one for all.
+    """Parse groups such as `0,1,2-4`; `each` is one group per layer and `all` a single group.
 
     Raises:
-        KVPolicyError: Where a layer is missing, there twice or unknown.
+        KVPolicyError: If a layer is missing, duplicate or unknown.
 
     Examples:
         >>> parse_groups("0,1-3", [0, 1, 2, 3])
@@ -100,9 +102,15 @@ def parse_groups(text: str, layers: Sequence[int]) -> list[list[int]]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None:
-            raise KVPolicyError(f"{part!r} is no group of layers: write groups as 0,1,2-4, or auto, each or all.")
-        first, last = int(match[1]), int(match[2] or match[1])
+            raise KVPolicyError(
+                f"A group of layers must be a number or a range, got {part!r}; try 0,1,2-4, or auto, each or all."
+            )
+        first = int(match[1])
+        last = int(match[2] or match[1])
         groups.append([layer for layer in layers if first <= layer <= last])
     if sorted(layer for group in groups for layer in group) != sorted(layers) or not all(groups):
-        raise KVPolicyError(f"The groups {text} do not name each of the layers {', '.join(map(str, layers))} once.")
+        raise KVPolicyError(
+            f"The groups must contain each of the layers {', '.join(map(str, layers))} once, got {text}; try auto, "
+            "each or all."
+        )
     return groups

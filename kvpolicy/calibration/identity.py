@@ -1,4 +1,4 @@
-"""Which model a calibration belongs to."""
+"""Identification of the model that a calibration belongs to."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvpolicy.protocols import ModelInfo
 
 
 def model_info(model: nn.Module) -> ModelInfo:
-    """What a codec may know of a model, with a few of its weights.
+    """What a codec knows about a model, including its weight fingerprint.
 
     Raises:
-        KVPolicyError: Where no policy could be attached to the model.
+        KVPolicyError: If the model does not support policies.
 
     Examples:
         >>> import kvpolicy
@@ -27,17 +27,17 @@ def model_info(model: nn.Module) -> ModelInfo:
 
 
 def identity(model: nn.Module, name: str | None = None) -> dict[str, Any]:
-    """What a calibration stores of its model, as `kvpolicy.codecs._files.check_model` reads it.
+    """The description of a model in a calibration file, which `kvpolicy.codecs._files.check_model` verifies.
 
     Args:
         model: The model.
-        name: What to call it; what it was loaded from, without folders, by default.
+        name: Name of the model; by default where it was loaded from, without folders.
     """
     info = model_info(model)
     config: Any = model.config
-    loaded: str = getattr(config, "name_or_path", "") or type(model).__name__
+    loaded_from: str = getattr(config, "name_or_path", "") or type(model).__name__
     return {
-        "name": name or (Path(loaded).name if Path(loaded).exists() else loaded),
+        "name": name or (Path(loaded_from).name if Path(loaded_from).exists() else loaded_from),
         "type": str(config.get_text_config(decoder=True).model_type),
         "layers": info.layers,
         "heads": info.heads,

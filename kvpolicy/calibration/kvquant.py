@@ -1,4 +1,4 @@
-"""What KVQuant must know of a layer: the range of each key channel, and levels where numbers are dense."""
+"""The calibration of KVQuant for one layer: the range of each key channel, and non-uniform levels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs.kvquant import nearest, normalise_values, outlier_count
+from kvpolicy.codecs.kvquant import nearest, normalize_values, outlier_count
 
 SAMPLE = 50_000
-"""The most numbers that levels are fitted to."""
+"""The maximum number of elements that levels are fitted to."""
 
 
 def fit_kvquant(
@@ -21,23 +21,24 @@ def fit_kvquant(
     weights: Tensor | None = None,
     outliers: float = 0.01,
 ) -> dict[str, Tensor]:
-    """Fit one layer.
+    """Fit ranges and levels to the keys and values of a layer.
 
-    The range of a key channel is from its percentile 100 * outliers / 2 to the one as far from the top. Levels are the
-    centres of a weighted k-means of what lies inside the ranges, on a fixed sample. Q-Norm is the scale and shift after
-    which the sample's levels have the mean and the deviation of the sample itself.
+    The range of a key channel spans from its percentile 100 * outliers / 2 to the symmetric one at the top. Levels are
+    the centers of a weighted k-means of the elements inside the ranges, on a fixed sample. Q-Norm is the scale and
+    shift that give the levels of the sample the mean and standard deviation of the sample.
 
     Args:
         keys: [H, n, D] fp32, without the rotary embedding, n at least 1.
         values: [H, n, D] fp32.
-        bits: For which widths of codes to fit levels.
-        weights: How much each number's error matters, [2, H, n, D] of keys and values, at least 0; None for all alike.
-            The paper takes Fisher information, the squared gradient of the loss, which this function cannot see.
-        outliers: Share of numbers that will be kept exact, as in `KVQuant`.
+        bits: The bits per code to fit levels for.
+        weights: The weight of the error of each element of keys and values, [2, H, n, D], at least 0; None for equal
+            weights. The paper uses Fisher information, the squared gradient of the loss, which this function does not
+            compute.
+        outliers: Fraction of the elements of a vector that are stored in full, as in `KVQuant`.
 
     Returns:
-        `keys.offset` and `keys.range` [H, D]; for keys and values and each width, such as 3, `keys.levels.b3` [8],
-        ascending, and `keys.norm.b3` [2], scale and shift. All fp32.
+        `keys.offset` and `keys.range` [H, D]; for keys and values and each number of bits, such as 3, `keys.levels.b3`
+        [8], ascending, and `keys.norm.b3` [2], scale and shift. All fp32.
 
     Examples:
         >>> fitted = fit_kvquant(torch.randn(2, 100, 8), torch.randn(2, 100, 8), bits=(2,))
@@ -45,46 +46,50 @@ def fit_kvquant(
         ['keys.levels.b2', 'keys.norm.b2', 'keys.offset', 'keys.range', 'values.levels.b2', 'values.norm.b2']
 
     Source: KVQuant (arXiv:2401.18079), unverified in full.
-    Differences: weights are uniform unless given. Levels of values are fitted to them as the codec normalises them. The
-    k-means is scikit-learn's, starts at quantiles and sees at most 50 000 numbers. Q-Norm has one scale and shift for a
-    layer and side.
+    Differences: weights are equal unless given. Levels of values are fitted to values as the codec normalizes them. The
+    k-means is that of scikit-learn, starts from quantiles and uses at most 50 000 elements. Q-Norm has one scale and
+    shift for the keys of a layer, and one for its values.
     """
     keys, values = keys.float(), values.float()
-    low, high = _percentile(keys, outliers / 2), _percentile(keys, 1 - outliers / 2)
-    offset, range_ = (high + low) / 2, ((high - low) / 2).clamp(min=1e-6)
-    inner_keys = (keys - offset[:, None]) / range_[:, None]
-    inner_values, _, _, places = normalise_values(values, outlier_count(outliers, values.shape[-1]))
-    kept = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
+    low = _percentile(keys, outliers / 2)
+    high = _percentile(keys, 1 - outliers / 2)
+    offset = (high + low) / 2
+    range_ = ((high - low) / 2).clamp(min=1e-6)
+    normalized_keys = (keys - offset[:, None]) / range_[:, None]
+    normalized_values, _, _, places = normalize_values(values, outlier_count(outliers, values.shape[-1]))
+    is_inlier = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
     fitted = {"keys.offset": offset, "keys.range": range_}
-    sides = {"keys": (inner_keys, inner_keys.abs() <= 1), "values": (inner_values, kept)}
-    for which, (side, (inner, dense)) in enumerate(sides.items()):
-        weight = torch.ones_like(inner) if weights is None else weights[which].float()
-        sample, heavy = _sample(inner[dense], weight[dense])
+    sides = {"keys": (normalized_keys, normalized_keys.abs() <= 1), "values": (normalized_values, is_inlier)}
+    for which, (side, (normalized, inside)) in enumerate(sides.items()):
+        weight = torch.ones_like(normalized) if weights is None else weights[which].float()
+        sample, sample_weight = _sample(normalized[inside], weight[inside])
         for width in bits:
-            levels = _levels(sample, heavy, 2**width)
+            levels = _levels(sample, sample_weight, 2**width)
             fitted[f"{side}.levels.b{width}"] = levels
-            fitted[f"{side}.norm.b{width}"] = _norm(sample, heavy, levels)
+            fitted[f"{side}.norm.b{width}"] = _norm(sample, sample_weight, levels)
     return fitted
 
 
-def _percentile(x: Tensor, share: float) -> Tensor:
-    """The number of each channel of `x` [H, n, D] below which a share of it lies, between neighbours; [H, D]."""
-    place = share * (x.shape[1] - 1)
-    below = math.floor(place)
-    some = x.sort(1).values[:, [below, min(below + 1, x.shape[1] - 1)]]
-    return torch.lerp(some[:, 0], some[:, 1], place - below)
+def _percentile(x: Tensor, fraction: float) -> Tensor:
+    """The quantile of each channel of `x` [H, n, D], linearly interpolated; [H, D]."""
+    # `torch.quantile` refuses large inputs.
+    position = fraction * (x.shape[1] - 1)
+    below = math.floor(position)
+    neighbors = x.sort(1).values[:, [below, min(below + 1, x.shape[1] - 1)]]
+    return torch.lerp(neighbors[:, 0], neighbors[:, 1], position - below)
 
 
 def _sample(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """At most `SAMPLE` numbers, always the same, and their weights; all alike where no weight is positive."""
-    if len(x) > SAMPLE:  # drawn: regular steps would meet the same channels
-        some = torch.randint(len(x), (SAMPLE,), generator=torch.Generator().manual_seed(0))
-        x, weight = x[some], weight[some]
+    """A fixed sample of at most `SAMPLE` elements and their weights, which are equal if none is positive."""
+    if len(x) > SAMPLE:  # random, because regular steps would hit the same channels
+        sample = torch.randint(len(x), (SAMPLE,), generator=torch.Generator().manual_seed(0))
+        x = x[sample]
+        weight = weight[sample]
     return x, weight if weight.sum() > 0 else torch.ones_like(weight)
 
 
 def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
-    """Centres of a weighted k-means, [count] ascending; the last repeated where there are fewer numbers."""
+    """Centers of a weighted k-means, [count] ascending; the last is repeated if there are fewer distinct numbers."""
     distinct, which = x.unique(return_inverse=True)
     mass = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, weight.double())
     distinct, mass = distinct[mass > 0], mass[mass > 0]
@@ -92,9 +97,12 @@ def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
         return torch.cat([distinct, distinct[-1:].expand(count - len(distinct))])
     from sklearn.cluster import KMeans
 
-    share, step = mass.cumsum(0) / mass.sum(), torch.arange(count)
-    ranks = torch.searchsorted(share, (step + 0.5).double() / count)
-    ranks = ((ranks - step).cummax(0).values.clamp(max=len(distinct) - count) + step).tolist()  # no two alike
+    # Start from the quantiles of the distribution. If several of them fall on one number, they are moved apart, because
+    # k-means needs distinct centers.
+    cumulative = mass.cumsum(0) / mass.sum()
+    step = torch.arange(count)
+    ranks = torch.searchsorted(cumulative, (step + 0.5).double() / count)
+    ranks = ((ranks - step).cummax(0).values.clamp(max=len(distinct) - count) + step).tolist()
     numbers = distinct[:, None].double().numpy()
     means = KMeans(count, init=numbers[ranks], n_init=1)  # pyright: ignore[reportArgumentType]
     means.fit(numbers, sample_weight=mass.numpy())
@@ -102,9 +110,12 @@ def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, levels: Tensor) -> Tensor:
-    """Scale and shift that give the sample's levels its mean and deviation, [2]."""
-    read, share = levels[nearest(x, levels).long()].double(), (weight / weight.sum()).double()
-    mean, read_mean = (x * share).sum(), (read * share).sum()
-    deviation, read_deviation = (((x - mean) ** 2 * share).sum().sqrt(), ((read - read_mean) ** 2 * share).sum().sqrt())
-    scale = torch.where(read_deviation > 1e-6, deviation / read_deviation.clamp(min=1e-6), 1)
-    return torch.stack([scale, mean - read_mean * scale]).float()
+    """Scale and shift, [2], that give the levels of a sample its weighted mean and standard deviation."""
+    decoded = levels[nearest(x, levels).long()].double()
+    mass = (weight / weight.sum()).double()
+    mean = (x * mass).sum()
+    deviation = ((x - mean) ** 2 * mass).sum().sqrt()
+    decoded_mean = (decoded * mass).sum()
+    decoded_deviation = ((decoded - decoded_mean) ** 2 * mass).sum().sqrt()
+    scale = torch.where(decoded_deviation > 1e-6, deviation / decoded_deviation.clamp(min=1e-6), 1)
+    return torch.stack([scale, mean - decoded_mean * scale]).float()

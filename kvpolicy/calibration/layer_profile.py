@@ -1,4 +1,4 @@
-"""Measure a model's layers once, so that SqueezeAttention need not wait for every prompt."""
+"""Measure the layers of a model once, so that SqueezeAttention need not measure every prompt."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     """Measure the attention cosine of each layer over a few prompts, and write it to a file.
 
     Args:
-        model: A causal language model that no policy is attached to.
-        prompts: Token ids, each [B, P] without padding; every prompt counts alike.
+        model: A causal language model without a policy attached.
+        prompts: Token ids, each [B, P] without padding; all prompts have equal weight.
         path: The file, which `squeeze:profile=FILE` reads.
 
     Returns:
-        The mean cosine per layer.
+        The mean cosine of each layer.
 
     Raises:
-        KVPolicyError: Where there is no prompt, or a policy is attached.
-        KVPolicyTypeError: Where a prompt is no tensor of token ids [B, P].
+        KVPolicyError: If there is no prompt, or if a policy is attached.
+        KVPolicyTypeError: If a prompt is not a tensor of token ids [B, P].
 
     Examples:
         >>> import tempfile, os
@@ -44,13 +44,20 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     rows: list[Tensor] = []
     with torch.no_grad(), attach(model, "squeeze+window@1.0"):
         for ids in prompts:
-            if not isinstance(ids, Tensor) or ids.dim() != 2:  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise KVPolicyTypeError(f"A prompt is a {type(ids).__name__}: give tensors of token ids, each [B, P].")
+            _check_prompt(ids)
             cache = PolicyCache(model)
             _: Any = model(ids.to(next(model.parameters()).device), past_key_values=cache)
             rows.append(cache.cosines().mean(0))
     if not rows:
-        raise KVPolicyError("There is no prompt to measure: give at least one tensor of token ids.")
+        raise KVPolicyError("The prompts must contain at least one tensor of token ids, got none; try one.")
     cosine = torch.stack(rows).mean(0)
     save_profile(path, getattr(model.config, "name_or_path", "") or type(model).__name__, cosine)
     return [float(value) for value in cosine]
+
+
+def _check_prompt(ids: object) -> None:
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise KVPolicyTypeError(
+            f"A prompt must be a tensor of token ids [B, P], got {got}; try the input_ids of a tokenizer."
+        )

@@ -1,4 +1,4 @@
-"""Fit what KVQuant must know of each layer of a model."""
+"""Calibrate KVQuant for a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from kvpolicy.calibration.collect import Samples, collect, shares
+from kvpolicy.calibration.collect import Samples, collect, tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
@@ -17,8 +17,8 @@ from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
 from kvpolicy.spec.errors import KVPolicyError
 
-LEAST = 128
-"""The fewest tokens: of fewer, a channel's range is set by a handful, and other text lies outside of it."""
+MIN_TOKENS = 128
+"""The minimum number of tokens: ranges fitted to fewer do not cover other text."""
 
 
 def calibrate_kvquant(
@@ -35,30 +35,30 @@ def calibrate_kvquant(
     progress: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
-    """Fit KVQuant's ranges and levels to a model's keys and values, and write them to a folder.
+    """Fit the ranges and levels of KVQuant to the keys and values of a model, and write them to a folder.
 
     Args:
-        model: A causal language model that no policy is attached to.
+        model: A causal language model without a policy attached.
         windows: Token ids, each [n] or [1, n]; see `token_windows`.
         out: The folder.
-        bits: For which widths of codes.
-        outliers: Share of numbers that will be kept exact, as in `KVQuant`.
-        tokens: About how many tokens' vectors are looked at.
-        fisher: Whether a number's error matters by the squared gradient of the loss, as in the paper; else all alike.
-        seed: Of the draw of tokens.
-        name: What to call the model.
-        progress: Whether to show a bar.
+        bits: The bits per code to fit levels for.
+        outliers: Fraction of the elements of a vector that are stored in full, as in `KVQuant`.
+        tokens: About how many tokens are sampled.
+        fisher: Whether errors are weighted by the squared gradient of the loss, as in the paper, or equally.
+        seed: Seed of the sample.
+        name: Name of the model in the calibration.
+        progress: Whether to show a progress bar.
         force: Whether to replace a finished calibration of another model or text, or with other options.
 
     Returns:
-        What was written beside the tensors.
+        The metadata that were written with the tensors.
 
     Raises:
-        KVPolicyTypeError: Where the windows are no token ids.
-        KVPolicyError: Where the model is not supported, the text too short, or `out` holds another one.
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, the text is too short, or `out` holds another calibration.
     """
     windows = as_windows(windows)
-    count = sum(shares(windows, tokens))
+    count = sum(tokens_per_window(windows, tokens))
     _check(bits, outliers, count)
     facts = identity(model, name)
     meta = {
@@ -73,30 +73,32 @@ def calibrate_kvquant(
     }
     if not force:
         check_free(out, "kvquant", meta)
-    samples = collect(model, windows, tokens=tokens, frames=("pre",), fisher=fisher, seed=seed, progress=progress)
+    samples = collect(
+        model, windows, tokens=tokens, key_spaces=("unrotated",), fisher=fisher, seed=seed, progress=progress
+    )
     _files.save(out, "kvquant", meta, _fitted(samples, tuple(bits), outliers, progress))
     return meta
 
 
 def _check(bits: Sequence[int], outliers: float, count: int) -> None:
-    """Refuse options, and a count of tokens, that nothing can be fitted with."""
+    """Raise KVPolicyError if levels cannot be fitted with these options, or to so few tokens."""
     if not bits or set(bits) - {1, 2, 3, 4, 5, 6, 7, 8}:
         raise KVPolicyError(
-            f"The bits {','.join(map(str, bits))} cannot be fitted: give some of 1 to 8, such as 2,3,4."
+            f"The bits must be one or several of 1 to 8, got {','.join(map(str, bits)) or 'none'}; try 2,3,4."
         )
     if not 0 <= outliers < 1:
-        raise KVPolicyError(f"The share of outliers is {outliers}: give at least 0 and less than 1.")
-    if count < LEAST:
+        raise KVPolicyError(f"The fraction of outliers must be at least 0 and less than 1, got {outliers}; try 0.01.")
+    if count < MIN_TOKENS:
         raise KVPolicyError(
-            f"There are {count} tokens to fit KVQuant's ranges to, and at least {LEAST} are needed: give a longer "
-            "text, or more tokens of it."
+            f"The tokens to fit KVQuant's ranges to must be at least {MIN_TOKENS}, got {count}; try a longer text, or "
+            "more tokens of it."
         )
 
 
 def _fitted(samples: Samples, bits: tuple[int, ...], outliers: float, progress: bool) -> dict[str, Tensor]:
-    """Every layer's tensors, as the file has them."""
+    """The tensors of all layers, by their names in the file."""
     tensors: dict[str, Tensor] = {}
-    for layer, keys in tqdm(samples.pre.items(), desc="fit", disable=not progress):
+    for layer, keys in tqdm(samples.unrotated.items(), desc="fit", disable=not progress):
         weights = samples.fisher.get(layer)
         fitted = fit_kvquant(keys, samples.values[layer], bits=bits, weights=weights, outliers=outliers)
         tensors |= {f"{key}.{layer}": tensor for key, tensor in fitted.items()}

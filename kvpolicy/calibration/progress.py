@@ -1,4 +1,4 @@
-"""What is done of a calibration that was interrupted, one file per dictionary, each written at once."""
+"""Checkpoints of an unfinished calibration: one file per dictionary, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from kvpolicy.codecs._files import replace_file
 from kvpolicy.spec.errors import KVPolicyError
 
 UNFINISHED = "unfinished"
-"""The folder inside the calibration's."""
+"""The subfolder of checkpoints in the folder of a calibration."""
 
 
 class Progress:
-    """States of trainings on disk.
+    """Training states on disk.
 
     Args:
-        out: The calibration's folder.
-        facts: What must be the same for a training to go on: the model, the text and all options.
+        out: The folder of the calibration.
+        facts: What must be equal for a training to be resumed: the model, the text and all options.
 
     Raises:
-        KVPolicyError: Where another calibration is unfinished there.
+        KVPolicyError: If the folder contains checkpoints of another calibration.
     """
 
     def __init__(self, out: Path, facts: dict[str, Any]) -> None:
-        """Look for what is there."""
+        """Read the checkpoints in the folder."""
         self._folder = out / UNFINISHED
-        self._mark = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self._digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
         for file in sorted(self._folder.glob("*.safetensors")):
             self._read(file)
 
     def load(self, name: str) -> State | None:
-        """How far a dictionary is; None where it was not begun."""
+        """The state of a dictionary; None if its training has not started."""
         file = self._file(name)
         return self._read(file) if file.exists() else None
 
     def save(self, name: str, state: State) -> None:
-        """Write how far a dictionary is."""
+        """Write the state of a dictionary."""
         from safetensors.torch import save
 
         self._folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: t.detach().cpu().clone() for key, t in state.tensors().items()}
-        facts = {"mark": self._mark, "losses": json.dumps(state.losses)}
+        facts = {"mark": self._digest, "losses": json.dumps(state.losses)}
         replace_file(self._file(name), save(tensors, metadata=facts))
 
     def clear(self) -> None:
-        """Remove all, once the calibration is written."""
+        """Remove all checkpoints."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _file(self, name: str) -> Path:
@@ -67,10 +67,13 @@ class Progress:
             losses = [float(loss) for loss in json.loads(facts["losses"])]
             state = State(*(tensors[key] for key in ("atoms", "first", "second", "best")), losses)  # pyright: ignore[reportCallIssue]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise KVPolicyError(f"The unfinished training {file} cannot be read: delete it to begin anew.") from error
-        if facts.get("mark") != self._mark:
             raise KVPolicyError(
-                f"The unfinished calibration {self._folder} is of another model, text or options: finish that one, "
-                "delete it, or write to another folder."
+                f"The checkpoint {file} must be a safetensors file of a training, got one that cannot be parsed; try "
+                "deleting it."
+            ) from error
+        if facts.get("mark") != self._digest:
+            raise KVPolicyError(
+                f"The unfinished calibration in {self._folder} must be of the same model, text and options, got a "
+                "different one; try finishing or deleting it, or another folder."
             )
         return state

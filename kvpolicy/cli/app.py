@@ -1,4 +1,4 @@
-"""The command `kvpolicy`: look at policies, plan memory, try them, and calibrate codecs."""
+"""The entry point of the `kvpolicy` command: its subcommands, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from kvpolicy.cli import calibrate
-from kvpolicy.cli.bench import bench
+from kvpolicy.cli.commands import calibrate
+from kvpolicy.cli.commands.bench import bench
+from kvpolicy.cli.commands.explain import explain
+from kvpolicy.cli.commands.generate import generate
+from kvpolicy.cli.commands.inspect import inspect
+from kvpolicy.cli.commands.list import list_
+from kvpolicy.cli.commands.plan import plan
+from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.errors import sentence
-from kvpolicy.cli.explain import explain
-from kvpolicy.cli.generate import generate
-from kvpolicy.cli.inspect import inspect
-from kvpolicy.cli.list import list_
-from kvpolicy.cli.plan import plan
-from kvpolicy.cli.tiny import tiny
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_,
@@ -30,19 +30,19 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "bench": bench,
     "tiny": tiny,
 }
-"""Every command and its function, in the order of the help; no module imports anything heavy before it runs."""
+"""The subcommands without groups, in the order of the help. Their modules import PyTorch only when a command runs."""
 
 USAGE: type[Exception] = typer.BadParameter.__mro__[2]
-"""What a wrong command line raises, in every version of Typer: it has no public name."""
+"""The class of errors of the command line in every version of Typer, which has no public name for it."""
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
-for _name, _run in COMMANDS.items():
-    app.command(_name)(_run)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 app.add_typer(calibrate.app, name="calibrate")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from kvpolicy import __version__
 
         print(f"kvpolicy {__version__}")
@@ -50,72 +50,75 @@ def _show_version(wanted: bool) -> None:
 
 
 @app.callback(
-    epilog="Where no model is named, a command takes the embedded one. KVPOLICY_TRACEBACK=1 shows tracebacks."
+    epilog="All commands except calibrate use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to print the "
+    "traceback of an error."
 )
 def _top(  # pyright: ignore[reportUnusedFunction]
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Keep the KV cache of language models small."""
+    """Compress the KV cache of Hugging Face language models."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command line.
 
     Args:
-        argv: Its words; by default those of the process.
+        argv: The arguments; those of the process by default.
 
     Returns:
-        The exit code: 0; 1 where a check has failed or nobody reads what is printed; 2 where something was given that
-        the user can put right, which is told in one sentence; 130 after Ctrl-C.
+        The exit code: 0 for success; 1 if a check failed or the reader of the output closed it; 2 for an error that
+        the user can fix, which is printed in one sentence; 130 after Ctrl-C.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # PyTorch's, where only extras bring NumPy
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # PyTorch warns about missing NumPy, which only the optional extras install.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
-        code = _run_words(words or ["--help"])
-        if sys.stdout is not None:  # a shell may have closed it
+        code = _run(arguments or ["--help"])
+        if sys.stdout is not None:  # it is None if the shell closed it
             sys.stdout.flush()
     except BrokenPipeError:
-        _close_quietly()
+        _redirect_to_devnull()
         return 1
     except KeyboardInterrupt:
         return 130
     except USAGE as error:
-        return _tell(_usage(error))
+        return _print_error(_usage_message(error))
     except Exception as error:
-        told = sentence(error)
-        if not told or os.environ.get("KVPOLICY_TRACEBACK"):
+        message = sentence(error)
+        if not message or os.environ.get("KVPOLICY_TRACEBACK"):
             raise
-        return _tell(told)
-    return code if words or os.environ.get("_KVPOLICY_COMPLETE") else 2
+        return _print_error(message)
+    # Without arguments the help is printed and the code is 2, unless a shell asks for completions.
+    return code if arguments or os.environ.get("_KVPOLICY_COMPLETE") else 2
 
 
-def _run_words(words: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
     try:
-        result: Any = get_command(app).main(args=words, prog_name="kvpolicy", standalone_mode=False)
-    except SystemExit as ended:  # of a shell that asks for completions, or of a pipe that broke
+        result: Any = get_command(app).main(args=arguments, prog_name="kvpolicy", standalone_mode=False)
+    except SystemExit as ended:  # raised for shell completion, and by Click for a broken pipe
         if isinstance(ended.__context__, BrokenPipeError):
             raise ended.__context__ from None
         result = ended.code
     return result if isinstance(result, int) else 0
 
 
-def _usage(error: Any) -> str:
-    """Click's message, and where the help is."""
+def _usage_message(error: Any) -> str:
+    """Return Click's message with a reference to the help of the subcommand."""
     message = " ".join(error.format_message().split()).rstrip(".")
     message += "" if message.endswith("?") else "."
     path = error.ctx.command_path if getattr(error, "ctx", None) is not None else "kvpolicy"
     return f"{message} Try {path} --help."
 
 
-def _tell(message: str) -> int:
+def _print_error(message: str) -> int:
     print(f"kvpolicy: {message}", file=sys.stderr)
     return 2
 
 
-def _close_quietly() -> None:
-    """Let nothing be flushed into the broken pipe when Python ends."""
+def _redirect_to_devnull() -> None:
+    """Redirect standard output, so that Python's flush at exit does not raise BrokenPipeError again."""
     sys.stdout = sys.__stdout__
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

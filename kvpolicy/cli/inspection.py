@@ -1,10 +1,11 @@
-"""Run a prompt under a policy, and gather what can be seen of it: layers, budgets, and which tokens are kept."""
+"""A run of a prompt under a policy, and what it shows: the measured layers, their budgets and the kept tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.cli.formatting import ranges
 from kvpolicy.reporting.token_spans import Span
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -12,20 +13,22 @@ if TYPE_CHECKING:
     from kvpolicy.hf.attach import Handle
     from kvpolicy.hf.cache import PolicyCache
 
-OWN, SECOND = "while the prompt ran", "in a second run of the prompt"
-"""When the layers were measured."""
+DURING_PREFILL = "during prefill"
+SECOND_PASS = "in a second forward pass over the prompt"
+"""When the importance of the layers was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """One layer under the policy.
+    """A layer under the policy.
 
     Attributes:
-        index: Which layer of the model.
-        cosine: Of the hidden state before and after attention, the mean over the prompt; None where not measured.
-        budget: The most tokens.
+        index: The index of the layer in the model.
+        cosine: The cosine similarity of the hidden states before and after attention, as a mean over the prompt;
+            None if it was not measured.
+        budget: The maximum number of tokens.
         kept: Tokens that each KV head keeps.
-        nbytes: Held by the layer.
+        nbytes: Bytes that the layer holds.
     """
 
     index: int
@@ -36,27 +39,27 @@ class Layer:
 
     @property
     def mean(self) -> float:
-        """Tokens kept, the mean of the heads."""
+        """Kept tokens, as a mean over the KV heads."""
         return sum(self.kept) / len(self.kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What a policy made of a prompt.
+    """What a policy did with a prompt.
 
     Attributes:
-        model: Its name.
-        policy: The policy's words.
+        model: The name of the model.
+        policy: The spec of the policy.
         prompt: Tokens of the prompt.
         seen: Tokens that the cache has seen.
         nbytes: Bytes held.
         full_nbytes: Bytes of the full cache.
-        note: What was decided otherwise than the policy may lead to expect, or nothing.
-        measured: When the layers' importance was measured, or nothing where it was not.
-        layers: Those under the policy.
-        left_alone: The others, with their windows.
-        spans: The text.
-        cache: The cache itself, for pictures.
+        note: Notes of the plan: where the policy differs from what its spec suggests.
+        measured: When the importance of the layers was measured; an empty string if it was not.
+        layers: The layers under the policy.
+        left_alone: The window of each unmanaged layer, by its index.
+        spans: The text, by tokens.
+        cache: The cache, for plots.
     """
 
     model: str
@@ -74,22 +77,25 @@ class Inspection:
 
     @property
     def kept(self) -> float:
-        """Tokens kept, the mean of all layers and heads."""
+        """Kept tokens, as a mean over all layers and KV heads."""
         return sum(layer.mean for layer in self.layers) / len(self.layers)
 
-    def place(self, index: int) -> int:
-        """Where a layer of the model stands among those under the policy.
+    def position_of(self, index: int) -> int:
+        """Return the position of a layer of the model among the layers under the policy.
 
         Raises:
-            KVPolicyError: Where it does not.
+            KVPolicyError: If the layer is not under the policy.
         """
-        known = [layer.index for layer in self.layers]
-        if index not in known:
-            raise KVPolicyError(f"There is no layer {index} under the policy: give one of {_ranges(known)}.")
-        return known.index(index)
+        managed = [layer.index for layer in self.layers]
+        if index not in managed:
+            raise KVPolicyError(
+                f"--layer must be a layer under the policy ({ranges(managed, most=None)}), got {index}; try "
+                f"{managed[0]}."
+            )
+        return managed.index(index)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
+        """Return numbers and strings that can be serialized as JSON."""
         whole = ("model", "policy", "prompt", "seen", "nbytes", "full_nbytes", "note", "measured")
         layers = [
             {name: getattr(layer, name) for name in ("index", "cosine", "budget", "kept", "nbytes")}
@@ -106,29 +112,34 @@ class Inspection:
         }
 
 
-def look(
+def inspect_prompt(
     model: Any, tokenizer: Any, ids: Any, policy: str, *, name: str = "", new: int = 1, importance: bool = True
 ) -> Inspection:
-    """Run a prompt under a policy and look at the cache.
+    """Run a prompt under a policy and inspect the cache.
 
     Args:
-        model: That no policy is attached to.
+        model: A model without a policy.
         tokenizer: Its tokenizer.
         ids: The prompt, [1, P].
-        policy: The policy's words.
-        name: The model's.
-        new: Tokens to generate; the last of them is never in the cache.
-        importance: Whether to measure layers by a second run where the allocator does not measure them.
+        policy: The spec of the policy.
+        name: The name of the model.
+        new: Number of tokens to generate; the last one is not in the cache.
+        importance: Whether to report how important each layer is. If the allocator does not measure it, a second
+            forward pass does.
     """
     from kvpolicy.reporting.token_spans import pieces, spans
 
     handle, tokens = _generate(model, tokenizer, ids, policy, new)
     assert handle.cache is not None
-    cache, cosines, measured = handle.cache, list[float](), ""
-    if importance:
-        own = bool(handle.policy.allocator.layer_metric)
-        measured = OWN if own else SECOND
-        cosines = cosines_of(cache) if own else _second(model, tokenizer, ids)
+    cache = handle.cache
+    cosines: list[float] = []
+    measured = ""
+    if importance and handle.policy.allocator.layer_metric:
+        cosines = cosines_of(cache)
+        measured = DURING_PREFILL
+    elif importance:
+        cosines = _measure_layers(model, tokenizer, ids)
+        measured = SECOND_PASS
     seen = int(cache.policy_layers[0].length[0])
     text = spans(cache, pieces(tokenizer, tokens[: max(seen, ids.shape[1])]))
     return Inspection(
@@ -148,12 +159,12 @@ def look(
 
 
 def cosines_of(cache: PolicyCache) -> list[float]:
-    """The measured cosine of each layer under the policy, of the first row."""
+    """Return the measured cosine of each layer under the policy, for the first row."""
     return [float(cosine) for cosine in cache.cosines()[0]]
 
 
-def _second(model: Any, tokenizer: Any, ids: Any) -> list[float]:
-    """Measure the layers as `kvpolicy.profile` does."""
+def _measure_layers(model: Any, tokenizer: Any, ids: Any) -> list[float]:
+    """Measure the cosines with an allocator that needs them, as `kvpolicy.profile` does."""
     handle, _ = _generate(model, tokenizer, ids, "squeeze+window@1.0", 1)
     assert handle.cache is not None
     return cosines_of(handle.cache)
@@ -162,41 +173,24 @@ def _second(model: Any, tokenizer: Any, ids: Any) -> list[float]:
 def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int) -> tuple[Handle, list[int]]:
     import torch
 
-    from kvpolicy.cli.writing import Options
+    from kvpolicy.cli.generation import GenerationOptions
     from kvpolicy.hf.attach import attach
 
     ids = ids.to(model.device)
+    arguments = GenerationOptions(new=new).arguments(tokenizer)
     with torch.inference_mode(), attach(model, policy) as handle:
-        made = model.generate(ids, attention_mask=torch.ones_like(ids), **Options(new=new).words(tokenizer))
-    return handle, made[0].tolist()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
+    return handle, output[0].tolist()
 
 
 def _layers(cache: PolicyCache, cosines: list[float]) -> tuple[Layer, ...]:
-    found: list[Layer] = []
-    for at, layer in enumerate(cache.policy_layers):
-        kept = (layer.positions[0] >= 0).sum(-1).tolist()
-        found.append(
-            Layer(
-                index=layer.layer_idx,
-                cosine=cosines[at] if cosines else None,
-                budget=int(layer.budget[0]),
-                kept=tuple(kept),
-                nbytes=sum(layer.held().values()),
-            )
+    return tuple(
+        Layer(
+            index=layer.layer_idx,
+            cosine=cosines[position] if cosines else None,
+            budget=int(layer.budget[0]),
+            kept=tuple((layer.positions[0] >= 0).sum(-1).tolist()),
+            nbytes=sum(layer.held().values()),
         )
-    return tuple(found)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Numbers as 0-7 where they follow each other.
-
-    >>> _ranges([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        for position, layer in enumerate(cache.policy_layers)
+    )

@@ -1,4 +1,4 @@
-"""What was seen of a prompt, in a terminal: colours where there are some, marks under the text where there are none."""
+"""An inspection in the terminal: in colors, or with marks below the text if the terminal has none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kvpolicy.cli.comparison import held
+from kvpolicy.cli.formatting import paragraph, width
 from kvpolicy.cli.inspection import Inspection, Layer
-from kvpolicy.cli.printing import paragraph, size, width
 from kvpolicy.reporting.text_rendering import NAMES, SHADES, Piece, cells, ink, level, share_of, wrapped
 
 if TYPE_CHECKING:
@@ -15,93 +16,96 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 MARKS = " .:-=+#"
-"""Of the levels, where there are no colours."""
+"""The mark of each level, for terminals without colors."""
 
 
-def show(seen: Inspection, layer: int | None = None) -> None:
-    """Print the layers, and the text with what is kept.
+def show(inspection: Inspection, layer: int | None = None) -> None:
+    """Print the layers, and the text with the kept tokens.
 
     Args:
-        seen: What was seen.
-        layer: One layer of the model to show the text of; None shows all layers' share.
+        inspection: The inspection.
+        layer: The layer whose tokens are shown; by default the average over all layers is shown.
     """
     from rich.console import Console
 
     console = Console(file=sys.stdout, width=width(), highlight=False, markup=False, emoji=False, soft_wrap=False)
-    place = None if layer is None else seen.place(layer)
-    coloured = console.color_system is not None and not console.no_color
-    print("\n".join([*heading(seen), "", *layer_lines(seen, plain=not _unicode()), ""]))
-    where = "all layers" if layer is None else f"layer {layer}"
-    print(paragraph(f"The text: the share of the KV heads of {where} that keep each token."))
-    lines = wrapped(seen.spans, width())
-    if coloured:
-        _print_colours(console, lines, place)
+    position = None if layer is None else inspection.position_of(layer)
+    has_colors = console.color_system is not None and not console.no_color
+    print("\n".join([*heading(inspection), "", *layer_lines(inspection, ascii_only=not _supports_unicode()), ""]))
+    heads = "KV heads in all layers" if layer is None else f"KV heads of layer {layer}"
+    print(paragraph(f"Text: the fraction of the {heads} that keep each token."))
+    lines = wrapped(inspection.spans, width())
+    if has_colors:
+        _print_colored(console, lines, position)
         return
     legend = ", ".join(f"{mark} {name}" for mark, name in zip(MARKS[1:], NAMES[1:], strict=True))
-    print(paragraph(f"Under it: {legend}."), "", *marked(lines, place), sep="\n")
+    print(paragraph(f"Marks: {legend}."), "", *marked(lines, position), sep="\n")
 
 
-def heading(seen: Inspection) -> list[str]:
-    """What ran, and what it took."""
-    share = seen.nbytes / seen.full_nbytes if seen.full_nbytes else 1.0
+def heading(inspection: Inspection) -> list[str]:
+    """Return the lines about the whole run."""
     lines = [
-        f"{seen.policy} on {seen.model}",
-        f"{seen.kept:,.0f} of {seen.seen:,} tokens kept, the mean of layers and heads",
-        f"{size(seen.nbytes)} held, the full cache {size(seen.full_nbytes)} ({share:.2f} of it)",
+        f"{inspection.policy} on {inspection.model}",
+        f"kept: {inspection.kept:,.0f} of {inspection.seen:,} tokens (mean over layers and KV heads)",
+        f"bytes: {held(inspection.nbytes, inspection.full_nbytes)}",
     ]
-    return [paragraph(line) for line in [*lines, seen.note] if line]
+    if inspection.note:
+        lines.append(f"note: {inspection.note}")
+    return [paragraph(line) for line in lines]
 
 
-def layer_lines(seen: Inspection, plain: bool = False) -> list[str]:
-    """The layers, a line each: cosine, budget, tokens kept, and these as a bar with the even share on it.
+def layer_lines(inspection: Inspection, ascii_only: bool = False) -> list[str]:
+    """Return one line per layer: cosine, budget, kept tokens, and a bar of the kept tokens with the mean marked.
 
     Args:
-        seen: What was seen.
-        plain: Whether bars are made of ASCII.
+        inspection: The inspection.
+        ascii_only: Whether to draw the bars with ASCII characters.
     """
-    even = seen.kept
-    most = max(even, *(layer.mean for layer in seen.layers), 1.0)
-    head = f"{'layer':>5}  {'cosine':>6}  {'budget':>7}  {'kept':>7}  "
-    room = min(width() - len(head), 60)
-    lines = [f"{head}{'|' if plain else '│'} is the even share"]
-    for layer in seen.layers:
+    mean = inspection.kept
+    longest = max(mean, *(layer.mean for layer in inspection.layers), 1.0)
+    header = f"{'layer':>5}  {'cosine':>6}  {'budget':>7}  {'kept':>7}  "
+    columns = min(width() - len(header), 60)
+    lines = [f"{header}{'|' if ascii_only else '│'} mean"]
+    for layer in inspection.layers:
         cosine = "-" if layer.cosine is None else f"{layer.cosine:.3f}"
         start = f"{layer.index:>5}  {cosine:>6}  {layer.budget:>7,}  {layer.mean:>7,.0f}  "
-        lines.append((start + _bar(layer, even, most, room, plain)).rstrip())
-    for index, window in seen.left_alone.items():
-        lines.append(f"{index:>5}  left alone: a sliding window of {window:,}")
-    return [*lines, *_about(seen)]
+        lines.append((start + _bar(layer, mean, longest, columns, ascii_only)).rstrip())
+    for index, window in inspection.left_alone.items():
+        lines.append(f"{index:>5}  unmanaged: sliding window of {window:,} tokens")
+    return [*lines, paragraph(_about_cosine(inspection))]
 
 
-def _about(seen: Inspection) -> list[str]:
-    if not seen.measured:
-        return [paragraph("The layers' importance was not measured.")]
-    text = "cosine: of the hidden state before and after attention; 1 where attention changes nothing. Measured"
-    return [paragraph(f"{text} {seen.measured}.")]
+def _about_cosine(inspection: Inspection) -> str:
+    if not inspection.measured:
+        return "The importance of the layers was not measured."
+    return (
+        "cosine: cosine similarity of the hidden states before and after attention (1 if attention changes nothing), "
+        f"measured {inspection.measured}."
+    )
 
 
-def _bar(layer: Layer, even: float, most: float, room: int, plain: bool) -> str:
-    full, empty, line = ("#", " ", "|") if plain else ("█", " ", "│")
-    long = round(layer.mean / most * room)
-    bar = full * long + empty * (room - long)
-    at = min(round(even / most * room), room - 1)
-    return bar[:at] + line + bar[at + 1 :]
+def _bar(layer: Layer, mean: float, longest: float, columns: int, ascii_only: bool) -> str:
+    filled = "#" if ascii_only else "█"
+    length = round(layer.mean / longest * columns)
+    bar = filled * length + " " * (columns - length)
+    marker = min(round(mean / longest * columns), columns - 1)
+    return bar[:marker] + ("|" if ascii_only else "│") + bar[marker + 1 :]
 
 
-def marked(lines: list[list[Piece]], place: int | None = None) -> Iterator[str]:
-    """Each line of a text, and a line of marks under it.
+def marked(lines: list[list[Piece]], position: int | None = None) -> Iterator[str]:
+    """Yield each line of a text, followed by a line of marks.
 
     Args:
-        lines: See `kvpolicy.shading.wrapped`.
-        place: One layer among those under the policy, or all.
+        lines: The result of `kvpolicy.reporting.text_rendering.wrapped`.
+        position: The position of a layer among those under the policy, or None for all.
     """
     for line in lines:
         yield "".join(text for text, _ in line)
-        marks = (MARKS[level(share_of(span, place))] * cells(text) for text, span in line)
+        marks = (MARKS[level(share_of(span, position))] * cells(text) for text, span in line)
         yield "".join(marks).rstrip()
 
 
-def _print_colours(console: Console, lines: list[list[Piece]], place: int | None) -> None:
+def _print_colored(console: Console, lines: list[list[Piece]], position: int | None) -> None:
     from rich.text import Text
 
     legend = Text("")
@@ -110,18 +114,18 @@ def _print_colours(console: Console, lines: list[list[Piece]], place: int | None
         legend.append(" ")
     console.print(legend, Text(""), sep="\n")
     for line in lines:
-        shown: Text = Text(no_wrap=True, overflow="ignore")
+        colored: Text = Text(no_wrap=True, overflow="ignore")
         for text, span in line:
-            shown.append(text, _style(level(share_of(span, place))))
-        console.print(shown, soft_wrap=True)
+            colored.append(text, _style(level(share_of(span, position))))
+        console.print(colored, soft_wrap=True)
 
 
 def _style(number: int) -> str:
     return f"{ink(SHADES[number - 1])} on {SHADES[number - 1]}" if number else "dim"
 
 
-def _unicode() -> bool:
-    """Whether standard output can carry the signs of the bars."""
+def _supports_unicode() -> bool:
+    """Return whether standard output can encode the characters of the bars."""
     try:
         "█│".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The prompt of a command: where it comes from, and whether the model can take it."""
+"""The prompt of a command: where it is read from, how it is tokenized, and whether it fits the model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvpolicy.cli.words import TINY
+from kvpolicy.cli.model_names import TINY
 from kvpolicy.spec.errors import KVPolicyError
 
-TRAINED = 1024
-"""Tokens that the embedded model was trained on at most."""
+TRAINED_LENGTH = 1024
+"""The longest prompt that the embedded model was trained on, in tokens."""
 
 
 def sample() -> str:
-    """The prompt for who brings none: sixty records and a question, which the embedded model can answer.
+    """Return the default prompt: sixty records and a question that the embedded model can answer.
 
     >>> sample().endswith("?iron=")
     True
@@ -25,107 +25,130 @@ def sample() -> str:
 
 
 def read_prompt(prompt: str | None, file: str | None, model: str) -> tuple[str, bool]:
-    """Find the prompt in the argument, a file or standard input; one newline at the end of these is left out.
+    """Read the prompt from the argument, a file or standard input.
+
+    One newline at the end of a file or of standard input is removed.
 
     Args:
-        prompt: The argument, `-` for standard input.
-        file: Path of the file, `-` for standard input.
-        model: The embedded one gets the sample where nothing else is given.
+        prompt: The argument; `-` for standard input.
+        file: The path of the file; `-` for standard input.
+        model: The name of the model. The embedded model has a default prompt.
 
     Returns:
-        The prompt, and whether it is the sample.
+        The prompt, and whether it is the default prompt.
 
     Raises:
-        KVPolicyError: Where there is none, two are given, or it is empty or no UTF-8.
+        KVPolicyError: If there is no prompt or more than one, or it is empty or not UTF-8.
     """
     if prompt is not None and file is not None:
-        raise KVPolicyError("The prompt is given twice, as an argument and by --file: leave one out.")
-    asked = prompt if file is None else file
-    if asked == "-":
+        raise KVPolicyError("The prompt must be given once, got both an argument and --file; try one of them.")
+    source = prompt if file is None else file
+    if source == "-":
         text = _standard_input()
     elif file is not None:
-        text = _text(_file(file), file)
+        text = _decode(_read_file(file), file)
     elif prompt is not None:
-        text = _argument(prompt)
+        text = _check_argument(prompt)
     else:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
         if not text and model == TINY:
             return sample(), True
         if not text:
-            raise KVPolicyError("There is no prompt: give one as an argument, by --file, or on standard input.")
+            raise KVPolicyError(
+                "The prompt must be an argument, a file or standard input, got no prompt; try --file FILE."
+            )
     if not text.strip():
-        raise KVPolicyError("The prompt is empty: give some text.")
+        raise KVPolicyError("The prompt must contain text, got an empty one; try a prompt of at least one word.")
     return text, False
 
 
-def _file(path: str) -> bytes:
+def _read_file(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
-        raise KVPolicyError(f"The file {path} cannot be read ({reason}): give a text file.") from error
+        raise KVPolicyError(f"The file {path} cannot be read ({reason}); try a text file.") from error
 
 
 def _standard_input() -> str:
     raw: Any = getattr(sys.stdin, "buffer", sys.stdin).read()
-    return raw.removesuffix("\n") if isinstance(raw, str) else _text(raw, "standard input")
+    return raw.removesuffix("\n") if isinstance(raw, str) else _decode(raw, "standard input")
 
 
-def _text(raw: bytes, where: str) -> str:
+def _decode(raw: bytes, source: str) -> str:
     try:
         return raw.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise KVPolicyError(f"The text of {where} is not UTF-8 (byte {error.start:,}): convert it first.") from error
+        raise KVPolicyError(
+            f"The text of {source} must be UTF-8, got an invalid byte at position {error.start:,}; try converting it."
+        ) from error
 
 
-def _argument(text: str) -> str:
-    """An argument as it is; bytes that are no UTF-8 come as surrogates, which no tokenizer takes."""
+def _check_argument(text: str) -> str:
+    """Raise KVPolicyError if the argument was not UTF-8.
+
+    Python passes such bytes as surrogates, which no tokenizer accepts.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise KVPolicyError(
-            f"The text of the argument is not UTF-8 (character {error.start:,}): convert it first."
+            f"The text of the argument must be UTF-8, got an invalid character at position {error.start:,}; try "
+            "converting it."
         ) from error
     return text
 
 
 def encode(tokenizer: Any, text: str, chat: bool = False) -> Any:
-    """Token ids of a prompt, [1, P] int64; as a user's message where the model is to chat.
+    """Tokenize a prompt.
+
+    Args:
+        tokenizer: The tokenizer.
+        text: The prompt.
+        chat: Whether to format it as a message of the user with the chat template.
+
+    Returns:
+        Token ids, [1, P] int64.
 
     Raises:
-        KVPolicyError: Where the tokenizer has no chat template, or makes no token.
+        KVPolicyError: If the tokenizer has no chat template, or returns no tokens.
     """
     if chat and not getattr(tokenizer, "chat_template", None):
-        raise KVPolicyError("The tokenizer has no chat template: leave --chat out.")
+        raise KVPolicyError(
+            "The tokenizer must have a chat template for --chat, got one without; try the command without --chat."
+        )
     if chat:
         messages = [{"role": "user", "content": text}]
-        given: Any = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        given = tokenizer(text, return_tensors="pt", verbose=False)
-    if not given["input_ids"].numel():
-        raise KVPolicyError("The prompt has no tokens: give some text.")
-    return given["input_ids"]
+        encoded = tokenizer(text, return_tensors="pt", verbose=False)
+    if not encoded["input_ids"].numel():
+        raise KVPolicyError("The prompt must have at least one token, got none; try a longer prompt.")
+    return encoded["input_ids"]
 
 
 def check_length(model: Any, tokens: int, new: int) -> None:
-    """Raise KVPolicyError unless the prompt and what is to come fit into the model's positions."""
+    """Raise KVPolicyError if the prompt and the new tokens exceed the context length of the model."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and 0 < limit < tokens + new:
         raise KVPolicyError(
-            f"The prompt has {tokens:,} tokens and {new:,} are to come, but the model has {limit:,} positions: "
-            "shorten the prompt, or give a smaller --new."
+            f"The prompt and the new tokens must fit into {limit:,} positions, got {tokens:,} and {new:,}; try a "
+            "shorter prompt or a smaller --new."
         )
 
 
-def remarks(model: str, tokens: int, is_sample: bool) -> list[str]:
-    """What a person should know of a prompt before the answer, a sentence each."""
-    found: list[str] = []
+def prompt_notes(model: str, tokens: int, is_sample: bool) -> list[str]:
+    """Return what a user should know about the prompt, one sentence each."""
+    notes: list[str] = []
     if is_sample:
-        asked = sample().rpartition("?")[2]
-        record = next(line for line in sample().splitlines() if line.startswith(asked))
-        found.append(f"No prompt given: this is the built-in sample, sixty records such as {record}, then ?{asked}")
-    if model == TINY and tokens > TRAINED:
-        found.append(f"The embedded model was trained on at most {TRAINED:,} tokens; this prompt has {tokens:,}.")
-    return found
+        key = sample().rpartition("?")[2]
+        record = next(line for line in sample().splitlines() if line.startswith(key))
+        notes.append(f"No prompt was given. The built-in sample has 60 records, such as {record}, and asks for ?{key}")
+    if model == TINY and tokens > TRAINED_LENGTH:
+        notes.append(
+            f"The embedded model was trained on prompts of at most {TRAINED_LENGTH:,} tokens; this prompt has "
+            f"{tokens:,}."
+        )
+    return notes

@@ -1,4 +1,4 @@
-"""Codecs: how is a kept token stored?"""
+"""Codecs: how a kept token is stored."""
 
 from kvpolicy.codecs.bfp import BFP as BFP
 from kvpolicy.codecs.csr import CSR as CSR

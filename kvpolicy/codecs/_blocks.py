@@ -1,4 +1,4 @@
-"""The blocks of slots that a write begins, and the tokens it brings them."""
+"""Blocks of slots that a write starts, and the tokens that it puts into them."""
 
 from __future__ import annotations
 
@@ -9,35 +9,47 @@ from torch import Tensor
 
 
 class Blocks(NamedTuple):
-    """Where a write's tokens go, seen from the slots; there are at most as many new blocks as tokens.
+    """The tokens of a write, grouped by block of slots. A write starts at most as many blocks as it has tokens, F.
 
     Attributes:
-        token: Which token goes to each slot, by block, [B, H, X, size] int64; -1 where none does.
-        which: The blocks that the write begins, then others, [B, H, F] int64.
-        fresh: Whether the write begins them: it brings them tokens, and none lives there, [B, H, F] bool.
+        token: Index of the token that is written to each slot, [B, H, X, size] int64; -1 if none is.
+        which: Indices of the blocks that the write starts, then of others, [B, H, F] int64.
+        is_new: Whether the write starts these blocks: it writes to them, and none of their slots is occupied,
+            [B, H, F] bool.
     """
 
     token: Tensor
     which: Tensor
-    fresh: Tensor
+    is_new: Tensor
 
-    def bring(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, H, n, D] by block [B, H, F, size, D], zero where there is none, and where there is one."""
+    def gather(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Group tokens by block.
+
+        Args:
+            x: The tokens of the write, [B, H, n, D].
+
+        Returns:
+            The tokens of the blocks `which`, [B, H, F, size, D], zero in slots that are not written; and a mask of the
+            slots that are, [B, H, F, size, 1].
+        """
         size = self.token.shape[-1]
         token = self.token.gather(2, self.which[..., None].expand(-1, -1, -1, size))
-        there = (token >= 0)[..., None]
-        wide = token.flatten(2).clamp(min=0)[..., None].expand(-1, -1, -1, x.shape[-1])
-        some = x.gather(2, wide).unflatten(2, (token.shape[2], size))
-        return some.masked_fill(~there, 0), there
+        is_written = (token >= 0)[..., None]
+        index = token.flatten(2).clamp(min=0)[..., None].expand(-1, -1, -1, x.shape[-1])
+        grouped = x.gather(2, index).unflatten(2, (token.shape[2], size))
+        return grouped.masked_fill(~is_written, 0), is_written
 
 
 def blocks_of(slots: Tensor, write_mask: Tensor, occupied: Tensor, size: int) -> Blocks:
-    """Find the blocks of `size` slots that a write begins; see `Stage.write` for the arguments."""
-    tokens, total = slots.shape[2], occupied.shape[2]
+    """Find the blocks of `size` slots that a write starts; the other arguments are those of `Stage.write`."""
+    tokens = slots.shape[2]
+    total = occupied.shape[2]
     number = torch.arange(tokens, device=slots.device).expand_as(slots)
-    nowhere = slots.new_full((*slots.shape[:2], total + 1), -1)  # the last place takes what is not write_mask
-    token = nowhere.scatter(2, torch.where(write_mask, slots, total), number)[..., :total]
+    # Shapes must not depend on the mask, so masked tokens are scattered to an extra slot at the end, then cut off.
+    empty = slots.new_full((*slots.shape[:2], total + 1), -1)
+    token = empty.scatter(2, torch.where(write_mask, slots, total), number)[..., :total]
     token = token.unflatten(2, (total // size, size))
-    fresh = (token >= 0).any(-1) & ~occupied.unflatten(2, (total // size, size)).any(-1)
-    which = fresh.int().argsort(dim=-1, descending=True, stable=True)[..., : min(tokens, total // size)]
-    return Blocks(token, which, fresh.gather(2, which))
+    is_new = (token >= 0).any(-1) & ~occupied.unflatten(2, (total // size, size)).any(-1)
+    # New blocks first. The sort is stable, so they stay in the order of their slots.
+    which = is_new.int().argsort(dim=-1, descending=True, stable=True)[..., : min(tokens, total // size)]
+    return Blocks(token, which, is_new.gather(2, which))

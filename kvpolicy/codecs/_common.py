@@ -1,4 +1,4 @@
-"""What codecs share: the ordinary layout, writing and reading slots, and attention on a chunk of slots at a time."""
+"""What codecs share: the ordinary layout, access to slots, and attention over encoded slots in chunks."""
 
 from __future__ import annotations
 
@@ -9,63 +9,59 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
-from kvpolicy.spec.errors import KVPolicyError
 
-CHUNK, CHUNKS = 1024, 16
-"""Attention on codes decodes at least so many slots at a time, and does so at most so many times: few enough for a
-compiled step to unroll, and a small part of what a dense copy would take."""
+CHUNK_SLOTS = 1024
+"""Attention decodes at least this many slots at a time: a small part of what a dense copy would take."""
+
+MAX_CHUNKS = 16
+"""The maximum number of chunks: few enough for a compiled step to unroll the loop."""
 
 
 def ordinary_layout(traits: Traits, tokens: int) -> Layout:
-    """Room for pinned tokens, the residual and one block exact, and for all else coded, in one stage.
+    """The layout of a codec with one stage.
+
+    The full-precision buffer has slots for the pinned tokens, the residual and one block; everything else is encoded.
 
     Args:
-        traits: Of the codec.
-        tokens: The most tokens of a row.
+        traits: The traits of the codec.
+        tokens: The maximum number of tokens of a row.
     """
     exact = traits.pinned + traits.residual + traits.block
-    if tokens < exact:  # too few to ever fill a block
+    if tokens < exact:  # too few tokens to ever fill a block
         return Layout(tokens)
-    frozen = traits.pins == "newest"  # such slots hold nothing else, even when their tokens are evicted
-    coded = tokens - traits.residual - (0 if frozen else traits.pinned)
+    # Dictionary slots hold no other token, even after theirs was evicted, so all other tokens need coded slots.
+    has_dictionary_slots = traits.pins == "newest"
+    coded = tokens - traits.residual - (0 if has_dictionary_slots else traits.pinned)
     return Layout(exact, (-(-coded // traits.group_size) * traits.group_size,))
 
 
-def check_least(codec: object, **fields: tuple[int, int]) -> None:
-    """Raise KVPolicyError where a field of a codec is below its least; each field has its least and an example."""
-    for field, (least, example) in fields.items():
-        if getattr(codec, field) < least:
-            raise KVPolicyError(
-                f"{type(codec).__name__}'s {field} is {getattr(codec, field)}: give at least {least}, "
-                f"such as {example}."
-            )
+def is_empty_head(write_mask: Tensor, occupied: Tensor) -> Tensor:
+    """Heads without an occupied slot that are given a token, [B, H, 1, 1] bool.
 
-
-def is_fresh(write_mask: Tensor, occupied: Tensor) -> Tensor:
-    """Heads that hold nothing and are given something, [B, H, 1, 1] bool: there a sequence's parameters are fitted."""
+    In these heads, parameters per sequence are fitted again.
+    """
     return (write_mask.any(-1) & ~occupied.any(-1))[..., None, None]
 
 
 def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-    """Write tokens into slots, in place, and leave those alone that are not write_mask.
+    """Write tokens into slots, in place; tokens outside `write_mask` are not written.
 
     Args:
-        target: [B, H, C, ...], what is written to.
-        data: [B, H, n, ...], in the dtype of `target`.
-        slots: [B, H, n] int64, where each token goes.
-        write_mask: [B, H, n] bool, whether it is written.
-
-    A scatter cannot skip a token, and an inactive one may point to a slot that is in use. So an inactive token
-    repeats the write of its head's first write_mask one; in a head without any, all rewrite what is there.
+        target: The tensor to write to, [B, H, C, ...].
+        data: The tokens, [B, H, n, ...], in the dtype of `target`.
+        slots: The slot of each token, [B, H, n] int64.
+        write_mask: Which tokens are written, [B, H, n] bool.
     """
     if not data.shape[2]:
         return
+    # A scatter cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
+    # of the first token of its head that is written. In a head without any, all tokens write back what they read.
     first = write_mask.int().argmax(-1, keepdim=True)
     token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
     data = take(data, token)
     index = _widen(slots.gather(-1, token), data)
-    some = _widen(write_mask.any(-1, keepdim=True).expand_as(token), data)
-    target.scatter_(2, index, torch.where(some, data, target.gather(2, index)))
+    is_written = _widen(write_mask.any(-1, keepdim=True).expand_as(token), data)
+    target.scatter_(2, index, torch.where(is_written, data, target.gather(2, index)))
 
 
 def take(t: Tensor, at: At) -> Tensor:
@@ -73,7 +69,7 @@ def take(t: Tensor, at: At) -> Tensor:
 
     Args:
         t: [B, H, C, ...].
-        at: A range of slots, or each head's own, [B, H, n] int64.
+        at: A range of slots, or slots per head, [B, H, n] int64.
 
     Returns:
         [B, H, n, ...].
@@ -84,16 +80,16 @@ def take(t: Tensor, at: At) -> Tensor:
     return t.gather(2, index.expand(*at.shape, *t.shape[3:]))
 
 
-def coarse(at: At, size: int) -> At:
-    """The groups of `size` slots that slots belong to: a range of groups, or for each slot its group."""
+def to_groups(at: At, size: int) -> At:
+    """The groups of `size` slots that slots belong to: a range of groups, or the group of each slot."""
     if isinstance(at, slice):
         return slice(at.start // size, -(-at.stop // size))
     return at.div(size, rounding_mode="floor")
 
 
 def chunks(slots: int, group_size: int = 1) -> list[slice]:
-    """Ranges of slots that together are all of them."""
-    size = -(-max(CHUNK, -(-slots // CHUNKS)) // group_size) * group_size
+    """Ranges of slots that cover all of them, each a multiple of the group size."""
+    size = -(-max(CHUNK_SLOTS, -(-slots // MAX_CHUNKS)) // group_size) * group_size
     return [slice(start, min(start + size, slots)) for start in range(0, slots, size)]
 
 
@@ -105,43 +101,43 @@ def score_by_chunks(
     slots: int,
     group_size: int = 1,
 ) -> Tensor:
-    """Multiply queries with the keys of all slots, of which one chunk at a time is decoded.
+    """Multiply queries with the keys of all slots, decoding one chunk of slots at a time.
 
     Args:
-        keys: Reads keys of some slots back, [B, H, n, D].
-        store: What it reads from.
+        keys: Decodes the keys of some slots, [B, H, n, D].
+        store: The store that `keys` reads from.
         queries: [B, H, G, D].
-        rope: The rotary embedding, where keys are coded without it; else None.
-        slots: How many slots there are, C.
-        group_size: How many slots share parameters; a chunk is a multiple of it.
+        rope: The rotary embedding if the decoded keys are unrotated, else None.
+        slots: The number of slots, C.
+        group_size: Slots that share parameters; a chunk is a multiple of it.
 
     Returns:
         [B, H, G, C] fp32.
     """
     scores: list[Tensor] = []
     for at in chunks(slots, group_size):
-        some = keys(store, at)
-        some = some if rope is None else rope.keys(some, at)
-        scores.append(products(queries, some.to(queries.dtype)))
+        decoded = keys(store, at)
+        rotated = decoded if rope is None else rope.keys(decoded, at)
+        scores.append(products(queries, rotated.to(queries.dtype)))
     return scores[0] if len(scores) == 1 else torch.cat(scores, -1)
 
 
 def mix_by_chunks(
     values: Callable[[StageStore, At], Tensor], store: StageStore, weights: Tensor, group_size: int = 1
 ) -> Tensor:
-    """Weight the values of all slots and sum them; one chunk at a time is decoded.
+    """Compute the weighted sum of the values of all slots, decoding one chunk of slots at a time.
 
     Args:
-        values: Reads values of some slots back, [B, H, n, D].
-        store: What it reads from.
-        weights: The weights, [B, H, G, C].
-        group_size: How many slots share parameters; a chunk is a multiple of it.
+        values: Decodes the values of some slots, [B, H, n, D].
+        store: The store that `values` reads from.
+        weights: Attention weights, [B, H, G, C].
+        group_size: Slots that share parameters; a chunk is a multiple of it.
 
     Returns:
         [B, H, G, D] fp32.
     """
-    parts = [weights[..., at] @ values(store, at).to(weights.dtype) for at in chunks(weights.shape[-1], group_size)]
-    return sum(parts[1:], parts[0]).float()
+    sums = [weights[..., at] @ values(store, at).to(weights.dtype) for at in chunks(weights.shape[-1], group_size)]
+    return sum(sums[1:], sums[0]).float()
 
 
 def _widen(index: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Small tensors that never change, made once for each device."""
+"""Small constant tensors, created once per device."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-_kept: dict[tuple[Hashable, torch.device], Tensor] = {}
+_constants: dict[tuple[Hashable, torch.device], Tensor] = {}
 
 
-def kept(name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """What `make` makes on the CPU (so that all devices agree), as fp32 on a device, the same object every time.
+def constant(name: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """A constant as fp32 on a device, the same object in every call.
 
-    To be called in a function that `torch.compiler.assume_constant_result` marks: a compiled program then holds the
-    tensor as a constant. It is a parameter, since the compiler takes the shapes of those as fixed: it tries to make
-    others dynamic when they change, and cannot guard on the shape of a constant.
+    Call this in a function that is marked with `torch.compiler.assume_constant_result`, so that a compiled program
+    holds the tensor as a constant.
+
+    Args:
+        name: The key of the constant.
+        device: The device of the result.
+        make: Creates the tensor on the CPU, so that its value is the same for all devices.
     """
-    if (name, device) not in _kept:
+    if (name, device) not in _constants:
         with torch.inference_mode(False), torch.no_grad():
             tensor = make().float().contiguous().to(device)
-            _kept[name, device] = torch.nn.Parameter(tensor, requires_grad=False)
-    return _kept[name, device]
+            # A Parameter, because the compiler treats the shapes of parameters as static. Of another tensor it would
+            # make a dimension dynamic once that changes, and it cannot guard on the shape of a constant.
+            _constants[name, device] = torch.nn.Parameter(tensor, requires_grad=False)
+    return _constants[name, device]

@@ -1,4 +1,4 @@
-"""Dictionaries of a calibration, each shared by a group of layers."""
+"""Dictionaries of a CSR calibration; each is shared by a group of layers."""
 
 from __future__ import annotations
 
@@ -8,73 +8,101 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.codecs._files import Calibrated, load
+from kvpolicy.codecs._files import CalibrationFile, load
 from kvpolicy.codecs._sparse import unit
 from kvpolicy.spec.errors import KVPolicyError
 
+FILE_KEY_SPACES = {"unrotated": "pre", "rotated": "post"}
+"""The name of each key space in calibration files, whose format has not changed since it was called the frame."""
+
+
+def key_dictionary(key_space: str) -> str:
+    """The name in a calibration file of the dictionary of keys.
+
+    >>> key_dictionary("unrotated")
+    'keys.pre'
+    """
+    return f"keys.{FILE_KEY_SPACES[key_space]}"
+
+
+def value_dictionary(chunks: int) -> str:
+    """The name in a calibration file of the dictionary of values that are split into `chunks` chunks.
+
+    >>> value_dictionary(2)
+    'values.sn2'
+    """
+    return f"values.sn{chunks}"
+
 
 def dictionary(folder: str, name: str, layer_idx: int, device: str) -> Tensor:
-    """A layer's dictionary; layers of a group share one tensor.
+    """The dictionary of a layer; layers of a group share one tensor.
 
     Args:
-        folder: The calibration's.
-        name: Of what, such as `keys.pre` or `values.sn2`.
-        layer_idx: Which layer.
-        device: Where to.
+        folder: The folder of the calibration.
+        name: Name of the dictionary, such as `keys.pre` or `values.sn2`.
+        layer_idx: Index of the layer.
+        device: Device of the tensor.
 
     Returns:
-        [N, d] fp32, unit vectors, and zero vectors up to the size of the largest group's.
+        [N, d] fp32: unit vectors, padded with zero vectors to the size of the largest dictionary of this name.
 
     Raises:
-        KVPolicyError: Where the calibration has none for that layer.
+        KVPolicyError: If the calibration has no such dictionary for that layer.
     """
-    return _loaded(_Key(load(folder, "csr")), name, _tensor(folder, name, layer_idx), device)
+    return _loaded(_Identity(load(folder, "csr")), name, _tensor_name(folder, name, layer_idx), device)
 
 
 def width(folder: str, name: str, layer_idx: int) -> int:
-    """Numbers of an atom of a layer's dictionary; raises as `dictionary`."""
-    return load(folder, "csr").tensors[_tensor(folder, name, layer_idx)].shape[0]
-
-
-def _tensor(folder: str, name: str, layer_idx: int) -> str:
-    """The name of the tensor that is a layer's dictionary."""
-    found = load(folder, "csr")
-    for group, layers in enumerate(found.meta["groups"].get(name, [])):
-        if layer_idx in layers and f"{name}.{group}" in found.tensors:
-            return f"{name}.{group}"
-    raise KVPolicyError(
-        f"The calibration {folder!r} has no dictionary {name} for layer {layer_idx}: make one that has it with "
-        "kvpolicy calibrate csr."
-    )
+    """The number of elements of an atom in the dictionary of a layer; raises like `dictionary`."""
+    return load(folder, "csr").tensors[_tensor_name(folder, name, layer_idx)].shape[0]
 
 
 def size(folder: str, name: str) -> int:
-    """Atoms of the largest group's dictionary."""
-    found = load(folder, "csr")
-    sizes = [t.shape[1] for key, t in found.tensors.items() if key.rpartition(".")[0] == name]
+    """The number of atoms of the largest dictionary of this name.
+
+    Raises:
+        KVPolicyError: If the calibration has none.
+    """
+    calibration = load(folder, "csr")
+    sizes = [t.shape[1] for key, t in calibration.tensors.items() if key.rpartition(".")[0] == name]
     if not sizes:
         raise KVPolicyError(
-            f"The calibration {folder!r} has no dictionary {name}: make one that has it with kvpolicy calibrate csr."
+            f"The calibration {folder!r} must contain dictionaries {name}, got none; try kvpolicy calibrate csr, with "
+            "options that include them."
         )
     return max(sizes)
 
 
-class _Key:
-    """A calibration as a key of a table: the same one is loaded once, another one under the same name is another."""
+def _tensor_name(folder: str, name: str, layer_idx: int) -> str:
+    """The name of the tensor that holds the dictionary of a layer."""
+    calibration = load(folder, "csr")
+    groups: list[list[int]] = calibration.meta["groups"].get(name, [])
+    for group, layers in enumerate(groups):
+        if layer_idx in layers and f"{name}.{group}" in calibration.tensors:
+            return f"{name}.{group}"
+    layers = sorted(layer for group in groups for layer in group)
+    raise KVPolicyError(
+        f"The calibration {folder!r} must contain a dictionary {name} for layer {layer_idx}, got "
+        f"{f'layers {layers}' if layers else 'none'}; try kvpolicy calibrate csr, with options that include it."
+    )
 
-    def __init__(self, found: Calibrated) -> None:
-        self.found = found
+
+class _Identity:
+    """A calibration as a cache key, compared by identity: a calibration that was read again is another key."""
+
+    def __init__(self, calibration: CalibrationFile) -> None:
+        self.calibration = calibration
 
     def __hash__(self) -> int:
-        return id(self.found)
+        return id(self.calibration)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.found is self.found
+        return isinstance(other, _Identity) and other.calibration is self.calibration
 
 
 @functools.cache
-def _loaded(key: _Key, name: str, tensor: str, device: str) -> Tensor:
-    tensors = key.found.tensors
-    most = max(t.shape[1] for other, t in tensors.items() if other.rpartition(".")[0] == name)
-    atoms = unit(tensors[tensor].mT)  # fp16 in the file, so that their norms are not quite 1
-    return F.pad(atoms, (0, 0, 0, most - len(atoms))).contiguous().to(torch.device(device))
+def _loaded(identity: _Identity, name: str, tensor: str, device: str) -> Tensor:
+    tensors = identity.calibration.tensors
+    largest = max(t.shape[1] for other, t in tensors.items() if other.rpartition(".")[0] == name)
+    atoms = unit(tensors[tensor].mT)  # stored in fp16, which makes their norms slightly different from 1
+    return F.pad(atoms, (0, 0, 0, largest - len(atoms))).contiguous().to(torch.device(device))

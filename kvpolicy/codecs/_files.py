@@ -1,4 +1,4 @@
-"""Calibrated tensors on disk: a folder with tensors and the facts about them, checked whenever it is read."""
+"""Calibration files: a folder with tensors and metadata, verified whenever it is read."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
 
 FORMAT = 1
-"""Version of the files' layout; a reader refuses a newer one."""
+"""Version of the file format; newer ones are refused."""
 
 EMBEDDED = "tiny"
-"""The folder's name that stands for the calibration of the embedded model; another folder of that name is `./tiny`."""
+"""The name of the calibrations of the embedded model; a folder of this name can be given as `./tiny`."""
 
-TENSORS, FACTS = "tensors.safetensors", "calibration.json"
-_ALIKE = 0.99
+TENSORS = "tensors.safetensors"
+FACTS = "calibration.json"
+
+_MIN_SIMILARITY = 0.99
+"""Cosine similarity of two weight fingerprints from which on they count as the same model's, fine-tuned or not."""
+
+_DIFFERENCES = {"layers": "{} layers", "heads": "{} KV heads", "head_dim": "a head dimension of {}"}
 
 
-class Calibrated(NamedTuple):
-    """What a folder holds. It is shared by all who load it: do not change it.
+class CalibrationFile(NamedTuple):
+    """The content of a calibration folder. It is shared by all callers that load it and must not be modified.
 
     Attributes:
-        meta: Facts that the calibration wrote; `model` is None or what the model is (see `check_model`).
-        tensors: By name, on the CPU.
+        meta: Metadata of the calibration; `model` is None or describes a model (see `check_model`).
+        tensors: The tensors by name, on the CPU.
     """
 
     meta: dict[str, Any]
@@ -38,7 +43,7 @@ class Calibrated(NamedTuple):
 
 
 class _Folder(Protocol):
-    """What is read of a folder, whether on disk or inside a package."""
+    """A folder on disk or inside a package."""
 
     def __truediv__(self, name: str, /) -> Any: ...
 
@@ -46,18 +51,18 @@ class _Folder(Protocol):
 
 
 _Stamp = tuple[int, ...]
-_loaded: dict[str, tuple[_Stamp, str, Calibrated]] = {}
+_loaded: dict[str, tuple[_Stamp, str, CalibrationFile]] = {}
 
 
-def load(folder: str, method: str) -> Calibrated:
-    """Read a calibration, once for each state of its files.
+def load(folder: str, method: str) -> CalibrationFile:
+    """Read a calibration; it is read again only after its files have changed.
 
     Args:
-        folder: The folder, or `tiny` for the one of the embedded model, which ships with the package.
-        method: Which calibration it must be, such as `csr`.
+        folder: The folder, or `tiny` for the calibration of the embedded model, which is part of the package.
+        method: The method that the calibration must be for, such as `csr`.
 
     Raises:
-        KVPolicyError: Where the folder is missing, damaged, edited, of another method or from a newer version.
+        KVPolicyError: If the folder is missing or damaged, was edited, or is of another method or a newer version.
 
     Examples:
         >>> import os, tempfile
@@ -69,8 +74,8 @@ def load(folder: str, method: str) -> Calibrated:
     where: _Folder = files("kvpolicy") / "assets" / method if folder == EMBEDDED else Path(folder).expanduser()
     if not where.is_dir():
         raise KVPolicyError(
-            f"The calibration {folder!r} is no folder: make it with kvpolicy calibrate {method}, or give "
-            f"{EMBEDDED!r} for that of the embedded model."
+            f"The calibration must be a folder or {EMBEDDED!r}, got {folder!r}; try creating one with kvpolicy "
+            f"calibrate {method}."
         )
     key = f"{EMBEDDED}:{method}" if folder == EMBEDDED else str(Path(folder).expanduser().resolve())
     stamp = _stamp(where)
@@ -79,20 +84,20 @@ def load(folder: str, method: str) -> Calibrated:
         _loaded[key] = known = (stamp, *_read(where, folder, method))
     if known[1] != method:
         raise KVPolicyError(
-            f"The calibration {folder!r} is one for {known[1]}, not for {method}: make one with kvpolicy calibrate "
-            f"{method}."
+            f"The calibration {folder!r} must be for {method}, got one for {known[1]}; try creating one with kvpolicy "
+            f"calibrate {method}."
         )
     return known[2]
 
 
 def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write a calibration; files that are there are replaced, each at once.
+    """Write a calibration; existing files are replaced, each of them atomically.
 
     Args:
-        folder: The folder, which is made where it does not exist.
-        method: Which calibration it is.
-        meta: What JSON can hold, with `model` (see `check_model`).
-        tensors: By name.
+        folder: The folder, which is created if it does not exist.
+        method: The method that the calibration is for.
+        meta: Metadata that JSON can represent, with `model` (see `check_model`).
+        tensors: The tensors by name.
     """
     from safetensors.torch import save as to_bytes
 
@@ -113,56 +118,58 @@ def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tens
     replace_file(path / FACTS, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
 
-def written(folder: Path) -> tuple[str, Calibrated] | None:
-    """The method and the content of the calibration in a folder; None where none is whole, so that it can be redone."""
+def written(folder: Path) -> tuple[str, CalibrationFile] | None:
+    """The method and content of the calibration in a folder; None if there is none, or a damaged one."""
     try:
         return _read(folder, str(folder), "")
     except ValueError:
         return None
 
 
-def check_model(found: Calibrated, folder: str, model: ModelInfo) -> None:
-    """Refuse a model other than the one that a calibration was made for.
+def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> None:
+    """Refuse a model that a calibration was not made for.
 
     Args:
-        found: The calibration. Its `meta["model"]` is None, and then any model with `meta["head_dim"]` fits, or has
-            `name`, `type`, `layers`, `heads`, `head_dim` and `weights`: 64 of its numbers, or None.
-        folder: What the user called it.
-        model: The model at hand.
+        calibration: The calibration. If its `meta["model"]` is None, it fits any model with `meta["head_dim"]`. Else it
+            has `name`, `type`, `layers`, `heads`, `head_dim` and `weights`: the weight fingerprint of 64 numbers, or
+            None.
+        folder: The folder as the user wrote it.
+        model: The model to check.
 
     Raises:
-        KVPolicyError: Where the sizes or the weights differ.
+        KVPolicyError: If the sizes or the weights differ.
     """
-    wanted: dict[str, Any] | None = found.meta.get("model")
+    wanted: dict[str, Any] | None = calibration.meta.get("model")
     if wanted is None:
-        dim = found.meta.get("head_dim", model.head_dim)
+        dim = calibration.meta.get("head_dim", model.head_dim)
         if dim != model.head_dim:
             raise KVPolicyError(
-                f"The calibration {folder!r} is for a head dimension of {dim}, and the model's is {model.head_dim}: "
-                "make one for it with kvpolicy calibrate."
+                f"The calibration {folder!r} must be for a head dimension of {model.head_dim}, got {dim}; try kvpolicy "
+                "calibrate on this model."
             )
         return
-    for field, what in (("layers", "layers"), ("heads", "KV heads"), ("head_dim", "numbers in a head")):
-        has = getattr(model, field)
-        if wanted[field] != has:
-            raise _other(folder, wanted, f"which has {wanted[field]} {what}, and this one has {has}")
-    if model.weights is not None and wanted.get("weights") is not None and not _alike(wanted["weights"], model.weights):
-        raise _other(folder, wanted, "whose weights differ from this one's")
+    for field, what in _DIFFERENCES.items():
+        actual = getattr(model, field)
+        if wanted[field] != actual:
+            raise _other_model(folder, wanted, f"with {what.format(wanted[field])} instead of {actual}")
+    fingerprint = wanted.get("weights")
+    if model.weights is not None and fingerprint is not None and not _is_same(fingerprint, model.weights):
+        raise _other_model(folder, wanted, "whose weights differ")
 
 
 def replace_file(path: Path, blob: bytes) -> None:
-    """Write a file beside the old one, then put it in its place, so that no reader sees half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Write a file atomically, so that no reader sees a part of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_bytes(blob)
-        os.replace(beside, path)
+        temporary.write_bytes(blob)
+        os.replace(temporary, path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def _stamp(where: _Folder) -> _Stamp:
-    """What changes when a file is replaced; nothing for what is not on disk, such as a zipped package."""
+    """Times, sizes and inodes of the files; empty for a folder that is not on disk, such as in a zipped package."""
     found: list[int] = []
     for name in (TENSORS, FACTS):
         path = where / name
@@ -172,45 +179,54 @@ def _stamp(where: _Folder) -> _Stamp:
     return tuple(found)
 
 
-def _read(where: _Folder, folder: str, method: str) -> tuple[str, Calibrated]:
-    again = f"make it again with kvpolicy calibrate {method}"
-    facts = _facts(_bytes(where, FACTS, folder, again), folder, again)
-    blob = _bytes(where, TENSORS, folder, again)
+def _read(where: _Folder, folder: str, method: str) -> tuple[str, CalibrationFile]:
+    remedy = f"try creating it again with kvpolicy calibrate {method}"
+    facts = _facts(_bytes(where, FACTS, folder, remedy), folder, remedy)
+    blob = _bytes(where, TENSORS, folder, remedy)
     if hashlib.sha256(blob).hexdigest() != facts["tensors_sha256"]:
-        raise KVPolicyError(f"The file {TENSORS} of the calibration {folder!r} is truncated or was changed: {again}.")
+        raise KVPolicyError(
+            f"The file {TENSORS} of the calibration {folder!r} must be as it was written, got a truncated or edited "
+            f"one; {remedy}."
+        )
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:
         tensors = from_bytes(blob)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise KVPolicyError(f"The file {TENSORS} of the calibration {folder!r} cannot be read: {again}.") from error
-    return facts["method"], Calibrated(facts["meta"], tensors)
+        raise KVPolicyError(
+            f"The file {TENSORS} of the calibration {folder!r} must be a safetensors file, got one that cannot be "
+            f"parsed; {remedy}."
+        ) from error
+    return facts["method"], CalibrationFile(facts["meta"], tensors)
 
 
-def _bytes(where: _Folder, name: str, folder: str, again: str) -> bytes:
+def _bytes(where: _Folder, name: str, folder: str, remedy: str) -> bytes:
     try:
         return cast(bytes, (where / name).read_bytes())
     except OSError as error:
-        reason = "is missing from" if isinstance(error, FileNotFoundError) else "cannot be read in"
-        raise KVPolicyError(f"The file {name} {reason} the calibration {folder!r}: {again}.") from error
+        reason = "none" if isinstance(error, FileNotFoundError) else "one that cannot be opened"
+        raise KVPolicyError(
+            f"The calibration {folder!r} must contain the file {name}, got {reason}; {remedy}."
+        ) from error
 
 
-def _facts(blob: bytes, folder: str, again: str) -> dict[str, Any]:
-    """The JSON file's content, whole and unchanged."""
+def _facts(blob: bytes, folder: str, remedy: str) -> dict[str, Any]:
+    """The content of the JSON file, verified against its hash."""
+    name = f"The file {FACTS} of the calibration {folder!r}"
     try:
         facts: Any = json.loads(blob)
     except (ValueError, RecursionError) as error:
-        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} is not JSON: {again}.") from error
+        raise KVPolicyError(f"{name} must be JSON, got one that cannot be parsed; {remedy}.") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
-        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} is none that kvpolicy wrote: {again}.")
+        raise KVPolicyError(f"{name} must be written by kvpolicy, got one without its fields; {remedy}.")
     if facts["format"] > FORMAT:
         raise KVPolicyError(
-            f"The calibration {folder!r} was written by kvpolicy {facts.get('kvpolicy')}, which is newer than this "
-            f"one: update kvpolicy, or {again}."
+            f"The calibration {folder!r} must have format {FORMAT} or older, got format {facts['format']} of kvpolicy "
+            f"{facts.get('kvpolicy')}; try updating kvpolicy, or {remedy.removeprefix('try ')}."
         )
     if facts.get("sha256") != _digest({name: value for name, value in facts.items() if name != "sha256"}):
-        raise KVPolicyError(f"The file {FACTS} of the calibration {folder!r} was changed by hand or damaged: {again}.")
+        raise KVPolicyError(f"{name} must be as it was written, got an edited or damaged one; {remedy}.")
     return facts
 
 
@@ -218,13 +234,15 @@ def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _alike(stored: list[float], weights: Tensor) -> bool:
-    ours, theirs = torch.tensor(stored, dtype=torch.float64), weights.detach().double().cpu().flatten()
-    return len(ours) == len(theirs) and bool(torch.cosine_similarity(ours, theirs, dim=0) >= _ALIKE)
+def _is_same(stored: list[float], weights: Tensor) -> bool:
+    """Whether two weight fingerprints are of the same model; not if one has another length or contains NaN."""
+    ours = torch.tensor(stored, dtype=torch.float64)
+    theirs = weights.detach().double().cpu().flatten()
+    return len(ours) == len(theirs) and bool(torch.cosine_similarity(ours, theirs, dim=0) >= _MIN_SIMILARITY)
 
 
-def _other(folder: str, wanted: dict[str, Any], why: str) -> KVPolicyError:
+def _other_model(folder: str, wanted: dict[str, Any], difference: str) -> KVPolicyError:
     return KVPolicyError(
-        f"The calibration {folder!r} was made for another model ({wanted['type']} {wanted['name']!r}, {why}): run "
-        "kvpolicy calibrate on this one."
+        f"The calibration {folder!r} must be for this model, got one that was made for another model "
+        f"({wanted['type']} {wanted['name']!r}, {difference}); try kvpolicy calibrate on this model."
     )

@@ -1,4 +1,4 @@
-"""Numbers of a vector that are kept as they are: a fixed count, so that shapes do not depend on data."""
+"""Outliers of a vector that are stored in full: a fixed number of them, so that shapes do not depend on data."""
 
 from __future__ import annotations
 
@@ -6,60 +6,63 @@ import torch
 from torch import Tensor
 
 _ABSENT = 1e38
-"""Further out than any number of fp16, but not infinite: an absent number is taken last, a taken one never again."""
+"""Stands for absent elements. It exceeds every number of fp16, so that absent elements are selected last. It is
+finite, so that they are still selected before an element that was selected already, which is infinite."""
 
 
-def each_side(share: float, length: int) -> int:
-    """How many of the largest, and of the smallest, numbers are kept where `weights` of `length` are kept in all.
+def outliers_per_side(fraction: float, length: int) -> int:
+    """The number of largest elements that are kept, and of smallest ones, if `fraction` of `length` are kept in all.
 
-    >>> each_side(0.02, 128), each_side(0.001, 128), each_side(0, 128)
+    >>> outliers_per_side(0.02, 128), outliers_per_side(0.001, 128), outliers_per_side(0, 128)
     (1, 1, 0)
     """
-    return max(1, round(share / 2 * length)) if share else 0
+    return max(1, round(fraction / 2 * length)) if fraction else 0
 
 
 def index_dtype(length: int) -> torch.dtype:
-    """The smallest type that holds the places of a vector of `length` numbers."""
+    """The smallest dtype for indices into a vector of `length` elements."""
     return torch.uint8 if length <= 256 else torch.int16
 
 
 def largest(x: Tensor, count: int, dim: int = -1) -> Tensor:
-    """Where the `count` largest numbers along `dim` are, the largest first; ties: the earlier one. Int64.
+    """Indices of the `count` largest elements along `dim`, int64, in descending order; ties go to the lower index.
 
     >>> largest(torch.tensor([3.0, 7.0, 7.0, 1.0]), 2).tolist()
     [1, 2]
     """
-    places: list[Tensor] = []
+    # `topk` does not define which of equal elements it returns, and the count is small.
+    indices: list[Tensor] = []
     for _ in range(count):
-        place = x.argmax(dim, keepdim=True)
-        x = x.scatter(dim, place, -torch.inf)
-        places.append(place)
-    if not places:
+        index = x.argmax(dim, keepdim=True)
+        x = x.scatter(dim, index, -torch.inf)
+        indices.append(index)
+    if not indices:
         return x.narrow(dim, 0, 0).long()
-    return torch.cat(places, dim)
+    return torch.cat(indices, dim)
 
 
-def extremes(x: Tensor, count: int, dim: int, there: Tensor | None = None) -> Tensor:
-    """Where the `count` largest and then the `count` smallest other numbers along `dim` are, all distinct. Int64.
+def extremes(x: Tensor, count: int, dim: int, present: Tensor | None = None) -> Tensor:
+    """Indices of the `count` largest and then of the `count` smallest other elements along `dim`, int64, all distinct.
 
     Args:
         x: Numbers inside the range of fp16.
-        count: How many on each side; twice that is at most the length.
-        dim: Along which dimension.
-        there: Which numbers there are, as wide as `x`; others are taken only where those do not suffice.
+        count: The number of elements on each side; twice that is at most the length.
+        dim: The dimension.
+        present: Which elements exist, in the shape of `x`; others are selected only if these do not suffice.
 
     >>> extremes(torch.tensor([3.0, 7.0, 5.0, 1.0]), 1, -1).tolist()
     [1, 3]
     """
-    high = largest(x if there is None else x.masked_fill(~there, -_ABSENT), count, dim)
-    low = -x if there is None else (-x).masked_fill(~there, -_ABSENT)
-    return torch.cat([high, largest(low.scatter(dim, high, -torch.inf), count, dim)], dim)
+    high = largest(x if present is None else x.masked_fill(~present, -_ABSENT), count, dim)
+    negated = -x if present is None else (-x).masked_fill(~present, -_ABSENT)
+    return torch.cat([high, largest(negated.scatter(dim, high, -torch.inf), count, dim)], dim)
 
 
 def fill(x: Tensor, kept: Tensor, dim: int) -> Tensor:
-    """Put the mean of a vector's kept numbers in the place of its others; zero where none is kept."""
+    """Replace the elements outside `kept` by the mean of the kept ones along `dim`; by zero if none is kept."""
     mean = x.masked_fill(~kept, 0).sum(dim, keepdim=True) / kept.sum(dim, keepdim=True).clamp(min=1)
     least = x.masked_fill(~kept, torch.inf).amin(dim, keepdim=True)
     most = x.masked_fill(~kept, -torch.inf).amax(dim, keepdim=True)
-    mean = torch.minimum(torch.maximum(mean, least), most)  # so that rounding does not widen the range
+    # Rounding can put the mean outside the range of the kept elements, which would widen the range to quantize.
+    mean = torch.minimum(torch.maximum(mean, least), most)
     return torch.where(kept, x, mean.masked_fill(least > most, 0))

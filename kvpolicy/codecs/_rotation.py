@@ -1,7 +1,7 @@
 """Orthogonal mixing of channels, for any head dimension.
 
-The largest power of two that divides the dimension is mixed by a Hadamard matrix, the odd rest by a cosine transform
-(orthonormal DCT-II): every channel is spread over all others, and no norm changes.
+The largest power of two that divides the dimension is mixed by a Hadamard matrix, the odd factor that remains by a
+cosine transform (orthonormal DCT-II). Every channel is spread over all others, and norms do not change.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import operator
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._constants import kept
+from kvpolicy.codecs._constants import constant
 
 
 def mix(x: Tensor, seed: int | None = None) -> Tensor:
     """Mix the last dimension.
 
-    Every sum is taken in one order, whatever the other dimensions are (a matrix product takes it in an order that
-    depends on how many vectors there are). So a token's code, and what is read of it, do not depend on its batch.
+    The order of every sum is fixed, whatever the other dimensions are; that of a matrix product depends on how many
+    vectors there are. So the codes of a token, and what is decoded from them, do not depend on its batch.
 
     Args:
         x: [..., D] fp32.
-        seed: Of the random signs that channels get first; None for none.
+        seed: Seed of the random signs that channels are multiplied by first; None for no signs.
 
     Returns:
         [..., D] fp32.
@@ -33,46 +33,49 @@ def mix(x: Tensor, seed: int | None = None) -> Tensor:
     """
     if seed is not None:
         x = x * _signs(operator.index(x.shape[-1]), operator.index(seed), x.device)
-    odd = _odd(x.shape[-1])
-    return _mixed(x, odd, _cosines(odd, x.device))
+    odd = _odd_factor(x.shape[-1])
+    return _transform(x, odd, _cosines(odd, x.device))
 
 
 def unmix(y: Tensor, seed: int | None = None) -> Tensor:
-    """Undo `mix` on the last dimension, [..., D] fp32, with every sum in one order too.
+    """Undo `mix` on the last dimension, [..., D] fp32; the order of every sum is fixed too.
 
     >>> unmix(mix(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), seed=1), seed=1).round().tolist()
     [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     """
-    odd = _odd(y.shape[-1])
-    x = _mixed(y, odd, _cosines(odd, y.device).T)
+    odd = _odd_factor(y.shape[-1])
+    # The Hadamard matrix is symmetric, hence its own inverse; the cosine transform is inverted by its transpose.
+    x = _transform(y, odd, _cosines(odd, y.device).T)
     return x if seed is None else x * _signs(operator.index(y.shape[-1]), operator.index(seed), y.device)
 
 
 def mixing(width: int, seed: int | None, device: torch.device) -> Tensor:
-    """The matrix M of `mix`, [width, width] fp32: `mix(x)` is about `x @ M.T`, and `unmix(y)` about `y @ M`.
+    """The matrix M of `mix`, [width, width] fp32, so that `mix(x)` is about `x @ M.T` and `unmix(y)` about `y @ M`.
 
-    For many vectors at once, whose last bits do not matter.
+    Use it for many vectors at once if the result need not be bit-identical for any batch.
     """
-    number = None if seed is None else operator.index(seed)  # an index is no symbol while this is traced
+    number = None if seed is None else operator.index(seed)  # a symbolic integer cannot be a cache key under tracing
     return _matrix(operator.index(width), number, device)
 
 
-def _odd(width: int) -> int:
+def _odd_factor(width: int) -> int:
     width = operator.index(width)
     return width // (width & -width)
 
 
-def _mixed(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
-    """Hadamard over the power of two, then the cosine transform over the odd factor."""
+def _transform(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
+    """The Hadamard transform over the power of two, then the cosine transform over the odd factor."""
     power = operator.index(x.shape[-1]) // odd
     x = x.unflatten(-1, (power, odd))
     size = 1
+    # Fast Walsh-Hadamard transform: each round replaces pairs of blocks of `size` channels by their sum and difference.
     while size < power:
         first, second = x.unflatten(-2, (-1, 2, size)).unbind(-3)
         x = torch.stack((first + second, first - second), -3).flatten(-4, -2)
         size *= 2
     x = x * power**-0.5
     if odd > 1:
+        # A matrix product, written as a sum in a fixed order.
         terms = [x[..., i : i + 1] * cosines[:, i] for i in range(odd)]
         x = sum(terms[1:], terms[0])
     return x.flatten(-2)
@@ -81,11 +84,12 @@ def _mixed(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _matrix(width: int, seed: int | None, device: torch.device) -> Tensor:
     def make() -> Tensor:
-        eye, odd = torch.eye(width, dtype=torch.float64, device="cpu"), _odd(width)
-        rows = _mixed(eye, odd, _cosine_matrix(odd)).T
+        eye = torch.eye(width, dtype=torch.float64, device="cpu")
+        odd = _odd_factor(width)
+        rows = _transform(eye, odd, _cosine_matrix(odd)).T
         return rows if seed is None else rows * _signs(width, seed, eye.device)
 
-    return kept(("matrix", width, seed), device, make)
+    return constant(("matrix", width, seed), device, make)
 
 
 @torch.compiler.assume_constant_result
@@ -94,12 +98,12 @@ def _signs(width: int, seed: int, device: torch.device) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(seed)
         return 1.0 - 2.0 * torch.randint(0, 2, (width,), generator=generator, device="cpu")
 
-    return kept(("signs", width, seed), device, make)
+    return constant(("signs", width, seed), device, make)
 
 
 @torch.compiler.assume_constant_result
 def _cosines(odd: int, device: torch.device) -> Tensor:
-    return kept(("cosines", odd), device, lambda: _cosine_matrix(odd))
+    return constant(("cosines", odd), device, lambda: _cosine_matrix(odd))
 
 
 def _cosine_matrix(size: int) -> Tensor:

@@ -1,18 +1,19 @@
-"""Uniform codes of one token's channels: a scale and a zero for each group of them."""
+"""Uniform quantization of the channels of a token: one scale and one zero for each group of channels."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import is_fresh
+from kvpolicy.codecs._common import is_empty_head
 from kvpolicy.codecs.packing import pack, round_to_half, unpack
 
 FP16 = torch.finfo(torch.float16).max
+"""The largest number of fp16."""
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is not above `most`.
+    """The largest divisor of `number` that is at most `most`.
 
     >>> largest_divisor(80, 32), largest_divisor(7, 4)
     (20, 1)
@@ -21,17 +22,17 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize every `size` neighbours of the last dimension from their minimum to their maximum.
+    """Quantize groups of `size` neighboring elements of the last dimension, from their minimum to their maximum.
 
-    A group whose numbers are all equal has the scale and code 0. What is too large for fp16 is clipped.
+    A group of equal elements has scale and code 0. Elements beyond the range of fp16 are clipped.
 
     Args:
         x: [..., D] fp32.
         bits: Bits per code, 1 to 8.
-        size: Numbers of a group, a divisor of D.
+        size: Elements per group, a divisor of D.
 
     Returns:
-        Codes [..., packed_width(D, bits)] uint8, scale and zero [..., D / size] fp16.
+        Codes [..., packed_width(D, bits)] uint8; scales and zeros [..., D / size] fp16.
 
     >>> codes, scale, zero = quantize(torch.tensor([-1.0, 2.0, 5.0, 5.0]), 2, 2)
     >>> scale.tolist(), zero.tolist()
@@ -41,56 +42,62 @@ def quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     grouped = x.unflatten(-1, (-1, size))
     least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
-    scale, zero = frame(least, most, bits)
-    code = codes_in(grouped, scale, zero, bits)
+    scale, zero = scale_and_zero(least, most, bits)
+    code = encode(grouped, scale, zero, bits)
     return pack(code.flatten(-2), bits), scale.squeeze(-1).half(), zero.squeeze(-1).half()
 
 
-def frame(least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero of groups, fp32 as fp16 has them, clipped so that none is infinite."""
+def scale_and_zero(least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scale and zero of groups with the given minimum and maximum: fp32, rounded to fp16 and clipped to its range."""
     scale = (most - least) / (2**bits - 1)
     return round_to_half(scale.clamp(max=FP16)), round_to_half(least.clamp(-FP16, FP16))
 
 
-def codes_in(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes of `x` with the scale and zero that are stored, clipped to their range, uint8; 0 where the scale is."""
+def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes of `x` under a stored scale and zero, uint8, clipped to [0, 2**bits); 0 where the scale is 0."""
     flat = scale == 0
     code = ((x - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**bits - 1)
     return code.masked_fill(flat, 0).to(torch.uint8)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int) -> Tensor:
-    """Undo `quantize`: [..., width] fp32.
+    """Undo `quantize`.
 
     Args:
-        codes: What `quantize` packed, [..., bytes] uint8.
+        codes: Packed codes, [..., bytes] uint8.
         scale: [..., groups] fp16.
         zero: [..., groups] fp16.
         bits: Bits per code.
-        width: How many numbers there are.
+        width: The number of elements, D.
+
+    Returns:
+        [..., width] fp32.
     """
     grouped = unpack(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
     return (grouped * scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
 
 
-def largest_size(x: Tensor, write_mask: Tensor) -> Tensor:
-    """The largest absolute number of each channel of `x` [B, H, n, D], [B, H, 1, D]; 0 where no token is write_mask."""
+def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:
+    """The largest absolute value of each channel of `x` [B, H, n, D] over the tokens that are written.
+
+    Returns:
+        [B, H, 1, D]; 0 in heads without such a token.
+    """
     return x.abs().masked_fill(~write_mask[..., None], 0).amax(2, keepdim=True)
 
 
-def settle(stored: Tensor, fitted: Tensor, write_mask: Tensor, occupied: Tensor) -> Tensor:
-    """Fix what a sequence's tokens share where a head has no occupied token, and return what holds now.
+def freeze_scale(stored: Tensor, fitted: Tensor, write_mask: Tensor, occupied: Tensor) -> Tensor:
+    """Store newly fitted scales per sequence in heads without an occupied slot; the other heads keep theirs.
 
     Args:
-        stored: [B, H, 1, D] fp16, changed in place in heads where a token is written and none is occupied.
-        fitted: To the tokens that are written, [B, H, 1, D] fp32, numbers that fp16 has.
-        write_mask: [B, H, n] bool.
-        occupied: [B, H, C] bool.
+        stored: Scales of each head, [B, H, 1, D] fp16; modified in place.
+        fitted: Scales fitted to the tokens that are written, [B, H, 1, D] fp32, rounded to fp16.
+        write_mask: Which tokens are written, [B, H, n] bool.
+        occupied: Which slots are occupied, [B, H, C] bool.
 
     Returns:
-        [B, H, 1, D] fp32.
+        The scales in effect, [B, H, 1, D] fp32.
     """
-    fresh = is_fresh(write_mask, occupied)
-    now = torch.where(fresh, fitted, stored.float())
-    stored.copy_(now)
-    return now
+    scale = torch.where(is_empty_head(write_mask, occupied), fitted, stored.float())
+    stored.copy_(scale)
+    return scale

@@ -1,31 +1,32 @@
-"""A few atoms of a dictionary per vector."""
+"""CSR: a few atoms of a dictionary per vector."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._atoms import Side
-from kvpolicy.codecs._common import CHUNK, check_least, ordinary_layout, score_by_chunks
-from kvpolicy.codecs._dictionaries import dictionary, size, width
+from kvpolicy.codecs._common import CHUNK_SLOTS, ordinary_layout, score_by_chunks
+from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, value_dictionary, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
+from kvpolicy.codecs._sparse_codes import SparseCodes
 from kvpolicy.codecs.packing import packed_width
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
 
-class CSRBook(NamedTuple):
-    """A layer's dictionaries, shared by its heads and by the layers of its group.
+class CSRDictionaries(NamedTuple):
+    """The dictionaries of a layer, shared by its heads and by the layers of its group.
 
     Attributes:
-        keys: [N, D] fp32, unit vectors; zero vectors fill up a dictionary that is smaller than another group's.
-        values: [N, D / sn] fp32, likewise.
+        keys: [N, D] fp32, unit vectors; zero vectors pad a dictionary that is smaller than that of another group.
+        values: [N, D / value_chunks] fp32, likewise.
     """
 
     keys: Tensor
@@ -33,79 +34,94 @@ class CSRBook(NamedTuple):
 
 
 class CSRCodes(NamedTuple):
-    """What CSR stores of one layer; `x` is 1 with coefficients in fp8, and 0 otherwise.
+    """The tensors of one layer; `x` is 1 with coefficients in fp8, and 0 otherwise.
 
     Attributes:
-        key_index: Atoms, [B, H, C, s] int16, or [B, H, C, bytes] uint8 where packed.
-        key_coef: [B, H, C, s] fp16, or the bits of fp8 as uint8.
-        key_scale: [B, H, x, 1] fp16.
-        key_guard: [B, H, guard, D] fp16.
-        value_index: As of keys; the pairs of a value's first chunk come first.
-        value_coef: As of keys.
-        value_scale: As of keys.
-        value_guard: [B, H, guard, D / sn] fp16.
+        key_index: Atom indices, [B, H, C, nnz] int16, or [B, H, C, bytes] uint8 if packed.
+        key_coef: Coefficients, [B, H, C, nnz] fp16, or the bits of fp8 as uint8.
+        key_scale: Scales of the coefficients, [B, H, x, 1] fp16.
+        key_outlier_atoms: [B, H, outlier_atoms, D] fp16.
+        value_index: Like `key_index`; the pairs of the first chunk of a value come first.
+        value_coef: Like `key_coef`.
+        value_scale: Like `key_scale`.
+        value_outlier_atoms: [B, H, outlier_atoms, D / value_chunks] fp16.
     """
 
     key_index: Tensor
     key_coef: Tensor
     key_scale: Tensor
-    key_guard: Tensor
+    key_outlier_atoms: Tensor
     value_index: Tensor
     value_coef: Tensor
     value_scale: Tensor
-    value_guard: Tensor
+    value_outlier_atoms: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CSR:
-    """Write each vector as a sum of a few atoms of a dictionary, found by matching pursuit.
+    """Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.
 
-    A key is `s` pairs of an atom's number and a coefficient. A value is cut into `sn` chunks of channels with `s / sn`
-    pairs each. The dictionary was learned once for a model, and belongs to it; to it come the newest tokens of the
-    prompt, which stay exact. At `s=8` a number takes 2 bits where the head dimension is 128.
+    A key is stored as `nnz` pairs of an atom index and a coefficient. A value is split into `value_chunks` chunks of
+    channels with `nnz / value_chunks` pairs each. The dictionary was learned once for a model and belongs to it. The
+    newest tokens of the prompt stay in full precision and serve as additional atoms. With `nnz=8`, an element takes 2
+    bits at a head dimension of 128.
 
     Args:
-        s: Pairs per key and per value, a multiple of `sn`.
-        sn: Chunks of a value: 1, 2 or 4.
-        frame: Whether keys are coded with the rotary embedding undone (`pre`) or as attention sees them (`post`), where
-            scores need no key read back.
-        solver: How coefficients are found: `mp` one by one, `refit` all together at the end, `omp` all together in
+        nnz: Pairs per key and per value, a multiple of `value_chunks`.
+        value_chunks: Chunks of a value: 1, 2 or 4.
+        key_space: Whether keys are encoded without the rotary embedding (`unrotated`) or as attention sees them
+            (`rotated`), which needs no reconstruction of keys.
+        solver: How coefficients are computed: `mp` one at a time, `refit` all jointly at the end, `omp` all jointly in
             every step.
         coef: How coefficients are stored: `fp16`, or `fp8` with a scale per head.
-        index: How atoms' numbers are stored: `int16`, or `packed` in as many bits as the dictionary needs.
-        online: How many of the prompt's newest tokens stay exact and are atoms; 0 for none.
-        guard: How many vectors that are coded badly become atoms themselves, in each KV head, for keys and for values.
-        top: How many slots of the highest approximate scores attention sees; 0 for all. Only where `frame` is `pre`.
-        distance: How far before the query keys are taken to stand in approximate scores, in tokens.
-        residual_length: How many of the newest tokens always stay exact.
-        block_size: How many tokens are coded at a time.
+        index: How atom indices are stored: `int16`, or `packed` in as many bits as the dictionary needs.
+        prompt_atoms: How many of the newest prompt tokens stay in full precision and are atoms; 0 for none.
+        outlier_atoms: How many of the vectors with the largest relative error become atoms, in each KV head, for keys
+            and for values; 0 for none.
+        read_top_k: How many slots with the highest approximate scores attention sees; 0 for all. Only if `key_space` is
+            `unrotated`.
+        approx_distance: The distance between query and keys that approximate scores assume, in tokens.
+        residual_length: How many of the newest tokens always stay in full precision.
+        block_size: How many tokens are encoded at a time.
         dictionary: The folder of the dictionaries, or `tiny` for those of the embedded model.
 
     Examples:
-        >>> CSR(s=8, online=32, block_size=32).layout(1000)
+        >>> CSR(nnz=8, prompt_atoms=32, block_size=32).layout(1000)
         Layout(exact=64, coded=(1000,))
 
     Source: CSR (arXiv:2412.11741; AAAI-25), both versions; no code of its authors is known.
-    Differences: a coefficient has its sign, which the printed `sup |R d|` loses. An atom that is taken twice adds up,
-    where the printed `r[i] = c` forgets the first one; so there are `s` pairs, but not always `s` atoms. `s` counts the
-    pairs of a whole value, as in the paper's names (CSR-8 is s=8 for keys and s=4 in two chunks for values). `refit`,
-    `omp`, `fp8`, `packed`, `post`, `top`, `residual_length` are not in the paper. Online atoms are the tokens that stay
-    exact, so they take no bytes of their own; there are by default fewer than in the paper (128 to 256). In the paper
-    they serve a whole layer; here those of a KV head serve this head alone, so that its codes are the same whatever
-    heads are beside it. The paper's part for outliers is not described: `guard` is our reading, off by default. Tokens
-    are coded in blocks. The dictionary's own differences are those of its calibration.
+    Differences: a coefficient has its sign, which the printed `sup |R d|` loses. The coefficients of an atom that is
+    selected twice add up; with the printed `r[i] = c` the second replaces the first. So there are `nnz` pairs, but not
+    always `nnz` atoms. `nnz`, the paper's s, counts the pairs of a whole value, as in the paper's names (CSR-8 is s=8
+    for keys and s=4 in two chunks for values). `refit`, `omp`, `fp8`, `packed`, `rotated`, `read_top_k` and
+    `residual_length` are not in the paper. Prompt atoms (the paper's online part) are the tokens that stay in full
+    precision, so they take no bytes of their own; by default there are fewer than in the paper (128 to 256). In the
+    paper they serve a whole layer; here those of a KV head serve this head alone, so that its codes do not depend on
+    the other heads. The paper does not describe its part for outliers: `outlier_atoms` is our interpretation, off by
+    default. Tokens are encoded in blocks. The differences of the dictionary are those of its calibration.
     """
 
-    s: int = 8
-    sn: Literal[1, 2, 4] = 2
-    frame: Literal["pre", "post"] = "pre"
+    ALIASES: ClassVar[dict[str, str]] = {
+        "s": "nnz",
+        "sn": "value_chunks",
+        "frame": "key_space",
+        "online": "prompt_atoms",
+        "guard": "outlier_atoms",
+        "top": "read_top_k",
+        "distance": "approx_distance",
+    }
+    VALUE_ALIASES: ClassVar[dict[str, dict[str, str]]] = {"key_space": {"pre": "unrotated", "post": "rotated"}}
+
+    nnz: int = 8
+    value_chunks: Literal[1, 2, 4] = 2
+    key_space: Literal["unrotated", "rotated"] = "unrotated"
     solver: Solver = "mp"
     coef: Literal["fp16", "fp8"] = "fp16"
     index: Literal["int16", "packed"] = "int16"
-    online: int = 32
-    guard: int = 0
-    top: int = 0
-    distance: int = 2048
+    prompt_atoms: int = 32
+    outlier_atoms: int = 0
+    read_top_k: int = 0
+    approx_distance: int = 2048
     residual_length: int = 0
     block_size: int = 32
     dictionary: str = "tiny"
@@ -113,64 +129,70 @@ class CSR:
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-        choices = {"sn": (1, 2, 4), "frame": ("pre", "post"), "solver": ("mp", "refit", "omp")}
-        for field, allowed in {**choices, "coef": ("fp16", "fp8"), "index": ("int16", "packed")}.items():
-            if getattr(self, field) not in allowed:
-                *most, last = map(str, allowed)
-                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)!r}: give {', '.join(most)} or {last}.")
-        for field in ("online", "guard", "top", "distance", "residual_length"):
-            if getattr(self, field) < 0:
-                raise KVPolicyError(f"CSR's {field} is {getattr(self, field)}: give at least 0.")
-        check_least(self, block_size=(1, 32))
-        if self.s < 1 or self.s % self.sn:
+        check_choice(
+            self,
+            value_chunks=(1, 2, 4),
+            key_space=("unrotated", "rotated"),
+            solver=("mp", "refit", "omp"),
+            coef=("fp16", "fp8"),
+            index=("int16", "packed"),
+        )
+        check_min(self, prompt_atoms=0, outlier_atoms=0, read_top_k=0, approx_distance=0, residual_length=0)
+        check_min(self, block_size=1)
+        if self.nnz < 1 or self.nnz % self.value_chunks:
             raise KVPolicyError(
-                f"CSR's s is {self.s}: give a multiple of sn, which is {self.sn}, such as {4 * self.sn}."
+                f"CSR.nnz must be a positive multiple of value_chunks={self.value_chunks}, got {self.nnz}; try "
+                f"{4 * self.value_chunks}."
             )
-        if self.top and self.frame == "post":
-            raise KVPolicyError(f"CSR's top is {self.top}, and with frame=post all scores are exact: leave it out.")
+        if self.read_top_k and self.key_space == "rotated":
+            raise KVPolicyError(
+                f"CSR.read_top_k must be 0 with key_space='rotated', where all scores are exact, got "
+                f"{self.read_top_k}; try omitting it."
+            )
 
     @property
     def traits(self) -> Traits:
-        """A block is coded at a time; the prompt's newest tokens stay as atoms."""
+        """Tokens are encoded in blocks; the newest tokens of the prompt stay as atoms."""
         return Traits(
             block=self.block_size,
             residual=self.residual_length,
-            key_space="unrotated" if self.frame == "pre" else "rotated",
-            pins="newest" if self.online else "none",
-            pinned=self.online,
+            key_space=self.key_space,
+            pins="newest" if self.prompt_atoms else "none",
+            pinned=self.prompt_atoms,
         )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """One."""
+        """One stage."""
         return (self,)
 
     def layout(self, tokens: int) -> Layout:
-        """Room for atoms, the residual and one block exact, and all else coded."""
+        """Full-precision slots for atoms, the residual and one block; everything else is encoded."""
         return ordinary_layout(self.traits, tokens)
 
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRBook:
-        """A layer's dictionaries; layers of a group and all caches share them."""
-        found = [dictionary(self.dictionary, name, layer_idx, str(device)) for name in self._names]
-        return CSRBook(*found)
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRDictionaries:
+        """The dictionaries of a layer, shared by the layers of its group and by all caches."""
+        keys, values = (dictionary(self.dictionary, name, layer_idx, str(device)) for name in self._names)
+        return CSRDictionaries(keys, values)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError where the dictionaries are missing, of another model or too large."""
-        if model.head_dim % self.sn:
+        """Raise KVPolicyError if the dictionaries are missing, of another model or too large."""
+        if model.head_dim % self.value_chunks:
             raise KVPolicyError(
-                f"CSR cuts a value into {self.sn} chunks, and the head dimension {model.head_dim} is no multiple of "
-                f"{self.sn}: use sn=1."
+                f"The head dimension must be a multiple of CSR.value_chunks={self.value_chunks}, got "
+                f"{model.head_dim}; try value_chunks=1."
             )
         check_model(load(self.dictionary, "csr"), self.dictionary, model)
-        for name, chunks in zip(self._names, (1, self.sn), strict=True):
+        for name, chunks in zip(self._names, (1, self.value_chunks), strict=True):
+            expected = model.head_dim // chunks
             for layer_idx in model.indices:
-                its = width(self.dictionary, name, layer_idx)
-                if its != model.head_dim // chunks:
+                actual = width(self.dictionary, name, layer_idx)
+                if actual != expected:
                     raise KVPolicyError(
-                        f"The dictionary {name} of {self.dictionary!r} has vectors of {its} numbers, and the model's "
-                        f"have {model.head_dim // chunks}: make one for it with kvpolicy calibrate csr."
+                        f"The dictionary {name} of {self.dictionary!r} must have vectors of {expected} elements, as "
+                        f"the model has, got {actual}; try kvpolicy calibrate csr on this model."
                     )
-            self._checked(name, chunks)
+            self._checked_count(name, chunks)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> CSRCodes:
         """Empty codes for `slots` slots."""
@@ -178,17 +200,17 @@ class CSR:
         def zeros(count: int, width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        parts: list[Tensor] = []
-        for name, chunks in zip(self._names, (1, self.sn), strict=True):
+        tensors: list[Tensor] = []
+        for name, chunks in zip(self._names, (1, self.value_chunks), strict=True):
             if self.index == "packed":
-                bits = _bits(self._checked(name, chunks))
-                parts.append(zeros(slots, packed_width(self.s, bits), torch.uint8))
+                bits = _index_bits(self._checked_count(name, chunks))
+                tensors.append(zeros(slots, packed_width(self.nnz, bits), torch.uint8))
             else:
-                parts.append(zeros(slots, self.s, torch.int16))
-            parts.append(zeros(slots, self.s, torch.float16 if self.coef == "fp16" else torch.uint8))
-            parts.append(zeros(int(self.coef == "fp8"), 1, torch.float16))
-            parts.append(zeros(self.guard, head_dim // chunks, torch.float16))
-        return CSRCodes(*parts)
+                tensors.append(zeros(slots, self.nnz, torch.int16))
+            tensors.append(zeros(slots, self.nnz, torch.float16 if self.coef == "fp16" else torch.uint8))
+            tensors.append(zeros(int(self.coef == "fp8"), 1, torch.float16))
+            tensors.append(zeros(self.outlier_atoms, head_dim // chunks, torch.float16))
+        return CSRCodes(*tensors)
 
     def write(
         self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
@@ -200,75 +222,89 @@ class CSR:
         self._values(store).write(values, slots, write_mask, occupied, self.solver)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
-        """Keys of the slots `at`, in the codec's frame, [B, H, n, D] fp32."""
-        side = self._keys(store)
-        words = side.words()
-        return side.spell(words, words.table(), at)
+        """Keys of the slots `at`, in the key space of the codec, [B, H, n, D] fp32."""
+        codes = self._keys(store)
+        atoms = codes.dictionary()
+        return codes.reconstruct(atoms, atoms.table(), at)
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
-        side = self._values(store)
-        words = side.words()
-        return side.spell(words, words.table(), at)
+        codes = self._values(store)
+        atoms = codes.dictionary()
+        return codes.reconstruct(atoms, atoms.table(), at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with every slot's key; -inf where `top` leaves a slot out. See `Stage.score`."""
-        side = self._keys(store)
-        words = side.words()
+        """Products of queries with the key of every slot; see `Stage.score`.
+
+        Rotated keys are scored without reconstruction. Unrotated keys are reconstructed and rotated: all of them, or
+        the `read_top_k` slots of each KV head with the highest approximate score; the other slots score -inf.
+        """
+        codes = self._keys(store)
+        atoms = codes.dictionary()
         if rope is None:
-            return side.score(words, queries)
-        table = words.table()
-        if not 0 < self.top < side.slots:
-            return score_by_chunks(lambda _, at: side.spell(words, table, at), store, queries, rope, side.slots)
-        near = rope.queries(queries, self.distance)
-        rough = side.score(words, near).amax(2)
-        rough = rough.masked_fill(~rope.occupied, -torch.inf)  # an empty slot must not displace others
-        best = rough.topk(self.top, -1).indices  # [B, H, top]
+            return codes.score(atoms, queries)
+        table = atoms.table()
+        if not 0 < self.read_top_k < codes.slots:
+            return score_by_chunks(lambda _, at: codes.reconstruct(atoms, table, at), store, queries, rope, codes.slots)
+        # The products of a query with all atoms are the same for all slots only if the query is rotated to one distance
+        # from all of them, which makes these scores approximate.
+        approximate = codes.score(atoms, rope.queries(queries, self.approx_distance)).amax(2)
+        # An empty slot scores 0 and must not displace others.
+        approximate = approximate.masked_fill(~rope.occupied, -torch.inf)
+        best = approximate.topk(self.read_top_k, -1).indices  # [B, H, read_top_k]
         exact: list[Tensor] = []
-        for at in best.split(CHUNK, -1):
-            some = rope.keys(side.spell(words, table, at), at)
-            exact.append(products(queries, some.to(queries.dtype)))
-        hidden = torch.full((*queries.shape[:3], side.slots), -torch.inf, device=queries.device)
+        for at in best.split(CHUNK_SLOTS, -1):
+            keys = rope.keys(codes.reconstruct(atoms, table, at), at)
+            exact.append(products(queries, keys.to(queries.dtype)))
+        hidden = torch.full((*queries.shape[:3], codes.slots), -torch.inf, device=queries.device)
         return hidden.scatter(-1, best[:, :, None].expand(-1, -1, queries.shape[2], -1), torch.cat(exact, -1))
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Every slot's value, weighted and summed without being read back; see `Stage.mix`."""
+        """Weighted sum of the values of all slots, without reconstructing them; see `Stage.mix`."""
         return self._values(store).mix(weights)
 
     @property
     def _names(self) -> tuple[str, str]:
-        return f"keys.{self.frame}", f"values.sn{self.sn}"
+        """Names of the dictionaries of keys and of values in a calibration file."""
+        return key_dictionary(self.key_space), value_dictionary(self.value_chunks)
 
-    def _count(self, shared: int, parts: int) -> int:
-        """Atoms of a KV head."""
-        return shared + self.guard + self.online * parts
+    def _count(self, shared: int, chunks: int) -> int:
+        """The number of atoms of a KV head, given the number of shared ones."""
+        return shared + self.outlier_atoms + self.prompt_atoms * chunks
 
-    def _checked(self, name: str, parts: int) -> int:
-        """Atoms of a KV head; ValueError where they are more than can be numbered."""
-        count = self._count(size(self.dictionary, name), parts)
-        most = 2**15 - 1 if self.index == "int16" else 2**16
-        if count > most:
+    def _checked_count(self, name: str, chunks: int) -> int:
+        """The number of atoms of a KV head; raises KVPolicyError if the index cannot address them."""
+        count = self._count(size(self.dictionary, name), chunks)
+        limit = 2**15 - 1 if self.index == "int16" else 2**16
+        if count > limit:
             raise KVPolicyError(
-                f"CSR numbers at most {most} atoms with index={self.index}, and {name} has {count} with {self.guard} "
-                f"of the guard and {self.online} online tokens: lower guard or online."
+                f"CSR must have at most {limit} atoms with index={self.index!r}, got {count} for {name}, including "
+                f"those of {self.prompt_atoms} prompt tokens and {self.outlier_atoms} outliers; try fewer prompt_atoms "
+                "or outlier_atoms."
             )
         return count
 
-    def _keys(self, store: StageStore) -> Side:
+    def _keys(self, store: StageStore) -> SparseCodes:
         atoms = None if store.atoms is None else store.atoms[0]
-        return self._side(store.codes[:4], store.calibration.keys, atoms, 1)
+        return self._sparse_codes(store.codes[:4], store.calibration.keys, atoms, 1)
 
-    def _values(self, store: StageStore) -> Side:
+    def _values(self, store: StageStore) -> SparseCodes:
         atoms = None if store.atoms is None else store.atoms[1]
-        return self._side(store.codes[4:], store.calibration.values, atoms, self.sn)
+        return self._sparse_codes(store.codes[4:], store.calibration.values, atoms, self.value_chunks)
 
-    def _side(self, codes: tuple[Tensor, ...], shared: Tensor, atoms: Tensor | None, parts: int) -> Side:
-        index, coef, scale, guard = codes
-        online = guard[:, :, :0] if atoms is None else atoms.reshape(*guard.shape[:2], -1, guard.shape[-1])
-        bits = _bits(self._count(len(shared), parts)) if self.index == "packed" else 0
-        return Side(index, coef, scale, guard, shared, online, parts, bits)
+    def _sparse_codes(
+        self, codes: tuple[Tensor, ...], shared: Tensor, atoms: Tensor | None, chunks: int
+    ) -> SparseCodes:
+        index, coef, scale, outlier_atoms = codes
+        # The chunks of a value are separate atoms.
+        if atoms is None:
+            prompt_atoms = outlier_atoms[:, :, :0]
+        else:
+            prompt_atoms = atoms.reshape(*outlier_atoms.shape[:2], -1, outlier_atoms.shape[-1])
+        bits = _index_bits(self._count(len(shared), chunks)) if self.index == "packed" else 0
+        return SparseCodes(index, coef, scale, outlier_atoms, shared, prompt_atoms, chunks, bits)
 
 
-def _bits(count: int) -> int:
-    """Bits that number `count` atoms."""
+def _index_bits(count: int) -> int:
+    """The number of bits of an index into `count` atoms."""
     return max((count - 1).bit_length(), 1)

@@ -1,4 +1,4 @@
-"""Small codes in whole bytes, and rounding that a compiler cannot skip."""
+"""Packing of small codes into bytes, and a rounding to fp16 that a compiler cannot remove."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def packed_width(width: int, bits: int) -> int:
-    """Bytes that `width` codes of `bits` bits take.
+    """The number of bytes that `width` codes of `bits` bits take.
 
     >>> packed_width(128, 3), packed_width(5, 4)
     (48, 3)
@@ -17,12 +17,12 @@ def packed_width(width: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Put codes of `bits` bits into bytes.
+    """Pack codes of `bits` bits into bytes.
 
-    A width that divides 8 is packed as it is: byte j holds codes j, j + D', j + 2D'..., the first in the low bits,
-    where D' = D * bits / 8. In this order unpacking is a concatenation; neighbours in one byte would have to be
-    interleaved, which is slow. Any other width is a sum of such (3 = 2 + 1, 12 = 8 + 4), whose parts of every code,
-    the low bits first, are packed one behind the other.
+    If `bits` divides 8, byte j holds the codes j, j + D', j + 2D' and so on, the first one in its low bits, where
+    D' = D * bits / 8. In this order unpacking is a concatenation; if a byte held neighboring codes, unpacking would
+    have to interleave them, which is slow. Any other width is a sum of widths that divide 8 (3 = 2 + 1, 12 = 8 + 4):
+    all codes are split into such parts, and the parts are packed one after the other, the low bits first.
 
     Args:
         codes: [..., D], of an integer type, each in [0, 2**bits).
@@ -37,8 +37,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     packed: list[Tensor] = []
     shift = 0
     for part in _parts(bits):
-        some = codes if part == bits else (codes >> shift) & (2**part - 1)
-        packed.append(_pack_even(some.to(torch.uint8), part))
+        part_codes = codes if part == bits else (codes >> shift) & (2**part - 1)
+        packed.append(_pack_part(part_codes.to(torch.uint8), part))
         shift += part
     return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
 
@@ -47,9 +47,9 @@ def unpack(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     """Undo `pack`.
 
     Args:
-        packed: What `pack` made, [..., bytes] uint8.
+        packed: The output of `pack`, [..., bytes] uint8.
         bits: 1 to 16.
-        width: How many codes there are; needed where they do not fill their bytes, or `bits` does not divide 8.
+        width: The number of codes; required if they do not fill their bytes, or if `bits` does not divide 8.
 
     Returns:
         [..., width], uint8 up to 8 bits and int32 above.
@@ -58,15 +58,19 @@ def unpack(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     [1, 2, 3, 4]
     """
     if width is None:
-        assert 8 % bits == 0, "the number of codes must be told"
+        assert 8 % bits == 0, "width is required for this number of bits"
         width = packed.shape[-1] * 8 // bits
-    codes, start, shift = None, 0, 0
+    codes: Tensor | None = None
+    start = 0
+    shift = 0
     for part in _parts(bits):
         size = packed_width(width, part)
-        some = _unpack_even(packed[..., start : start + size], part)[..., :width]
-        some = some if bits <= 8 else some.int()
-        codes = some if codes is None else codes | (some << shift)
-        start, shift = start + size, shift + part
+        part_codes = _unpack_part(packed[..., start : start + size], part)[..., :width]
+        # Shifted codes of more than 8 bits do not fit uint8.
+        part_codes = part_codes if bits <= 8 else part_codes.int()
+        codes = part_codes if codes is None else codes | (part_codes << shift)
+        start += size
+        shift += part
     assert codes is not None
     return codes
 
@@ -77,29 +81,30 @@ def _parts(bits: int) -> list[int]:
     return [8] * (bits // 8) + [part for part in (4, 2, 1) if bits % 8 & part]
 
 
-def _pack_even(codes: Tensor, bits: int) -> Tensor:
+def _pack_part(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of 1, 2, 4 or 8 bits, [..., D] uint8."""
     per_byte = 8 // bits
     if codes.shape[-1] % per_byte:
         codes = F.pad(codes, (0, -codes.shape[-1] % per_byte))
-    low, *higher = codes.chunk(per_byte, -1)
-    for place, part in enumerate(higher, 1):
-        low = low | (part << (bits * place))
-    return low
+    # The first chunk holds the codes of the low bits of all bytes, the next one those of the bits above, and so on.
+    packed, *higher = codes.chunk(per_byte, -1)
+    for place, chunk in enumerate(higher, 1):
+        packed = packed | (chunk << (bits * place))
+    return packed
 
 
-def _unpack_even(packed: Tensor, bits: int) -> Tensor:
+def _unpack_part(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
-    mask, last = 2**bits - 1, 8 - bits
+    mask = 2**bits - 1
+    last = 8 - bits
+    # The lowest codes need no shift and the highest ones no mask, which saves two operations.
     middle = [(packed >> shift) & mask for shift in range(bits, last, bits)]
     return torch.cat([packed & mask, *middle, packed >> last], -1)
 
 
 def round_to_half(x: Tensor) -> Tensor:
-    """Round fp32 to numbers that fp16 has, but stay fp32.
-
-    `x.half().float()` would do, were it not that a compiled kernel skips such a pair of casts, and so would quantize
-    with other numbers than it stores.
+    """Round fp32 numbers to the nearest numbers that fp16 can represent; the result is still fp32.
 
     Args:
         x: Numbers inside the range of fp16.
@@ -107,6 +112,10 @@ def round_to_half(x: Tensor) -> Tensor:
     >>> round_to_half(torch.tensor([0.1])).item() == torch.tensor(0.1).half().item()
     True
     """
+    # `x.half().float()` is equivalent in eager mode. A compiled kernel removes such a pair of casts, and would then
+    # quantize with other numbers than it stores. So the 13 bits that fp16 lacks are rounded off as integers: adding
+    # 0xFFF, or 0x1000 if the last bit that stays is odd, carries into it as rounding to nearest, ties to even, does.
     raw = x.view(torch.int32)
-    normal = ((raw + 0xFFF + ((raw >> 13) & 1)) & ~0x1FFF).view(torch.float32)  # to nearest, ties to even
+    normal = ((raw + 0xFFF + ((raw >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+    # Subnormal numbers of fp16 are multiples of 2^-24.
     return torch.where(x.abs() < 2.0**-14, (x * 2.0**24).round() * 2.0**-24, normal)

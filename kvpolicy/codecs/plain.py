@@ -1,4 +1,4 @@
-"""StageStore tokens as they are."""
+"""Plain: tokens in full precision."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
-    """StageStore every token in the model's own dtype.
+    """Store every token in the dtype of the model.
 
-    There is no coded part, so nothing is ever written or read here.
+    All slots belong to the full-precision buffer, so there is no encoded stage.
 
     Examples:
         >>> Plain().layout(100)
@@ -20,17 +20,17 @@ class Plain:
 
     @property
     def traits(self) -> Traits:
-        """Nothing is coded."""
+        """Nothing is encoded."""
         return Traits()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """None."""
+        """No stages."""
         return ()
 
     def layout(self, tokens: int) -> Layout:
-        """All slots exact."""
+        """All slots are in full precision."""
         return Layout(tokens)
 
     def check(self, model: ModelInfo) -> None:
-        """Any vector will do."""
+        """Every model is supported."""

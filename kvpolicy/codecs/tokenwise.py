@@ -1,4 +1,4 @@
-"""Few bits per number, each token by itself."""
+"""TokenWise: quantization of each token separately."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import check_least, is_fresh, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
 _E4M3 = 448.0
-"""The largest number of 8 bits of which 4 are an exponent and 3 a mantissa."""
+"""The largest number of e4m3, the fp8 format with 4 bits of exponent and 3 of mantissa."""
 
 
 class TokenWiseCodes(NamedTuple):
-    """What TokenWise stores of one layer; `D'` is the bytes of D codes, `g` the channels of a group.
+    """The tensors of one layer; `D'` is the bytes of D codes, `g` the channels of a group.
 
     Attributes:
-        keys: Codes of normalised keys, [B, H, C, D'] uint8.
+        keys: Codes of normalized keys, [B, H, C, D'] uint8.
         key_scale: [B, H, C, D / g] fp16.
-        key_zero: [B, H, C, D / g] fp16; without width for fp8.
-        channel_scale: Deviation of each key channel, [B, H, 1, D] fp16; without slots where nothing is normalised.
+        key_zero: [B, H, C, D / g] fp16; of width 0 for fp8.
+        channel_scale: Standard deviation of each key channel, [B, H, 1, D] fp16; [B, H, 0, D] without `normalize`.
         channel_zero: Mean of each key channel, like `channel_scale`.
         values: Value codes, [B, H, C, D'] uint8.
         value_scale: [B, H, C, D / g] fp16.
-        value_zero: [B, H, C, D / g] fp16; without width for fp8.
+        value_zero: [B, H, C, D / g] fp16; of width 0 for fp8.
     """
 
     keys: Tensor
@@ -45,37 +45,38 @@ class TokenWiseCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenWise:
-    """Quantize each token by itself, after each key channel is brought to one range.
+    """Quantize each token separately, after normalizing the key channels.
 
-    A group is some channels of one token of one head, with a scale and a zero in fp16. So any slot can be used again
-    at no loss, which suits selectors that evict token by token. Keys have channels of outliers, which would spoil
-    every group: so each key channel's mean is taken away and its deviation divided out first. Both are found in the
-    first tokens that a head codes, and stay until all of its coded tokens are gone. A token is stored in 4.25 bits per
-    number at `bits=4` with groups of 128.
+    A group consists of channels of one token of one head, with a scale and a zero in fp16. So every slot can be reused
+    without additional error, which suits selectors that evict single tokens. Keys have outlier channels, which would
+    widen the range of every group. So the mean of each key channel is subtracted first, and the result is divided by
+    the standard deviation. Both are computed from the first tokens that are encoded in a head, and stay until all of
+    its encoded tokens are gone. At `bits=4` with groups of 128, an element takes 4.25 bits.
 
     Args:
-        bits: Bits per code: 2, 3, 4 or 8, or `fp8`: floating point with 4 bits of exponent and 3 of mantissa (e4m3)
-            and a scale without a zero.
-        group_size: The most channels of a group (a group is the largest divisor of the head dimension not above it).
-        residual_length: How many of the newest tokens always stay exact.
-        block_size: How many tokens are coded at a time.
-        normalize: Whether key channels are brought to one range.
+        bits: Bits per code: 2, 3, 4 or 8; or `fp8`: floating point with 4 bits of exponent and 3 of mantissa (e4m3),
+            with a scale and no zero.
+        group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
+            it).
+        residual_length: How many of the newest tokens always stay in full precision.
+        block_size: How many tokens are encoded at a time.
+        normalize: Whether key channels are normalized.
 
     Raises:
-        KVPolicyError: Where a parameter is out of its range.
+        KVPolicyError: If a parameter is out of range.
 
     Examples:
         >>> TokenWise(bits=4).layout(1000)
         Layout(exact=64, coded=(968,))
 
-    Source: our own composition, not a paper's. Scale and zero by token and group are what inference engines call
-    per-token quantization; the mean and deviation by channel take the place of KIVI's (arXiv:2402.02750) key groups
-    along tokens. ZipCache (2024) divides channels by the root of their largest number instead (as a specification
-    tells; unverified).
-    Differences: mean and deviation come from the prompt, not from calibration. The deviation is 1 where a channel does
-    not vary, and never less than the error of its mean in fp16. Values are not normalised. A group whose numbers are
-    all equal has the code 0, so it is exact but for the rounding of its zero. In fp8 a group of numbers that are all
-    below 448 times the least of fp16 is 0.
+    Source: our own composition, not a paper's. Scale and zero per token and group are what inference engines call
+    per-token quantization; mean and standard deviation per channel replace KIVI's (arXiv:2402.02750) key groups along
+    tokens. ZipCache (2024) divides channels by the square root of their largest element instead (according to a
+    specification; unverified).
+    Differences: mean and standard deviation come from the prompt, not from calibration. The standard deviation is 1 for
+    a constant channel, and never less than the error of its mean in fp16. Values are not normalized. A group of equal
+    elements has code 0, so its only error is the rounding of its zero. In fp8, a group whose elements are all less than
+    448 times the smallest number of fp16 is 0.
     """
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4
@@ -87,22 +88,21 @@ class TokenWise:
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-        if self.bits not in (2, 3, 4, 8, "fp8"):
-            raise KVPolicyError(f"TokenWise's bits is {self.bits!r}: give 2, 3, 4, 8 or fp8.")
-        check_least(self, group_size=(1, 128), residual_length=(0, 32), block_size=(1, 32))
+        check_choice(self, bits=(2, 3, 4, 8, "fp8"))
+        check_min(self, group_size=1, residual_length=0, block_size=1)
 
     @property
     def traits(self) -> Traits:
-        """A block is coded at a time, and slots share nothing but what is fixed per head."""
+        """Tokens are encoded in blocks; slots share only the mean and standard deviation of their head."""
         return Traits(block=self.block_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """One."""
+        """One stage."""
         return (self,)
 
     def layout(self, tokens: int) -> Layout:
-        """Room for the residual and one block exact, and for all else coded."""
+        """Full-precision slots for the residual and one block; everything else is encoded."""
         return ordinary_layout(self.traits, tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
@@ -110,7 +110,7 @@ class TokenWise:
         return ()
 
     def check(self, model: ModelInfo) -> None:
-        """Any vector will do."""
+        """Every model is supported."""
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TokenWiseCodes:
         """Empty codes for `slots` slots."""
@@ -118,17 +118,19 @@ class TokenWise:
         def zeros(count: int, width: int, dtype: torch.dtype = torch.float16) -> Tensor:
             return torch.zeros(batch, heads, count, width, dtype=dtype, device=device)
 
-        packed, parts = packed_width(head_dim, self._width()), head_dim // largest_divisor(head_dim, self.group_size)
-        zero_parts, normalisers = 0 if self.bits == "fp8" else parts, int(self.normalize)
+        packed = packed_width(head_dim, self._code_bits())
+        groups = head_dim // largest_divisor(head_dim, self.group_size)
+        zeros_per_token = 0 if self.bits == "fp8" else groups
+        per_channel = int(self.normalize)
         return TokenWiseCodes(
-            zeros(slots, packed, torch.uint8),
-            zeros(slots, parts),
-            zeros(slots, zero_parts),
-            zeros(normalisers, head_dim),
-            zeros(normalisers, head_dim),
-            zeros(slots, packed, torch.uint8),
-            zeros(slots, parts),
-            zeros(slots, zero_parts),
+            keys=zeros(slots, packed, torch.uint8),
+            key_scale=zeros(slots, groups),
+            key_zero=zeros(slots, zeros_per_token),
+            channel_scale=zeros(per_channel, head_dim),
+            channel_zero=zeros(per_channel, head_dim),
+            values=zeros(slots, packed, torch.uint8),
+            value_scale=zeros(slots, groups),
+            value_zero=zeros(slots, zeros_per_token),
         )
 
     def write(
@@ -142,10 +144,10 @@ class TokenWise:
         if self.normalize:
             _fit(codes, keys, write_mask, occupied)
             keys = (keys - codes.channel_zero.float()) / codes.channel_scale.float()
-        parts = codes.key_scale.shape[-1]
-        coded = (*self._encode(keys, parts), *self._encode(values.float(), parts))
+        groups = codes.key_scale.shape[-1]
+        encoded = (*self._encode(keys, groups), *self._encode(values.float(), groups))
         targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)
-        for target, data in zip(targets, coded, strict=True):
+        for target, data in zip(targets, encoded, strict=True):
             if target.shape[-1]:
                 put(target, data, slots, write_mask)
 
@@ -161,23 +163,23 @@ class TokenWise:
         return self._decode(codes.values, codes.value_scale, codes.value_zero, at, codes.channel_scale.shape[-1])
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with every slot's key; see `Stage.score`."""
+        """Products of queries with the key of every slot; see `Stage.score`."""
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Every slot's value, weighted and summed; see `Stage.mix`."""
+        """Weighted sum of the values of all slots; see `Stage.mix`."""
         return mix_by_chunks(self.values, store, weights)
 
-    def _width(self) -> int:
-        """Bits of a code."""
+    def _code_bits(self) -> int:
+        """Bits per code."""
         return 8 if self.bits == "fp8" else self.bits
 
-    def _encode(self, x: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Packed codes, scales and zeros of `x` [B, H, n, D], in `parts` groups a token."""
-        size = x.shape[-1] // parts
+    def _encode(self, x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed codes, scales and zeros of `x` [B, H, n, D], with `groups` groups per token."""
+        size = x.shape[-1] // groups
         if self.bits != "fp8":
             return quantize(x, self.bits, size)
-        grouped = x.unflatten(-1, (parts, size))
+        grouped = x.unflatten(-1, (groups, size))
         scale = round_to_half((grouped.abs().amax(-1, keepdim=True) / _E4M3).clamp(max=FP16))
         code = _to_e4m3(grouped / scale.masked_fill(scale == 0, 1)).flatten(-2)
         scale = scale.squeeze(-1).half()
@@ -191,34 +193,37 @@ class TokenWise:
 
 
 def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-    """Find the mean and deviation of each channel anew, in heads that hold nothing and are given something.
-
-    Sums are fp64, so that their order does not matter: a row must give the same codes with more padding.
-    """
-    used, count = write_mask[..., None], write_mask.sum(-1)[..., None, None].clamp(min=1)
-    mean = (keys.masked_fill(~used, 0).sum(2, keepdim=True, dtype=torch.float64) / count).float()
-    apart = (keys - mean).masked_fill(~used, 0)
-    deviation = (apart.square().sum(2, keepdim=True, dtype=torch.float64) / count).sqrt().float()
+    """Compute mean and standard deviation of each channel, in heads without an occupied slot."""
+    is_written = write_mask[..., None]
+    count = write_mask.sum(-1)[..., None, None].clamp(min=1)
+    # Summed in fp64, so that the order of the sum does not matter: a row must have the same codes with more padding.
+    mean = (keys.masked_fill(~is_written, 0).sum(2, keepdim=True, dtype=torch.float64) / count).float()
+    centered = (keys - mean).masked_fill(~is_written, 0)
+    deviation = (centered.square().sum(2, keepdim=True, dtype=torch.float64) / count).sqrt().float()
     deviation = round_to_half(deviation.clamp(max=FP16))
     rounded = round_to_half(mean.clamp(-FP16, FP16))
-    # Divided by less than this, the error of the mean alone would be the largest number of its group.
+    # Divided by less than this, the rounding error of the mean alone would be the largest element of its group.
     deviation = torch.where(deviation == 0, 1, deviation).maximum((mean - rounded).abs().clamp(max=FP16))
-    fresh = is_fresh(write_mask, occupied)
-    codes.channel_zero.copy_(torch.where(fresh, rounded.half(), codes.channel_zero))
-    codes.channel_scale.copy_(torch.where(fresh, round_to_half(deviation).half(), codes.channel_scale))
+    is_fitted = is_empty_head(write_mask, occupied)
+    codes.channel_zero.copy_(torch.where(is_fitted, rounded.half(), codes.channel_zero))
+    codes.channel_scale.copy_(torch.where(is_fitted, round_to_half(deviation).half(), codes.channel_scale))
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    """Bytes of fp32 numbers in e4m3, to nearest, ties to even, and clamped; on bits, as older GPUs lack the type."""
+    """Round fp32 numbers to e4m3, to nearest, ties to even, clamped to its range; returns the bytes."""
+    # With integer arithmetic, because older GPUs lack the dtype. The mantissa loses 20 of its 23 bits, rounded as in
+    # `round_to_half`, and the bias of the exponent changes from 127 to 7.
     size = x.abs().clamp(max=_E4M3)
     raw = size.view(torch.int32)
-    # Of the mantissa 20 bits fall, and the exponent's bias falls from 127 to 7.
     normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - (120 << 3)
-    small = (size * 2.0**9).round().int()
-    return (torch.where(size < 2.0**-6, small, normal) | (x < 0).int() << 7).to(torch.uint8)
+    # Subnormal numbers of e4m3 are multiples of 2^-9.
+    subnormal = (size * 2.0**9).round().int()
+    return (torch.where(size < 2.0**-6, subnormal, normal) | (x < 0).int() << 7).to(torch.uint8)
 
 
 def _from_e4m3(code: Tensor) -> Tensor:
-    """Undo `_to_e4m3`: with its sign apart, a code is the top of an fp16 number whose exponent has 8 more of bias."""
+    """Undo `_to_e4m3`."""
+    # Without its sign, a code is the upper part of an fp16 number. The bias of the exponent is 7 instead of 15, hence
+    # the factor 2^8.
     raw = code.to(torch.int16)
     return (((raw & 0x80) << 8) | ((raw & 0x7F) << 7)).view(torch.float16).float() * 256

@@ -1,4 +1,4 @@
-"""Keys as a norm and a direction, whose mixed channels are coded as if they were normally distributed."""
+"""TurboQuant: keys as a norm and a direction, whose mixed channels are nearly normally distributed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import check_least, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
-from kvpolicy.codecs._constants import kept
+from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._constants import constant
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
-_CHANNELS = 128  # of a value group, at most
+_VALUE_GROUP = 128
+"""The maximum number of channels per value group."""
 
 
 class TurboQuantCodes(NamedTuple):
-    """What TurboQuant stores of one layer; `D'` is the bytes of D packed codes, `v` the channels of a value group.
+    """The tensors of one layer; `D'` is the bytes of D packed codes, `v` the channels of a value group.
 
     Attributes:
-        keys: Codes of the mixed keys' channels, [B, H, C, D'] uint8.
+        keys: Codes of mixed keys, [B, H, C, D'] uint8.
         key_scale: Norms of keys, [B, H, C, 1] fp16.
         values: Value codes, [B, H, C, D'] uint8.
         value_scale: [B, H, C, D / v] fp16.
@@ -44,30 +46,30 @@ class TurboQuantCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurboQuant:
-    """Quantize each token on its own: a key's direction by fixed levels, a value by its range.
+    """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
-    Random signs and a Hadamard transform rope any key into one whose channels are nearly normally distributed. So the
-    levels that are best for a normal distribution serve every key, and a key needs only its norm beside its codes.
-    Queries are mixed too, instead of each key back. Values have a scale and a zero for up to 128 channels. The newest
-    tokens stay exact.
+    Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
+    levels that are optimal for a normal distribution fit every key, and a key only needs its norm in addition to its
+    codes. Queries are mixed too, so keys need not be unmixed. Values have a scale and a zero per 128 channels or fewer.
+    The newest tokens stay in full precision.
 
     Args:
         bits: Bits per code: 2, 3 or 4.
-        seed: Of the random signs, at least 0.
-        residual_length: How many of the newest tokens always stay exact.
-        block_size: How many tokens are coded at a time in decode.
+        seed: Seed of the random signs, at least 0.
+        residual_length: How many of the newest tokens always stay in full precision.
+        block_size: How many tokens are encoded at a time during decode.
 
     Examples:
         >>> TurboQuant().layout(1000)
         Layout(exact=64, coded=(968,))
 
-    Source: TurboQuant (arXiv:2504.19874), as vLLM has it; the paper itself was not read in full (unverified).
-    Differences: the paper mixes by a dense random rotation and takes levels for the exact distribution of a direction's
-    channel; a Hadamard matrix (and a cosine transform, where the head dimension is no power of two) and the normal
-    distribution come close. The second step of the paper's inner-product form (QJL, one bit of the error's sign) is
-    left out, as in vLLM. Decoded keys get no correction of their norm, which vLLM has. vLLM leaves the first and last
-    two layers exact; here all layers are alike, and the newest tokens are exact instead. vLLM has since dropped the
-    random signs, and codes keys and values in different bits if told to.
+    Source: TurboQuant (arXiv:2504.19874), as implemented in vLLM; the paper itself was not read in full (unverified).
+    Differences: the paper mixes with a dense random rotation and uses levels for the exact distribution of a channel of
+    a direction; a Hadamard matrix (and a cosine transform, if the head dimension is not a power of two) and the normal
+    distribution come close. The second step of the paper's inner-product form (QJL, one bit for the sign of the error)
+    is omitted, as in vLLM. The norm of decoded keys is not corrected, unlike in vLLM. vLLM keeps the first and last two
+    layers in full precision; here all layers are treated alike, and the newest tokens are in full precision instead.
+    vLLM has since dropped the random signs, and can encode keys and values in different numbers of bits.
     """
 
     bits: Literal[2, 3, 4] = 4
@@ -78,31 +80,30 @@ class TurboQuant:
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-        if self.bits not in (2, 3, 4):
-            raise KVPolicyError(f"TurboQuant's bits is {self.bits!r}: give 2, 3 or 4.")
-        check_least(self, seed=(0, 0), residual_length=(0, 32), block_size=(1, 32))
+        check_choice(self, bits=(2, 3, 4))
+        check_min(self, seed=0, residual_length=0, block_size=1)
 
     @property
     def traits(self) -> Traits:
-        """A slot's code depends on its own token alone."""
+        """The code of a token does not depend on other tokens."""
         return Traits(block=self.block_size, residual=self.residual_length)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """One."""
+        """One stage."""
         return (self,)
 
     def layout(self, tokens: int) -> Layout:
-        """Room for the residual and one block exact, and all else coded."""
+        """Full-precision slots for the residual and one block; everything else is encoded."""
         return ordinary_layout(self.traits, tokens)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError where vectors do not fill whole bytes."""
+        """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""
         codes = 8 // math.gcd(8, self.bits)
         if model.head_dim % codes:
             raise KVPolicyError(
-                f"TurboQuant fills bytes with {codes} codes of {self.bits} bits, and the head dimension "
-                f"{model.head_dim} is no multiple of {codes}: use {'MiKV' if self.bits == 4 else 'bits=4'}."
+                f"The head dimension must be a multiple of {codes} for TurboQuant.bits={self.bits}, got "
+                f"{model.head_dim}; try {'MiKV' if self.bits == 4 else 'bits=4'}."
             )
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
@@ -115,13 +116,14 @@ class TurboQuant:
         def zeros(width: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(batch, heads, slots, width, dtype=dtype, device=device)
 
-        packed, groups = packed_width(head_dim, self.bits), head_dim // largest_divisor(head_dim, _CHANNELS)
+        packed = packed_width(head_dim, self.bits)
+        groups = head_dim // largest_divisor(head_dim, _VALUE_GROUP)
         return TurboQuantCodes(
-            zeros(packed, torch.uint8),
-            zeros(1, torch.float16),
-            zeros(packed, torch.uint8),
-            zeros(groups, torch.float16),
-            zeros(groups, torch.float16),
+            keys=zeros(packed, torch.uint8),
+            key_scale=zeros(1, torch.float16),
+            values=zeros(packed, torch.uint8),
+            value_scale=zeros(groups, torch.float16),
+            value_zero=zeros(groups, torch.float16),
         )
 
     def write(
@@ -133,14 +135,15 @@ class TurboQuant:
             return
         mixed = mix(keys.float(), self.seed)
         norm = _norm(mixed)
+        # The channels of a unit vector of D elements have a variance of 1 / D; the levels are for a variance of 1.
         normal = mixed / norm.masked_fill(norm == 0, 1) * mixed.shape[-1] ** 0.5
         levels = _levels(operator.index(self.bits), mixed.device)
         code = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8)
         put(codes.keys, pack(code, self.bits), slots, write_mask)
         put(codes.key_scale, norm.clamp(max=FP16).half(), slots, write_mask)
         group = values.shape[-1] // codes.value_scale.shape[-1]
-        for target, part in zip(codes[2:], quantize(values.float(), self.bits, group), strict=True):
-            put(target, part, slots, write_mask)
+        for target, data in zip(codes[2:], quantize(values.float(), self.bits, group), strict=True):
+            put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -153,16 +156,17 @@ class TurboQuant:
         return dequantize(code, scale, zero, self.bits, self._width(codes))
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of mixed queries with every slot's mixed key; see `Stage.score`. This frame has no rope."""
+        """Products of mixed queries with the mixed key of every slot; see `Stage.score`."""
+        assert rope is None, "keys are encoded as attention sees them"
         mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Every slot's value, weighted and summed; see `Stage.mix`."""
+        """Weighted sum of the values of all slots; see `Stage.mix`."""
         return mix_by_chunks(self.values, store, weights)
 
     def _width(self, codes: TurboQuantCodes) -> int:
-        """The head dimension, which fills its bytes."""
+        """The head dimension, whose codes fill whole bytes."""
         return codes.keys.shape[-1] * 8 // self.bits
 
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
@@ -174,33 +178,35 @@ class TurboQuant:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Euclidean norm of the last dimension, [..., 1], summed in one order whatever the other dimensions are."""
+    """Euclidean norm of the last dimension, [..., 1]."""
+    # Summed pairwise in an order that does not depend on the other dimensions, unlike that of a reduction. If the
+    # length is odd, the last element is added to the first.
     square = x.square()
     while square.shape[-1] > 1:
         half = square.shape[-1] // 2
-        both = square[..., :half] + square[..., half : 2 * half]
-        odd = square.shape[-1] % 2
-        square = torch.cat((both[..., :1] + square[..., -1:], both[..., 1:]), -1) if odd else both
+        halves = square[..., :half] + square[..., half : 2 * half]
+        is_odd = square.shape[-1] % 2
+        square = torch.cat((halves[..., :1] + square[..., -1:], halves[..., 1:]), -1) if is_odd else halves
     return square.sqrt()
 
 
 @torch.compiler.assume_constant_result
 def _levels(bits: int, device: torch.device) -> Tensor:
     """`normal_levels` as fp32."""
-    return kept(("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), device="cpu"))
+    return constant(("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), device="cpu"))
 
 
 @cache
 def normal_levels(bits: int) -> tuple[float, ...]:
-    """The 2^bits levels that code a normally distributed number with the least mean square error.
+    """The 2^bits levels that quantize a normal distribution with the least mean squared error.
 
-    Each level is the mean of what is nearest to it (Lloyd 1982, Max 1960).
+    Each level is the mean of the numbers nearest to it (Lloyd 1982, Max 1960).
 
     Args:
         bits: 1 to 4.
 
     Returns:
-        Ascending; each is minus another.
+        The levels in ascending order, symmetric about 0.
 
     >>> [round(level, 3) for level in normal_levels(2)]
     [-1.51, -0.453, 0.453, 1.51]
@@ -218,7 +224,7 @@ def normal_levels(bits: int) -> tuple[float, ...]:
 
 
 def _mean(low: float, high: float) -> float:
-    """Of a normally distributed number between `low` and `high`."""
-    height = math.exp(-low * low / 2) - math.exp(-high * high / 2)
-    share = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
-    return height * math.sqrt(2 / math.pi) / share
+    """The mean of a standard normal distribution between `low` and `high`."""
+    density = math.exp(-low * low / 2) - math.exp(-high * high / 2)
+    mass = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
+    return density * math.sqrt(2 / math.pi) / mass

@@ -1,4 +1,4 @@
-"""Few bits per number, more of them for salient tokens, decided anew every hundred tokens."""
+"""ZipCache: more bits for salient tokens, decided again at regular intervals."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import check_least, mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.codecs._uniform import FP16, dequantize, largest_size, quantize, settle
+from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
 
 class ZipCacheCodes(NamedTuple):
-    """What ZipCache stores of one precision of a layer; `D'` is the bytes of D packed codes.
+    """The tensors of one stage of a layer; `D'` is the bytes of D packed codes.
 
     Attributes:
-        keys: Codes of normalised keys, [B, H, C, D'] uint8.
+        keys: Codes of normalized keys, [B, H, C, D'] uint8.
         key_scale: [B, H, C, 1] fp16.
         key_zero: [B, H, C, 1] fp16.
-        key_channel_scale: What each channel of a key is divided by, [B, H, 1, D] fp16.
-        values: Codes of normalised values, [B, H, C, D'] uint8.
+        key_channel_scale: The divisor of each key channel, [B, H, 1, D] fp16.
+        values: Codes of normalized values, [B, H, C, D'] uint8.
         value_scale: [B, H, C, 1] fp16.
         value_zero: [B, H, C, 1] fp16.
-        value_channel_scale: What each channel of a value is divided by, [B, H, 1, D] fp16.
+        value_channel_scale: The divisor of each value channel, [B, H, 1, D] fp16.
     """
 
     keys: Tensor
@@ -43,7 +43,7 @@ class ZipCacheCodes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZipCacheStage:
-    """Tokens of one precision.
+    """A stage of tokens of one precision.
 
     Args:
         bits: Bits per code.
@@ -76,10 +76,11 @@ class ZipCacheStage:
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
         for x, targets in ((keys.float(), codes[:4]), (values.float(), codes[4:])):
-            channel = settle(targets[3], _channel(largest_size(x, write_mask)), write_mask, occupied)
-            parts = quantize(x / channel.masked_fill(channel == 0, 1), self.bits, x.shape[-1])
-            for target, part in zip(targets[:3], parts, strict=True):
-                put(target, part, slots, write_mask)
+            fitted = _channel_scale(channel_absmax(x, write_mask))
+            channel_scale = freeze_scale(targets[3], fitted, write_mask, occupied)
+            encoded = quantize(x / channel_scale.masked_fill(channel_scale == 0, 1), self.bits, x.shape[-1])
+            for target, data in zip(targets[:3], encoded, strict=True):
+                put(target, data, slots, write_mask)
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -90,11 +91,11 @@ class ZipCacheStage:
         return self._read(store.codes[4:], at)
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
-        """Products of queries with every slot's key; see `Stage.score`."""
+        """Products of queries with the key of every slot; see `Stage.score`."""
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
-        """Every slot's value, weighted and summed; see `Stage.mix`."""
+        """Weighted sum of the values of all slots; see `Stage.mix`."""
         return mix_by_chunks(self.values, store, weights)
 
     def _read(self, parts: tuple[Tensor, ...], at: At) -> Tensor:
@@ -104,31 +105,33 @@ class ZipCacheStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZipCache:
-    """Quantize each token on its own, in more bits where the selector rates it higher.
+    """Quantize each token separately, with more bits for tokens of higher priority.
 
-    Each channel is first divided by the root of its largest number, so that channels of outliers do not stretch a
-    token's range; then a token has one scale and one zero. The newest tokens stay exact until there are `recode_every`
-    of them; then all tokens are decoded, rated and coded anew, those rated highest in more bits.
+    Each channel is first divided by the square root of its largest absolute element, so that outlier channels do not
+    stretch the range of a token. Then a token has one scale and one zero. New tokens stay in full precision until there
+    are `recode_every` of them. Then all tokens are decoded, ranked and encoded again, those of highest priority in more
+    bits.
 
-    This is the codec alone. What makes a token salient is up to the policy's selector: ZipCache's own measure (the
-    attention of some probe queries, divided by how many of them can see the token) is the selector `probe`.
+    This is only the codec. The selector of the policy determines which tokens are salient: the metric of ZipCache (the
+    attention of probe queries, divided by the number of probes that can attend to the token) is the selector `probe`.
 
     Args:
-        high: Share of the tokens that gets `high_bits`, 0 to 1.
-        high_bits: Bits per code of those: 4 or 8.
-        bits: Bits per code of all others: 2, 3 or 4.
-        recode_every: After how many new tokens all are coded anew, at least 1.
+        high: Fraction of the tokens in `high_bits`, in [0, 1].
+        high_bits: Bits per code of these tokens: 4 or 8.
+        bits: Bits per code of all other tokens: 2, 3 or 4.
+        recode_every: The number of new tokens after which all tokens are encoded again, at least 1.
 
     Examples:
         >>> ZipCache().layout(1000)
         Layout(exact=100, coded=(600, 400))
 
-    Source: ZipCache (arXiv:2405.14256), by its code; the paper was not read in full (unverified). Shares, bits and
-    period are those of the code's demo.
-    Differences: a scale and zero are of one token and one KV head (of all heads together in the paper), because heads
-    may hold different tokens. Keys are coded as values are (the code gives each channel of a class its minimum and
-    maximum), so that a token's slot does not depend on other tokens. Each class has its own channel divisors, fitted
-    where it is empty and rounded to fp16; a channel of zeros is divided by 1. New tokens join in an exact part.
+    Source: ZipCache (arXiv:2405.14256), by its code; the paper was not read in full (unverified). The defaults are
+    those of the demo in the authors' code.
+    Differences: a scale and zero belong to one token and one KV head (to all heads together in the paper), because
+    heads may hold different tokens. Keys are encoded like values (in the authors' code, each channel of a class has its
+    minimum and maximum), so that the code of a token does not depend on other tokens. Each class has its own channel
+    divisors, fitted while it is empty and rounded to fp16; a channel of zeros is divided by 1. New tokens wait in a
+    full-precision buffer.
     """
 
     high: float = 0.6
@@ -139,36 +142,32 @@ class ZipCache:
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-        if not 0 <= self.high <= 1:
-            raise KVPolicyError(f"ZipCache's high is {self.high}: give a share from 0 to 1, such as 0.6.")
-        if self.high_bits not in (4, 8):
-            raise KVPolicyError(f"ZipCache's high_bits is {self.high_bits!r}: give 4 or 8.")
-        if self.bits not in (2, 3, 4):
-            raise KVPolicyError(f"ZipCache's bits is {self.bits!r}: give 2, 3 or 4.")
-        check_least(self, recode_every=(1, 100))
+        check_range(self, high=(0, 1))
+        check_choice(self, high_bits=(4, 8), bits=(2, 3, 4))
+        check_min(self, recode_every=1)
 
     @property
     def traits(self) -> Traits:
-        """All tokens are coded anew whenever the exact part is full."""
+        """All tokens are encoded again whenever the full-precision buffer is full."""
         return Traits(block=self.recode_every, demote_by="priority", recode_all=True)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Salient tokens, and all others."""
+        """One stage of salient tokens and one of all others."""
         return (ZipCacheStage(bits=self.high_bits), ZipCacheStage(bits=self.bits))
 
     def layout(self, tokens: int) -> Layout:
-        """Room for the new tokens of one period, and for all tokens coded."""
+        """Full-precision slots for the new tokens of one period, and encoded slots for all tokens."""
         if tokens < self.recode_every:
             return Layout(tokens)
-        high = math.ceil(self.high * tokens - 1e-6)  # 0.07 * 100 is a little more than 7
+        high = math.ceil(self.high * tokens - 1e-6)  # in floating point, 0.07 * 100 is slightly more than 7
         return Layout(self.recode_every, (high, tokens - high))
 
     def check(self, model: ModelInfo) -> None:
-        """Every model's vectors can be coded."""
+        """Every model is supported."""
 
 
-def _channel(largest: Tensor) -> Tensor:
-    """The root of each channel's largest number, 1 where that is 0; its fp16 is exact and never 0 or infinite."""
-    root = largest.masked_fill(largest == 0, 1).sqrt()
+def _channel_scale(absmax: Tensor) -> Tensor:
+    """The square root of each channel's largest absolute element, 1 if that is 0; a positive finite number of fp16."""
+    root = absmax.masked_fill(absmax == 0, 1).sqrt()
     return round_to_half(root.clamp(torch.finfo(torch.float16).tiny, FP16))

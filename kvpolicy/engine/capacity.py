@@ -10,8 +10,25 @@ from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
 
-GROWTH = 256
-"""Tokens that a growing cache adds at a time if the number of tokens to come is unknown."""
+GROWTH_FACTOR = 8
+MIN_GROWTH = 16
+MAX_GROWTH = 256
+
+
+def growth(tokens: Tensor) -> Tensor:
+    """Tokens that a growing cache adds at a time if the number of tokens to come is unknown.
+
+    An eighth of what each row holds, so that the reserve stays small beside short prompts, but no fewer than 16, so
+    that buffers are not copied every few steps, and no more than 256.
+
+    Args:
+        tokens: Tokens of each row, [B] int64.
+
+    Examples:
+        >>> growth(torch.tensor([10, 490, 100_000])).tolist()
+        [16, 61, 256]
+    """
+    return (tokens // GROWTH_FACTOR).clamp(MIN_GROWTH, MAX_GROWTH)
 
 
 def free_steps(
@@ -46,22 +63,20 @@ def may_exceed_plan(expected_len: Sequence[int], budget: Sequence[int]) -> bool:
     return any(expected < most for expected, most in zip(expected_len, budget, strict=True))
 
 
-def slots_needed(
-    expected_len: Sequence[int], budget: Sequence[int], held: Sequence[int], most: int, *, grows: bool
-) -> list[int]:
-    """Slots to add per row before the next step, at most `most`.
+def slots_needed(expected_len: Sequence[int], budget: Sequence[int], held: Sequence[int], *, grows: bool) -> list[int]:
+    """Slots to add per row before the next step; see `growth`.
 
     Args:
         expected_len: Tokens that each row has slots for.
         budget: The most tokens of each row.
         held: Tokens in each row's fullest head.
-        most: How many slots are added at a time.
         grows: Whether generated tokens are kept in addition to the budget.
     """
-    rows = zip(expected_len, budget, held, strict=True)
+    steps = growth(torch.tensor(held)).tolist()
+    rows = zip(expected_len, budget, held, steps, strict=True)
     if grows:
-        return [most if count >= limit else 0 for _, limit, count in rows]
-    return [min(most, limit - expected) if expected <= count < limit else 0 for expected, limit, count in rows]
+        return [step if count >= limit else 0 for _, limit, count, step in rows]
+    return [min(step, limit - expected) if expected <= count < limit else 0 for expected, limit, count, step in rows]
 
 
 def merge_expected(old: Sequence[int], new: Sequence[int], idle: Sequence[bool] | None) -> list[int]:

@@ -89,6 +89,7 @@ class LayerSlots:
         self.capacity = 0
         self.expected_len: list[int] = []
         self.reserved = 0
+        self.limits = None
         self.is_initialized = False
         self._free_steps: float = 0
         self._may_exceed_plan = False

@@ -393,9 +393,7 @@ class LayerStore(LayerSlots):
         """
         if self._free_steps >= 1:
             return 0
-        needed = capacity.slots_needed(
-            self.expected_len, self.budget.tolist(), self._row_counts(), capacity.GROWTH, grows=self.grows
-        )
+        needed = capacity.slots_needed(self.expected_len, self.budget.tolist(), self._row_counts(), grows=self.grows)
         added = self._extend(needed)
         self.demote()
         return added

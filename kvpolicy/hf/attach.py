@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -22,15 +23,13 @@ from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_wei
 from kvpolicy.hf.forward_calls import (
     bind_cache,
     caches,
-    check_asked,
     check_step,
     check_stock,
     is_compiled,
     note_replaced,
-    prompt_columns,
-    row_lengths,
 )
-from kvpolicy.hf.forward_checks import by_name, check_call, exceeds, own_mask
+from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
+from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
@@ -41,6 +40,9 @@ from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.reporting.logging import check_caching, tell_attached, tell_behind, tell_detached, tell_settled
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+_LOCK = threading.RLock()
+"""Held while a policy is attached or detached: both change configs and modules that threads share."""
 
 
 class Handle:
@@ -55,8 +57,12 @@ class Handle:
         """Attach; use `kvpolicy.attach`."""
         self.policy = policy
         self.cache: PolicyCache | None = None
-        self._model, self._undo, self._thread = model, list[Any](), threading.local()
-        sites, sharing = find_sites(model), sharing_of(model)
+        self._model = model
+        self._undo: list[Callable[[], None]] = []
+        self._thread = threading.local()
+        check_adapters(model)
+        sites = find_sites(model)
+        sharing = sharing_of(model)
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
@@ -90,12 +96,13 @@ class Handle:
 
     def detach(self) -> None:
         """Leave the model as it was found; again does nothing."""
-        while self._undo:
-            self._undo.pop()()
-        self._attachment.active = False
-        if attachments.get(self._model) is self._attachment:
-            del attachments[self._model]
-            tell_detached(self._model, self.policy)
+        with _LOCK:
+            while self._undo:
+                self._undo.pop()()
+            self._attachment.active = False
+            if attachments.get(self._model) is self._attachment:
+                del attachments[self._model]
+                tell_detached(self._model, self.policy)
 
     def __enter__(self) -> Handle:
         """Nothing more to do: attaching is done."""
@@ -142,33 +149,10 @@ class Handle:
                 self._undo += measure(site, lambda: self._running)
             if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._attachment.model_shape.evictable:
                 self._look(site)
-        self._offer_cache()
+        self._undo += offer_cache(self._model, self._note_cache)
 
-    def _offer_cache(self) -> None:
-        """Let `generate` begin with a cache under the policy, told how many tokens will come."""
-        model: Any = self._model
-        if not hasattr(model, "_prepare_cache_for_generation"):
-            return
-        prepare = model._prepare_cache_for_generation
-
-        def prepare_cache(
-            generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
-        ) -> Any:
-            given = model_kwargs.get("past_key_values")
-            columns = prompt_columns(model_kwargs, generation_config)
-            new = max(length + 1 - columns, 0) if columns else None
-            check_asked(generation_config, mode)
-            if isinstance(given, PolicyCache):
-                given.expect(row_lengths(model_kwargs, columns), new or 0)
-            result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
-            if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
-                check_stock(model_kwargs["past_key_values"])
-                prompt = row_lengths(model_kwargs, columns)
-                self.cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
-            return result
-
-        model._prepare_cache_for_generation = prepare_cache
-        self._undo.append(lambda: model.__dict__.pop("_prepare_cache_for_generation", None))
+    def _note_cache(self, cache: PolicyCache) -> None:
+        self.cache = cache
 
     def _look(self, site: Site) -> None:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -262,9 +246,10 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     policy = Policy.of(policy)
     if budget is not None:
         policy = dataclasses.replace(policy, budget=budget)
-    _check_fresh(model)
-    check_caching(model)
-    return Handle(model, policy)
+    with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
+        _check_fresh(model)
+        check_caching(model)
+        return Handle(model, policy)
 
 
 def _check_fresh(model: nn.Module) -> None:

@@ -18,9 +18,10 @@ from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.planning.memory import planned_resident, resident_bytes
 from kvpolicy.planning.notes import remarks
-from kvpolicy.planning.planner import divide, plan_layers
+from kvpolicy.planning.planner import Tokens, divide, plan_layers
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, LayerShape
@@ -75,15 +76,18 @@ class PolicyCache(Cache):
         self.prompt, self.new = expected(prompt, new)
         self.plan: CachePlan | None = None
         self.guard = ForwardGuard()
-        self._end: Tensor | None = None  # tokens of each row once the last is generated, [B]
-        self._metrics: dict[int, Tensor] = {}
+        # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
+        self._end: list[int] | None = None  # tokens of each row once the last is generated
+        self._cosines: list[list[float]] | None = None  # the metric of each row and layer
+        self._metrics: dict[int, Tensor] = {}  # the running forward's, [B] by layer
+        self._tokens: Tokens | None = None  # the running forward's budgets
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
         self._one_token = False
         self._first: Tensor | None = (
             None  # rows without a token before the running forward, [B]; None if there are none
         )
-        self._rope_offset: Tensor | None = None  # what the rotary embedding adds to the prompt's positions, [B]
+        self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
 
     __repr__, _repr_html_ = rich_repr.cache_words, rich_repr.cache_html  # pyright: ignore[reportAssignmentType]
 
@@ -100,6 +104,25 @@ class PolicyCache(Cache):
     def policy_layers(self) -> list[PolicyLayer]:
         """The layers under the policy."""
         return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
+
+    @property
+    def prompt(self) -> Tensor | None:
+        """Announced tokens of each row's whole prompt, [B] or [] int64; None if unknown."""
+        return None if self._prompt is None else torch.tensor(self._prompt)
+
+    @prompt.setter
+    def prompt(self, prompt: Tensor | None) -> None:
+        self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the cache has seen a token."""
+        return any(layer.is_initialized for layer in self.policy_layers)
+
+    @property
+    def mask_digest(self) -> Tensor | None:
+        """Digest of the columns that each row has seen, [B] int64; None before the first forward."""
+        return self.policy_layers[0].mask_digest
 
     @property
     def nbytes(self) -> int:
@@ -167,9 +190,10 @@ class PolicyCache(Cache):
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
-        offset = self._rope_offset
+        offset = None
         if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
-            offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, offset)
+            known = None if first.store.limits is None else first.store.limits.rope_offset
+            offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._one_token = one_token
         self._rope_offset = offset
@@ -210,7 +234,7 @@ class PolicyCache(Cache):
         self.guard.note_attention(layer_idx)
         store.check_compatible(k, v)
         ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
-        heads = q.shape[1]
+        heads, new = q.shape[1:3]
         has_slots = store.layout.slots > 0
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
@@ -221,6 +245,10 @@ class PolicyCache(Cache):
                 store.initialize(k, ranks)
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward)
             self.compress(layer, pending)
+        if layer is self.policy_layers[0]:
+            if layer.mask_digest is None:
+                layer.mask_digest = torch.zeros_like(store.length)
+            extend_digest(layer.mask_digest, valid, new)
         if has_slots:
             refuse_gradients(out)
         return out[:, :heads]
@@ -241,6 +269,10 @@ class PolicyCache(Cache):
         """Do the work after an eager forward: compress waiting prompts, or count a step."""
         self.guard.end()
         self.compress_waiting()
+        if self._metrics:
+            self._cosines = self.cosines().tolist()
+        self._metrics = {}
+        self._tokens = self._valid = self._first = self._rope_offset = None
         self.guard.running = False
         for layer in self.policy_layers if self._one_token else ():
             layer.store.count_step()
@@ -257,6 +289,7 @@ class PolicyCache(Cache):
 
     def _compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
         number = self.policy_layers.index(layer)
+        assert self._tokens is not None
         budget = RowBudget(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
         massive = self.guard.massive.pop(layer.layer_idx, None)
         layer.store.compress(pending, budget, massive=massive, rope_offset=self._rope_offset)
@@ -283,8 +316,9 @@ class PolicyCache(Cache):
             update: What attention adds, [B, P, hidden].
         """
         new = mean_cosine(residual, update, self._valid)
-        held = self._metrics.get(layer_idx)
-        if held is not None and self._first is not None:  # a row is measured on its first tokens
+        if self._cosines is not None and self._first is not None:  # a row is measured on its first tokens
+            number = [layer.layer_idx for layer in self.policy_layers].index(layer_idx)
+            held = new.new_tensor([row[number] for row in self._cosines])
             new = torch.where(self._first.to(new.device), new, held)
         self._metrics[layer_idx] = new
 
@@ -295,7 +329,10 @@ class PolicyCache(Cache):
 
     def cosines(self) -> Tensor:
         """The measured cosines, [B, L]."""
-        return torch.stack([self._metrics[layer.layer_idx].cpu() for layer in self.policy_layers], -1)
+        if self._metrics:
+            return torch.stack([self._metrics[layer.layer_idx].cpu() for layer in self.policy_layers], -1)
+        assert self._cosines is not None, "no prompt was measured"
+        return torch.tensor(self._cosines)
 
     # budgets
 
@@ -311,18 +348,19 @@ class PolicyCache(Cache):
         fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype)
         metrics = self.cosines() if self.policy.allocator.layer_metric else None
         if self.new is not None and self._end is None:
-            self._end = length + self.new
+            self._end = (length + self.new).tolist()
+        end = None if self._end is None else torch.tensor(self._end)
         columns = first.get_seq_length() + int((length - own).max())
         bytes_at = self.attachment.model_shape.alone_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
         most = bytes_at(batch, columns + (MAX_SIZE if self.new is None else self.new))  # full windows, eventually
-        self._tokens = divide(self.policy, metrics, length, self._end, [fullest] * count, sum(most.values()))
+        self._tokens = divide(self.policy, metrics, length, end, [fullest] * count, sum(most.values()))
         if metrics is not None and not store.ranks.agree(self._tokens.keep.to(store.positions.device)):
             raise KVPolicyStateError(
                 "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "
                 "to give all ranks the same prompts and weights."
             )
-        seen = int((length if self._end is None else torch.maximum(self._end, length)).sum())
+        seen = int((length if end is None else torch.maximum(end, length)).sum())
         indices = [layer.layer_idx for layer in self.policy_layers]
         layers = plan_layers(self.policy, self._tokens, [shape] * count, indices, batch)
         self.plan = CachePlan(
@@ -369,11 +407,11 @@ class PolicyCache(Cache):
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
-        if self.prompt is not None and self.prompt.dim():
-            self.prompt = fn(self.prompt)
-        self._end = None if self._end is None else fn(self._end)
-        self._rope_offset = None if self._rope_offset is None else fn(self._rope_offset)
-        self._metrics = {index: fn(cosine) for index, cosine in self._metrics.items()}
+        prompt = self.prompt
+        if prompt is not None and prompt.dim():
+            self.prompt = fn(prompt)
+        self._end = None if self._end is None else fn(torch.tensor(self._end)).tolist()
+        self._cosines = None if self._cosines is None else fn(torch.tensor(self._cosines)).tolist()
 
     def reset(self) -> None:
         """Forget everything, so that the cache can be used for another prompt."""
@@ -382,9 +420,10 @@ class PolicyCache(Cache):
         self.prompt = None
         self.guard = ForwardGuard()
         self._end = None
-        self._rope_offset = None
+        self._cosines = None
         self._metrics = {}
         self._waiting = []
+        self._tokens = self._valid = self._first = self._rope_offset = None
 
     @property
     def batch_size(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
+from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX
+from kvpolicy.hf.mask_digest import mask_digest
 from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
@@ -29,6 +30,22 @@ def own_mask(decoder: nn.Module, mask: Any) -> Any:
     """The mask of the full layers, where a model around the decoder made one for each kind of layer (Gemma-3)."""
     kinds: Any = getattr(decoder.config, "layer_types", None)
     return mask.get("full_attention", mask) if isinstance(mask, dict) and kinds else mask
+
+
+def check_adapters(model: Any) -> None:
+    """Refuse PEFT's prefix tuning, which hands over keys and values of its own.
+
+    Raises:
+        KVPolicyError: If an active adapter is one.
+    """
+    configs: Any = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        kind: Any = getattr(config, "peft_type", "")
+        if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
+            raise KVPolicyError(
+                "The model's adapter must not be prefix tuning, which passes keys and values of its own as the past; "
+                "try an adapter that changes weights, such as LoRA."
+            )
 
 
 def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
@@ -93,12 +110,16 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
     if first.is_initialized and mask.shape[1] > new:
-        held = mask[:, :-new].bool().sum(-1).to(first.positions.device)
-        said = "The attention mask does not show the earlier tokens that the cache has seen: start a new cache"
-        if new > 1 and bool((held != first.length).any()):
-            raise KVPolicyError(f"{said}, or pass the mask as it was, with the new columns behind it.")
+        seen = cache.mask_digest
+        assert seen is not None
+        same = mask_digest(mask[:, :-new]).to(seen.device) == seen
+        said = (
+            "The attention mask must show the same earlier tokens that the cache has seen, got others; try a new cache"
+        )
+        if new > 1 and not bool(same.all()):
+            raise KVPolicyError(f"{said}, or the earlier mask with the new columns after it.")
         if new == 1:  # without waiting for the device
-            torch._assert_async((held == first.length).all(), f"{said}.")  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            assert_async(same.all(), f"{said}.")
 
 
 def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ class PolicyLayer(CacheLayerMixin):
     Attributes:
         store: The layer's slots.
         pending: The prompt that awaits its budget, or None.
+        mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
     """
 
     is_sliding = False
@@ -41,6 +42,7 @@ class PolicyLayer(CacheLayerMixin):
         """Forget everything."""
         self.store = self._make_store()
         self.pending: PendingPrompt | None = None
+        self.mask_digest: Tensor | None = None
 
     @property
     def layer_idx(self) -> int:
@@ -70,6 +72,8 @@ class PolicyLayer(CacheLayerMixin):
     def held(self) -> dict[str, int]:
         """Bytes by kind, of a prompt that awaits its budget too."""
         kinds = self.store.nbytes_by_kind()
+        if self.mask_digest is not None:
+            kinds["counters"] += self.mask_digest.nbytes
         return kinds if self.pending is None else kinds | {"waiting prompt": self.pending.nbytes}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -102,11 +106,17 @@ class PolicyLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
-        self.store.map_rows(lambda t: t[indices.to(t.device)])
+        self.map_rows(lambda t: t[indices.to(t.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
-        self.store.map_rows(lambda t: t.repeat_interleave(repeats, 0))
+        self.map_rows(lambda t: t.repeat_interleave(repeats, 0))
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
+        self.store.map_rows(fn)
+        if self.mask_digest is not None:
+            self.mask_digest = fn(self.mask_digest)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: what was evicted for the tokens to remove is gone."""

@@ -1,1 +1,1 @@
-"""Numeric primitives that codecs and the engine share."""
+"""Numerical primitives that the engine and the codecs share."""

@@ -1,16 +1,23 @@
-"""Products of queries and keys, which attention and codecs share."""
+"""The product of queries and keys, as attention and the codecs compute it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-SMALLER = 2.0**-4
-"""What fp16 queries are multiplied by before products and divided by after: no digit is lost, but to tiny numbers."""
+QUERY_SCALE = 2.0**-4
+"""The factor on fp16 queries before the product; a power of two, so that dividing by it afterwards restores the
+scores exactly unless an element underflows."""
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:
-    """Products of queries [..., M, D] with keys [..., N, D], fp32 [..., M, N]; in fp16 many a raw one would be inf."""
+    """Multiply queries [..., M, D] with keys [..., N, D].
+
+    In fp16, queries are scaled down first, because an unscaled dot product often exceeds the range of fp16.
+
+    Returns:
+        Scores, [..., M, N] fp32.
+    """
     if queries.dtype != torch.float16:
         return (queries @ keys.transpose(-1, -2)).float()
-    return (queries * SMALLER @ keys.transpose(-1, -2)).float().div_(SMALLER)
+    return (queries * QUERY_SCALE @ keys.transpose(-1, -2)).float().div_(QUERY_SCALE)

@@ -14,6 +14,9 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout
 
+DIGEST_NBYTES = 8
+"""Bytes of each row's mask digest, which the first layer of a cache holds."""
+
 
 @lru_cache(maxsize=4096)
 def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -> dict[str, int]:

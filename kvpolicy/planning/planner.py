@@ -7,16 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.planning.memory import layer_bytes
+from kvpolicy.engine.capacity import growth
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
-
-ROOM = 256
-"""Tokens of room that a growing cache takes at a time where it is not told how many will come."""
 
 START = 4096
 """Tokens behind the prompt that have slots at once, where the budget is larger and nobody said how many will come."""
@@ -97,7 +95,7 @@ def _divide_tokens(
     keep = policy.allocator.budgets(metrics, base * layers, floor, ceiling, layers)
     room = torch.zeros_like(prompt)
     if grows:
-        room = torch.full_like(prompt, ROOM) if end is None else (end - prompt).clamp_min(0)
+        room = growth(prompt) if end is None else (end - prompt).clamp_min(0)
     last = prompt + start if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
@@ -112,7 +110,7 @@ def _divide_bytes(
         tokens = _divide_tokens(policy, metrics, torch.full_like(prompt, base), prompt, end, len(shapes), start)
         layouts = [policy.codec.layout(most) for most in tokens.most]
         sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
-        return tokens, other + sum(sizes)
+        return tokens, other + DIGEST_NBYTES * len(prompt) + sum(sizes)
 
     low = policy.selector.min_tokens
     _, size = attempt(low)
@@ -139,5 +137,7 @@ def plan_layers(
     for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
         layout = policy.codec.layout(most)
         sizes = dict(layer_bytes(policy, batch, shape, layout))
+        if not plans:
+            sizes["counters"] += DIGEST_NBYTES * batch
         plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
     return tuple(plans)

@@ -1,1 +1,1 @@
-"""Which tokens are kept."""
+"""Selectors: which tokens are kept."""

@@ -1,4 +1,4 @@
-"""What selectors share: a state of one score per slot, and the mean over a KV head's query heads."""
+"""What selectors share: a state of one score per slot, and the mean over the query heads of a KV head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class Scores(NamedTuple):
-    """One fp32 score per slot, [B, H, S]."""
+    """One score per slot, [B, H, S] fp32."""
 
     score: Tensor
 
@@ -28,16 +28,16 @@ def group_mean(statistic: Tensor, view: View) -> Tensor:
 
 
 def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
-    """`priority` [B, H, N] with inf where `protected`."""
+    """`priority` [B, H, N], replaced by inf for the tokens in `protected`."""
     return priority.masked_fill(protected, torch.inf)
 
 
 def by_position(positions: Tensor) -> Tensor:
-    """The later the token, the higher its priority; exact in fp32 up to position 16,777,216."""
+    """Higher priority for later tokens; exact in fp32 up to position 16,777,216."""
     return positions.float()
 
 
 def check_decode(decode: str) -> None:
-    """Raise KVPolicyError unless `decode` is a mode."""
+    """Raise KVPolicyError unless `decode` is a `DecodeMode`."""
     if decode not in ("evict", "grow"):
-        raise KVPolicyError(f"decode={decode!r} is not a mode: use 'evict' (generated tokens compete) or 'grow'.")
+        raise KVPolicyError(f"decode must be one of 'evict', 'grow', got {decode!r}; try 'evict'.")

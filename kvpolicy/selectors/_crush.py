@@ -16,80 +16,93 @@ Buckets = Literal["rank", "distance"]
 
 
 def top_mask(values: Tensor, count: Tensor) -> Tensor:
-    """The `count` highest of each row, ties to the earlier, [..., N] bool; much faster than a stable sort.
+    """The `count` highest values of each row, [..., N] bool; ties go to the lower index.
+
+    This is much faster than a stable sort.
 
     Args:
         values: [..., N].
-        count: How many of each row, [...] int64, at most N.
+        count: The number of values of each row, [...] int64, at most N.
     """
     least, most = (int(n) for n in count.aminmax())
     if not most:
         return torch.zeros_like(values, dtype=torch.bool)
+    # The lowest selected value of each row. One selection serves all rows if they have the same count.
     if least == most:
-        edge = values.kthvalue(values.shape[-1] + 1 - most, dim=-1, keepdim=True).values
+        threshold = values.kthvalue(values.shape[-1] + 1 - most, dim=-1, keepdim=True).values
     else:
-        edge = values.topk(most, dim=-1).values.gather(-1, (count - 1).clamp_min(0)[..., None])
-    above, level = values > edge, values == edge
-    spare = count[..., None] - above.sum(-1, keepdim=True)
-    return (above | (level & (level.cumsum(-1) <= spare))) & (count[..., None] > 0)
+        threshold = values.topk(most, dim=-1).values.gather(-1, (count - 1).clamp_min(0)[..., None])
+    # All values above it are selected, and as many equal ones as the count still allows, from the left.
+    above = values > threshold
+    equal = values == threshold
+    remaining = count[..., None] - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= remaining))) & (count[..., None] > 0)
 
 
 def signatures(statistic: Tensor, valid: Tensor, quantile: float) -> Tensor:
-    """One bit per query head and token: is it among the head's `1 - quantile` highest? [B, Hq, N] bool.
+    """One bit per query head and token: 1 if its score is among the `1 - quantile` highest of the head.
 
     Args:
-        statistic: Each query head's score of each token, [B, Hq, N], in ascending order of position.
-        valid: Which tokens there are, [B, Hq, N] bool.
-        quantile: Share of a head's tokens that get a 0.
+        statistic: The score of each token for each query head, [B, Hq, N], in ascending order of position.
+        valid: Which tokens exist, [B, Hq, N] bool.
+        quantile: Fraction of the tokens of a head whose bit is 0.
+
+    Returns:
+        [B, Hq, N] bool.
     """
     ones = (valid.sum(-1).double() * (1 - quantile) + 1e-9).floor().long()
     return top_mask(statistic.masked_fill(~valid, -torch.inf), ones)
 
 
 def anchor_bits(kind: Anchor, bits: Tensor, valid: Tensor, seed: int, ranks: Ranks = SINGLE_RANK) -> Tensor:
-    """The signature that distances are measured from, its bits of this rank's heads, [B, Hq] bool.
+    """The signature that distances are measured from: its bits for the heads of this rank, [B, Hq] bool.
 
-    `mean` is the majority bit of each head; where a head's quantile is a half or more, that is all zeros.
+    `mean` is the majority bit of each head, which is 0 for all heads if the quantile is at least a half.
     """
-    batch, heads = bits.shape[0], ranks.query_heads(bits.shape[1])
+    batch = bits.shape[0]
     if kind == "mean":
         return (bits & valid).sum(-1) * 2 > valid.sum(-1)
+    # The other anchors are made for all query heads of the model, so that they do not depend on the number of ranks.
+    heads = ranks.query_heads(bits.shape[1])
     if kind == "random":
-        drawn = torch.randint(0, 2, (heads,), generator=torch.Generator().manual_seed(seed))
-        line = drawn.bool()
+        anchor = torch.randint(0, 2, (heads,), generator=torch.Generator().manual_seed(seed)).bool()
     elif kind == "alternate":
-        line = torch.arange(heads) % 2 == 1
+        anchor = torch.arange(heads) % 2 == 1
     else:
-        line = torch.full((heads,), kind == "ones")
-    return ranks.mine(line).to(bits.device).expand(batch, -1)
+        anchor = torch.full((heads,), kind == "ones")
+    return ranks.mine(anchor).to(bits.device).expand(batch, -1)
 
 
 def distances(bits: Tensor, anchor: Tensor, view: View) -> Tensor:
-    """Hamming distance of each token's signature to the anchor, int64 [B, H, N], or [B, 1, N] where heads agree.
+    """Hamming distance of the signature of each token to the anchor.
 
-    Heads that hold other tokens (after an earlier eviction) count a token that they dropped as a 0.
+    If heads hold different tokens (after an earlier eviction), the bit of a head that does not hold a token is 0.
 
     Args:
         bits: [B, Hq, N].
         anchor: [B, Hq].
         view: The tokens; its ranks have the bits of the other heads.
+
+    Returns:
+        [B, H, N] int64; [B, 1, N] if all heads hold the same tokens.
     """
-    if view.alike:  # then one order serves all heads
+    if view.alike:
         return view.ranks.total((bits ^ anchor[..., None]).sum(1, keepdim=True, dtype=torch.int32)).long()
     heads = view.positions.shape[1]
-    size = int(view.length.max()) + 1  # the last place takes what is not valid
+    size = int(view.length.max()) + 1  # invalid tokens are counted in an additional position at the end
     at = view.positions.long()
     at = at.where(at >= 0, size - 1)
-    own = at.repeat_interleave(bits.shape[1] // heads, 1)
-    # A dropped token is a 0 in every head; the sum of differences is |anchor| + sum over set bits of (1 - 2 anchor).
+    at_query_head = at.repeat_interleave(bits.shape[1] // heads, 1)
+    # The table holds the distance of each position. Without any token all bits are 0, and the distance is the number of
+    # ones in the anchor; a bit of 1 changes it by +1 where the anchor is 0, and by -1 where it is 1.
     change = torch.where(bits, 1 - 2 * anchor.int()[..., None], 0)
     table = anchor.sum(1, keepdim=True, dtype=torch.int32).repeat(1, size)
-    table.scatter_add_(1, own.flatten(1), change.flatten(1))
+    table.scatter_add_(1, at_query_head.flatten(1), change.flatten(1))
     return view.ranks.total(table).long()[:, None].expand(-1, heads, -1).gather(2, at)
 
 
 def position_hash(positions: Tensor, seed: int) -> Tensor:
-    """A number that looks random and depends on position and seed alone, so never on the batch; int64."""
+    """A pseudo-random number that depends on position and seed only, and so not on the batch; int64."""
     mask = 0xFFFFFFFF
     x = (positions.long() * 2654435761 + seed * 40503 + 12345) & mask
     x = x ^ (x >> 16)
@@ -98,61 +111,71 @@ def position_hash(positions: Tensor, seed: int) -> Tensor:
 
 
 def representatives(
-    candidates: Tensor, distance: Tensor, rank_key: Tensor | None, want: Tensor, how: Buckets
+    candidates: Tensor, distance: Tensor, rank_key: Tensor | None, count: Tensor, how: Buckets
 ) -> Tensor:
-    """Which candidates stand in for their buckets, [B, H, N] bool.
+    """Select candidates that represent their buckets, [B, H, N] bool.
 
     Args:
         candidates: [B, H, N] bool, in ascending order of position.
         distance: [B, H or 1, N] int64.
-        rank_key: What decides inside a bucket, the lowest first, [B, H, N]; None takes the first.
-        want: How many, [B, H] int64; fewer where there are fewer candidates.
-        how: `rank`: equal cuts of the order by distance; `distance`: one bucket a distance, quotas by size.
+        rank_key: The order inside a bucket, lowest first, [B, H, N]; None for the order of positions.
+        count: The number of representatives, [B, H] int64; fewer if there are fewer candidates.
+        how: `rank` divides the order by distance into equal buckets of one representative each; `distance` makes a
+            bucket of each distance, with representatives in proportion to its size.
     """
-    count = candidates.sum(-1)
-    want = torch.minimum(want, count)
+    total = candidates.sum(-1)
+    count = torch.minimum(count, total)
     order = distance.argsort(dim=-1, stable=True).expand_as(candidates)
-    inside = candidates.gather(-1, order) & (want > 0)[..., None]
+    inside = candidates.gather(-1, order) & (count > 0)[..., None]
     rank = inside.cumsum(-1) - 1
     if how == "rank":
-        bucket, quota = _cut(rank, want, count), torch.ones_like(rank)
+        bucket = _bucket_of_rank(rank, count, total)
+        quota = torch.ones_like(rank)
     else:
         bucket = distance.expand_as(order).gather(-1, order).masked_fill(~inside, 0)
-        quota = _quotas(bucket, inside, want, count).gather(-1, bucket)
+        quota = _quotas(bucket, inside, count, total).gather(-1, bucket)
     if how == "rank" and rank_key is None:
-        chosen = inside & (bucket > _cut(rank - 1, want, count))  # where a cut begins
+        # The first of each bucket, without a sort: where the bucket differs from that of the rank before.
+        chosen = inside & (bucket > _bucket_of_rank(rank - 1, count, total))
     else:
         chosen = _first_of_each(bucket, quota, inside, None if rank_key is None else rank_key.gather(-1, order))
     return torch.zeros_like(candidates).scatter_(-1, order, chosen)
 
 
-def _cut(rank: Tensor, want: Tensor, count: Tensor) -> Tensor:
-    """Which of `want` equal cuts of `count` ranks a rank is in: cut i holds floor(i n / k) to floor((i + 1) n / k)."""
-    return ((rank + 1) * want[..., None] - 1).div(count.clamp_min(1)[..., None], rounding_mode="floor")
+def _bucket_of_rank(rank: Tensor, count: Tensor, total: Tensor) -> Tensor:
+    """The bucket of each rank if `total` ranks n are divided into `count` buckets k.
+
+    Bucket i holds the ranks from floor(i n / k) up to, but not including, floor((i + 1) n / k).
+    """
+    return ((rank + 1) * count[..., None] - 1).div(total.clamp_min(1)[..., None], rounding_mode="floor")
 
 
 def _first_of_each(bucket: Tensor, quota: Tensor, inside: Tensor, key: Tensor | None) -> Tensor:
-    """The first `quota` of each bucket by `key`, ties as they stand; all [B, H, N]."""
+    """The first `quota` elements of each bucket by `key`; ties keep their order. All tensors are [B, H, N]."""
     bucket = bucket.masked_fill(~inside, torch.iinfo(torch.int64).max)
-    inner = torch.arange(bucket.shape[-1], device=bucket.device).expand_as(bucket)
+    order = torch.arange(bucket.shape[-1], device=bucket.device).expand_as(bucket)
+    # Sorted by key, then stably by bucket: buckets are contiguous, and in the order of the key inside.
     if key is not None:
-        inner = key.argsort(dim=-1, stable=True)
-    inner = inner.gather(-1, bucket.gather(-1, inner).argsort(dim=-1, stable=True))
-    bucket = bucket.gather(-1, inner).contiguous()
-    begins = torch.searchsorted(bucket, bucket)
-    place = torch.arange(bucket.shape[-1], device=bucket.device) - begins
-    chosen = (place < quota.gather(-1, inner)) & inside.gather(-1, inner)
-    return torch.zeros_like(inside).scatter_(-1, inner, chosen)
+        order = key.argsort(dim=-1, stable=True)
+    order = order.gather(-1, bucket.gather(-1, order).argsort(dim=-1, stable=True))
+    bucket = bucket.gather(-1, order).contiguous()
+    start = torch.searchsorted(bucket, bucket)
+    position = torch.arange(bucket.shape[-1], device=bucket.device) - start
+    chosen = (position < quota.gather(-1, order)) & inside.gather(-1, order)
+    return torch.zeros_like(inside).scatter_(-1, order, chosen)
 
 
-def _quotas(bucket: Tensor, inside: Tensor, want: Tensor, count: Tensor) -> Tensor:
-    """Representatives per distance, in proportion to its tokens; largest remainder, the smaller distance first."""
+def _quotas(bucket: Tensor, inside: Tensor, count: Tensor, total: Tensor) -> Tensor:
+    """Representatives per distance, in proportion to its tokens.
+
+    Rounded by the largest remainder; ties go to the smaller distance.
+    """
     buckets = int(bucket.max()) + 1
     sizes = torch.zeros(*bucket.shape[:-1], buckets, dtype=torch.int64, device=bucket.device)
     sizes.scatter_add_(-1, bucket, inside.long())
-    exact = sizes * want[..., None]
-    quota = exact.div(count.clamp_min(1)[..., None], rounding_mode="floor")
-    missing = want - quota.sum(-1)
-    order = (exact % count.clamp_min(1)[..., None]).argsort(dim=-1, descending=True, stable=True)
+    exact = sizes * count[..., None]  # times `total`, so that the arithmetic is in integers
+    quota = exact.div(total.clamp_min(1)[..., None], rounding_mode="floor")
+    missing = count - quota.sum(-1)
+    order = (exact % total.clamp_min(1)[..., None]).argsort(dim=-1, descending=True, stable=True)
     extra = torch.arange(buckets, device=bucket.device) < missing[..., None]
     return quota + torch.zeros_like(quota).scatter_(-1, order, extra.long())

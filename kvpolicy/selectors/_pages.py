@@ -1,4 +1,4 @@
-"""KVCrush by pages: the same choice over blocks of consecutive positions."""
+"""KVCrush by pages: the same selection over blocks of consecutive positions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 class Pages(NamedTuple):
-    """A head's tokens by page of the original positions; every tensor [B, H, M].
+    """The tokens of a head grouped into M pages of original positions; the tensors are [B, H, M] unless noted.
 
     Attributes:
-        of: Page of each token, [B, H, N] int64, M - 1 for what is not valid.
-        size: Tokens in the page.
-        value: Sum of its tokens' worth; inf where one of them must be kept.
-        distance: Sum of its tokens' distances: the distance of the concatenated signatures.
+        of: The page of each token, [B, H, N] int64; M - 1 for invalid tokens.
+        size: The number of tokens in the page.
+        value: The sum of the priorities of its tokens; inf if one of them must be kept.
+        distance: The sum of the distances of its tokens: the distance of the concatenated signatures.
     """
 
     of: Tensor
@@ -24,7 +24,7 @@ class Pages(NamedTuple):
     distance: Tensor
 
 
-def paginate(positions: Tensor, page: int, worth: Tensor, distance: Tensor) -> Pages:
+def paginate(positions: Tensor, page: int, priority: Tensor, distance: Tensor) -> Pages:
     """Group tokens into pages of `page` positions."""
     valid = positions >= 0
     of = positions.long().div(page, rounding_mode="floor")
@@ -32,31 +32,36 @@ def paginate(positions: Tensor, page: int, worth: Tensor, distance: Tensor) -> P
     of = of.where(valid, last)
 
     def total(x: Tensor) -> Tensor:
-        empty = torch.zeros(*of.shape[:2], last + 1, dtype=x.dtype, device=x.device)
-        summed = empty.scatter_add_(-1, of, x.masked_fill(~valid, 0))
-        return summed.index_fill(-1, torch.tensor(last, device=x.device), 0)
+        zeros = torch.zeros(*of.shape[:2], last + 1, dtype=x.dtype, device=x.device)
+        sums = zeros.scatter_add_(-1, of, x.masked_fill(~valid, 0))
+        return sums.index_fill(-1, torch.tensor(last, device=x.device), 0)
 
-    must = total((worth == torch.inf).float()) > 0
-    value = total(worth.masked_fill(worth == torch.inf, 0)).masked_fill(must, torch.inf)
+    # Priorities of inf are handled separately: added to one of -inf, the sum would be NaN.
+    must_keep = total((priority == torch.inf).float()) > 0
+    value = total(priority.masked_fill(priority == torch.inf, 0)).masked_fill(must_keep, torch.inf)
     return Pages(of, total(valid.long()), value, total(distance))
 
 
-def best_pages(pages: Pages, room: Tensor) -> Tensor:
-    """The page of the newest token, then those of highest value, while they fit into `room` [B]; [B, H, M] bool."""
+def best_pages(pages: Pages, capacity: Tensor) -> Tensor:
+    """The page of the newest token, then those of highest value that fit `capacity` [B] tokens, [B, H, M] bool."""
     value = pages.value.masked_fill(pages.size == 0, -torch.inf)
     order = value.argsort(dim=-1, descending=True, stable=True)
     number = torch.arange(value.shape[-1], device=value.device)
     newest = torch.where(pages.size > 0, number, -1).amax(-1, keepdim=True)
+    # A stable sort by whether it is the newest page moves that page to the front.
     order = order.gather(-1, (order != newest).int().argsort(dim=-1, stable=True))
-    fits = pages.size.gather(-1, order).cumsum(-1) <= room[:, None, None]
+    fits = pages.size.gather(-1, order).cumsum(-1) <= capacity[:, None, None]
     return torch.zeros_like(fits).scatter_(-1, order, fits) & (pages.size > 0)
 
 
-def least_room(tokens: int, page: int) -> int:
-    """Tokens of the pages that `tokens` need at least: the newest token's, and those of the others in a row."""
+def min_page_tokens(tokens: int, page: int) -> int:
+    """The smallest number of tokens in whole pages that is enough for `tokens` tokens.
+
+    These are the page of the newest token, and the pages of the others if they are consecutive.
+    """
     return (1 - (1 - tokens) // page) * page if page else tokens
 
 
 def mark_tokens(pages: Pages, chosen: Tensor) -> Tensor:
-    """From chosen pages [B, H, M] to their tokens, [B, H, N] bool."""
+    """The tokens of chosen pages: [B, H, M] -> [B, H, N] bool."""
     return chosen.gather(-1, pages.of)

@@ -1,4 +1,4 @@
-"""Keep every token."""
+"""KeepAll: keep every token."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepAll:
-    """Keep every token: nothing is ever dropped, and generated tokens get room.
+    """Keep every token: none is evicted, and generated tokens get additional slots.
 
-    What a policy does that names no selector. The cache is then as large as the stock one, or smaller where a codec
-    stores it.
+    This is the default selector of a policy. The cache is as large as the stock cache, or smaller with a codec.
 
     Examples:
         >>> KeepAll().decode
@@ -24,34 +23,34 @@ class KeepAll:
 
     @property
     def decode(self) -> DecodeMode:
-        """Generated tokens get room of their own."""
+        """Generated tokens are kept in addition to the budget."""
         return "grow"
 
     @property
     def needs(self) -> Needs:
-        """Nothing of attention."""
+        """No attention statistics."""
         return Needs()
 
     @property
     def min_tokens(self) -> int:
-        """One token."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Nothing to remember."""
+        """No state."""
         return ()
 
     def observe(self, state: State, seen: Seen, view: View) -> State:
-        """Nothing to learn."""
+        """No state."""
         return state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
-        """Nothing to learn."""
+        """No state."""
 
     def priority(self, state: State, view: View) -> Tensor:
-        """Every token is worth the same, [B, H, N] fp32."""
+        """Equal priority for every token, [B, H, N]."""
         return torch.zeros_like(view.positions, dtype=torch.float32)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """There is no score to refine."""
+        """None: tokens are not scored."""
         return None

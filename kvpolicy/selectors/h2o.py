@@ -9,19 +9,20 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class H2O:
-    """Keep the newest tokens, and those that gathered the most attention so far.
+    """Keep the newest tokens, and those that have received the most attention so far.
 
-    Attention is summed over all queries, from the first prompt token through the last generated one.
+    Attention is summed over all queries, from the first prompt token to the last generated one.
 
     Args:
-        recent: Share of the budget for the window of newest tokens, in [0, 1]; the rest is heavy hitters.
-        decode: `evict` goes on accumulating and evicting while generating; `grow` gives generated tokens room.
+        recent: Fraction of the budget for the window of newest tokens, in [0, 1]; the rest is for heavy hitters.
+        decode: `evict` continues to accumulate and evict during generation; `grow` keeps generated tokens in addition
+            to the budget.
 
     Raises:
         KVPolicyError: If `recent` is outside [0, 1].
@@ -32,35 +33,34 @@ class H2O:
         'h2o:recent=0.25@0.1'
 
     Source:
-        H2O (arXiv:2306.14048), Algorithm 1. Differences: with grouped-query attention the sums are the mean over a
-        KV head's query heads (the paper has none); the prompt's column sums are gathered in tiles, with no N x N
-        matrix; the eviction for a new token happens just before its attention, so that at most `budget` tokens are
-        attended to (the authors' code attends to one more, then evicts: the same choice); batch rows are separate
-        (the code sums over them).
+        H2O (arXiv:2306.14048), Algorithm 1. Differences: with grouped-query attention, the sums are averaged over the
+        query heads of a KV head (the paper has none); the column sums of the prompt are computed in tiles, without an
+        N x N matrix; the eviction for a new token happens just before its attention, so that at most `budget` tokens
+        are attended to (the authors' code attends to one more, then evicts: the same choice); batch rows are separate
+        (the authors' code sums over them).
     """
 
     recent: float = 0.5
     decode: DecodeMode = "evict"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
-        if not 0 <= self.recent <= 1:
-            raise KVPolicyError(f"recent={self.recent} is no share: use a number from 0 to 1.")
+        check_range(self, recent=(0, 1))
 
     @property
     def needs(self) -> Needs:
-        """Sums over all queries, and each decoded row."""
+        """Attention sums over all queries, and the attention of each decoded token."""
         return Needs(attn_sum=True, decode_attn=True)
 
     @property
     def min_tokens(self) -> int:
-        """One token, the current one."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Sums of zero."""
+        """Scores of zero."""
         return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
@@ -69,11 +69,11 @@ class H2O:
         return Scores(state.score + group_mean(seen.attn_sum, view))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """Add the attention of one decoded token."""
+        """Add the attention of a decoded token."""
         state.score.add_(view.ranks.group_mean(row))
 
     def priority(self, state: Scores, view: View) -> Tensor:
-        """The window always, then by accumulated attention: [B, H, N]."""
+        """The window is always kept, other tokens by accumulated attention: [B, H, N]."""
         window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
         return keep_always(state.score, view.newest(window))
 

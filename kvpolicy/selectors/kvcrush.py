@@ -1,10 +1,10 @@
-"""KVCrush: let a few tokens stand in for those that another selector drops."""
+"""KVCrush: a few tokens represent those that another selector evicts."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -21,24 +21,30 @@ from kvpolicy.selectors._crush import (
     signatures,
     top_mask,
 )
-from kvpolicy.selectors._pages import best_pages, least_room, mark_tokens, paginate
+from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
-KEEP, FREE, DROP = 1, 0, -1
-TAIL = 32
-"""Queries that sign for a base that looks at no attention itself."""
+KEEP = 1
+FREE = 0
+DROP = -1
+"""Marks of tokens by pages: always kept, ranked by the base, never kept."""
+
+SIGNATURE_QUERIES = 32
+"""How many of the newest queries determine the signatures if the base uses no attention statistics."""
+
 MILLION = 10**6
-"""`split` counts to a millionth, so that its share of a budget is whole-number arithmetic."""
+"""`split` is rounded to a millionth, so that the number of representatives is computed in integers."""
 
 
 class CrushState(NamedTuple):
-    """Which slots hold representatives, and the base's state.
+    """Which slots hold representatives, and the state of the base.
 
     Attributes:
-        mark: [B, H, S] bool; by pages int8: KEEP, FREE or, while choosing, DROP.
-        base: The base's.
+        mark: [B, H, S] bool; with pages int8: KEEP, FREE or, during a prefill, DROP.
+        base: The state of the base.
     """
 
     mark: Tensor
@@ -47,24 +53,24 @@ class CrushState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCrush:
-    """Spend part of the budget on representatives of what the base selector would drop.
+    """Use part of the budget for representatives of the tokens that the base selector would evict.
 
-    Each token is signed with one bit per query head: does this head rate it among its best? Tokens of one signature
-    behave alike, so what the base drops is ordered by its Hamming distance to one anchor, cut into buckets, and one
-    token of each bucket stays.
+    Each token has a signature with one bit per query head: whether the head scores it among its highest tokens. Tokens
+    with the same signature are expected to be interchangeable. So the tokens that the base would evict are sorted by
+    the Hamming distance of their signature to an anchor and divided into buckets, and one token of each bucket is kept.
 
     Args:
-        base: The selector that spends the rest of the budget; it may be any.
-        split: Share of the budget for representatives, in [0, 1). 0 is the base exactly.
+        base: The selector for the rest of the budget; any selector.
+        split: Fraction of the budget for representatives, in [0, 1). With 0, the result is that of the base.
         anchor: The reference signature: `random` (seeded), `mean`, `alternate`, `zeros` or `ones`.
-        seed: Seeds the random anchor and the random pick.
-        quantile: Share of a head's tokens that get a 0 bit, in [0, 1].
-        pick: Which token of a bucket stays: the `first`, a `random` one, or the `best` by the base.
-        buckets: `rank` cuts the order by distance into equal parts; `distance` makes a bucket of each distance.
-        page: 0 chooses tokens; else whole pages of this many positions are kept or dropped.
+        seed: Seed of the random anchor and the random pick.
+        quantile: Fraction of the tokens of a head whose bit is 0, in [0, 1].
+        pick: Which token of a bucket is kept: the `first`, a `random` one, or the `best` one by the base.
+        buckets: `rank` divides the order by distance into equal buckets; `distance` makes a bucket of each distance.
+        page: 0 selects tokens; otherwise whole pages of this many positions are kept or evicted.
 
     Raises:
-        KVPolicyError: If a number is out of range or a word unknown.
+        KVPolicyError: If a parameter is out of range.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -74,14 +80,15 @@ class KVCrush:
 
     Source:
         KVCrush (arXiv:2503.00022), Section 3, and the authors' openvino.genai (kvcrush.cpp). Where these disagree or
-        cannot work as printed: a single anchor has at most Hq + 1 distances, far fewer than representatives, so
-        buckets are equal ranks of (distance, position) as in the code, but rank i*n/k rounded down, which reaches
-        the tail (the code's whole-number stride does not); the literal buckets are an option. The bit threshold is
-        `quantile` of the head's own scores, not the budget, which would leave most signatures empty. Budget for
-        representatives is part of the budget (paper), not on top of it (code). Both keep the first 32 and the last 128
-        tokens outside of both parts; here only the base keeps tokens for their place. With grouped-query attention each
-        KV head has its own candidates, but signatures always have all query heads. While generating, representatives
-        stay and the base evicts among the rest. The base's own `decode` mode holds.
+        cannot work as printed: with a single anchor there are at most Hq + 1 distances, far fewer than representatives,
+        so buckets are equal ranges of the order by (distance, position) as in their code, but starting at rank i*n/k
+        rounded down, which covers the tail (the integer stride of their code does not); the printed buckets are an
+        option. The threshold of the bits is the `quantile` of the scores of the head, not the budget, which would leave
+        most signatures empty. The budget of the representatives is part of the budget (paper), not in addition to it
+        (code). Both keep the first 32 and the last 128 tokens outside of both parts; here only the base keeps tokens
+        for their position. With grouped-query attention each KV head has its own candidates, but signatures always
+        consist of all query heads. During generation, representatives stay and the base evicts among the rest. The
+        `decode` mode is that of the base.
     """
 
     base: Selector = field(default_factory=SnapKV)
@@ -94,95 +101,104 @@ class KVCrush:
     page: int = 0
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise KVPolicyTypeError(f"base={self.base!r} is no selector: pass one, such as SnapKV().")
-        if not 0 <= self.split < 1 or self._parts == MILLION:
-            raise KVPolicyError(f"split={self.split} leaves the base nothing: use a number from 0 to 0.999999.")
-        if not 0 <= self.quantile <= 1:
-            raise KVPolicyError(f"quantile={self.quantile} is no share: use a number from 0 to 1.")
-        if self.page < 0:
-            raise KVPolicyError(f"page={self.page} is negative: use 0 for tokens, or a page size.")
-        for word, known in ((self.anchor, Anchor), (self.pick, Pick), (self.buckets, Buckets)):
-            if word not in known.__args__:
-                raise KVPolicyError(f"{word!r} is unknown: use one of {', '.join(known.__args__)}.")
+            raise KVPolicyTypeError(f"KVCrush.base must be a selector, got {self.base!r}; try SnapKV().")
+        if not 0 <= self.split < 1 or self._millionths == MILLION:
+            raise KVPolicyError(
+                f"KVCrush.split must be between 0 and 0.999999, which leaves the base a token, got {self.split}; try "
+                "0.25."
+            )
+        check_range(self, quantile=(0, 1))
+        check_min(self, page=0)
+        check_choice(self, anchor=get_args(Anchor), pick=get_args(Pick), buckets=get_args(Buckets))
 
     @property
     def decode(self) -> DecodeMode:
-        """As the base has it."""
+        """The mode of the base."""
         return self.base.decode
 
     @property
     def needs(self) -> Needs:
-        """What the base needs, and some attention to sign with."""
+        """The needs of the base, and attention for the signatures."""
         needs = self.base.needs
-        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=TAIL)
+        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=SIGNATURE_QUERIES)
 
     @property
     def min_tokens(self) -> int:
-        """Enough that the base's share is its own floor, by pages in whole ones."""
-        return (least_room(self.base.min_tokens, self.page) - 1) * MILLION // (MILLION - self._parts) + 1
+        """The smallest budget whose part for the base is the minimum of the base, in whole pages if there are any."""
+        of_base = min_page_tokens(self.base.min_tokens, self.page)
+        # The smallest n with n - floor(n * split) >= of_base.
+        return (of_base - 1) * MILLION // (MILLION - self._millionths) + 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No representatives yet."""
-        mark = torch.zeros(batch, heads, slots, dtype=self._kind, device=device)
+        """No representatives, and the empty state of the base."""
+        mark = torch.zeros(batch, heads, slots, dtype=self._mark_dtype, device=device)
         return CrushState(mark, self.base.alloc(batch, heads, slots, device))
 
     def observe(self, state: CrushState, seen: Seen, view: View) -> State:
-        """Let the base observe, then choose representatives of what it would drop."""
-        inner = self._inner(view)
-        base = self.base.observe(state.base, seen, inner)
-        return CrushState(self._marks(base, seen, view, inner), base)
+        """Update the base, then select representatives of the tokens that it would evict."""
+        base_view = self._base_view(view)
+        base = self.base.observe(state.base, seen, base_view)
+        return CrushState(self._marks(base, seen, view, base_view), base)
 
     def step(self, state: CrushState, row: Tensor, view: View) -> None:
-        """Only the base learns from generated tokens."""
-        self.base.step(state.base, row, self._inner(view))
+        """Update the base; generated tokens do not change the representatives."""
+        self.base.step(state.base, row, self._base_view(view))
 
     def priority(self, state: CrushState, view: View) -> Tensor:
-        """Representatives always, the rest as the base says: [B, H, N]."""
-        worth = self.base.priority(state.base, self._inner(view))
-        if not self.page:  # one operation, since this runs in every decode step
-            return worth.masked_fill(state.mark, torch.inf)
-        return worth.masked_fill(state.mark == KEEP, torch.inf).masked_fill(state.mark == DROP, -torch.inf)
+        """Representatives are always kept, other tokens by the priority of the base: [B, H, N]."""
+        priority = self.base.priority(state.base, self._base_view(view))
+        if not self.page:  # a single operation, because this runs in every decode step
+            return priority.masked_fill(state.mark, torch.inf)
+        return priority.masked_fill(state.mark == KEEP, torch.inf).masked_fill(state.mark == DROP, -torch.inf)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """The base's, or the newest queries' where it has none."""
-        own = self.base.statistic(seen, self._inner(view))
-        return seen.recent(torch.full_like(view.length, TAIL)) if own is None else own
+        """The statistic of the base, or the attention of the newest queries if it has none."""
+        statistic = self.base.statistic(seen, self._base_view(view))
+        return seen.recent(torch.full_like(view.length, SIGNATURE_QUERIES)) if statistic is None else statistic
 
     @property
-    def _kind(self) -> torch.dtype:
+    def _mark_dtype(self) -> torch.dtype:
         return torch.int8 if self.page else torch.bool
 
     @property
-    def _parts(self) -> int:
-        """Representatives in a million tokens; whole, since shares in floats would round apart."""
+    def _millionths(self) -> int:
+        """Representatives per million tokens; an integer, because fractions in floating point round differently."""
         return round(self.split * MILLION)
 
-    def _inner(self, view: View) -> View:
-        return view._replace(budget=view.budget - self._share(view.budget))
+    def _base_view(self, view: View) -> View:
+        """The view of the base, whose budget is what representatives leave."""
+        return view._replace(budget=view.budget - self._count(view.budget))
 
-    def _share(self, budget: Tensor) -> Tensor:
-        common = math.gcd(self._parts, MILLION)  # a quarter is one division, in every decode step
-        shares = budget if self._parts == common else budget * (self._parts // common)
-        return shares.div(MILLION // common, rounding_mode="floor")
+    def _count(self, budget: Tensor) -> Tensor:
+        """The number of representatives of a budget."""
+        # The fraction is reduced first, so that a quarter is a single division. This runs in every decode step.
+        divisor = math.gcd(self._millionths, MILLION)
+        product = budget if self._millionths == divisor else budget * (self._millionths // divisor)
+        return product.div(MILLION // divisor, rounding_mode="floor")
 
-    def _marks(self, base: State, seen: Seen, view: View, inner: View) -> Tensor:
-        drops = bool((view.length > view.budget).any())  # no head's count, so that all ranks decide alike
-        if not drops or not (self.split or self.page):
-            return torch.zeros_like(view.positions, dtype=self._kind)
-        count, share = view.valid.sum(-1), self._share(view.budget)
-        want = torch.where(count > view.budget[:, None], share[:, None], 0)  # [B, H]: none where nothing is dropped
-        worth = self.base.priority(base, inner).masked_fill(~view.valid, -torch.inf)
+    def _marks(self, base: State, seen: Seen, view: View, base_view: View) -> Tensor:
+        """Mark representatives among the candidates, [B, H, N]."""
+        # Decided by the length of the rows, not by the tokens of a head, so that all ranks take the same branch: they
+        # must make the same number of calls to each other.
+        evicts = bool((view.length > view.budget).any())
+        if not evicts or not (self.split or self.page):
+            return torch.zeros_like(view.positions, dtype=self._mark_dtype)
+        total = view.valid.sum(-1)
+        count = self._count(view.budget)[:, None]
+        count = torch.where(total > view.budget[:, None], count, 0)  # [B, H]; 0 if the head evicts nothing
+        priority = self.base.priority(base, base_view).masked_fill(~view.valid, -torch.inf)
         distance = self._distance(seen, view)
         if self.page:
-            return self._page_marks(view, inner, worth, distance, want)
-        strong = top_mask(worth, torch.minimum(inner.budget[:, None], count)) & view.valid
-        key = self._key(worth, view.positions)
-        return representatives(view.valid & ~strong, distance, key, want, self.buckets)
+            return self._page_marks(view, base_view, priority, distance, count)
+        kept_by_base = top_mask(priority, torch.minimum(base_view.budget[:, None], total)) & view.valid
+        key = self._rank_key(priority, view.positions)
+        return representatives(view.valid & ~kept_by_base, distance, key, count, self.buckets)
 
     def _distance(self, seen: Seen, view: View) -> Tensor:
+        """Distance of each token's signature to the anchor; see `distances`."""
         statistic = self.statistic(seen, view)
         assert statistic is not None
         valid = view.valid.repeat_interleave(statistic.shape[1] // view.positions.shape[1], 1)
@@ -190,19 +206,22 @@ class KVCrush:
         anchor = anchor_bits(self.anchor, bits, valid, self.seed * 1000003 + view.layer_idx, view.ranks)
         return distances(bits, anchor, view)
 
-    def _page_marks(self, view: View, inner: View, worth: Tensor, distance: Tensor, want: Tensor) -> Tensor:
-        pages = paginate(view.positions, self.page, worth, distance.expand(*view.positions.shape))
-        strong = best_pages(pages, inner.budget)
-        left = (pages.size > 0) & ~strong
-        number = torch.arange(left.shape[-1], device=left.device).expand_as(left)
-        want = want.div(self.page, rounding_mode="floor")
-        stand_in = representatives(left, pages.distance, self._key(pages.value, number), want, self.buckets)
-        mark = torch.where(mark_tokens(pages, strong | stand_in), FREE, DROP)
-        mark = mark.masked_fill(mark_tokens(pages, stand_in), KEEP)
-        fits = (view.valid.sum(-1) <= view.budget[:, None])[..., None]  # nothing to drop in this row
+    def _page_marks(self, view: View, base_view: View, priority: Tensor, distance: Tensor, count: Tensor) -> Tensor:
+        """Mark the tokens of representative pages, and those of pages that are evicted, [B, H, N] int8."""
+        pages = paginate(view.positions, self.page, priority, distance.expand(*view.positions.shape))
+        kept_by_base = best_pages(pages, base_view.budget)
+        candidates = (pages.size > 0) & ~kept_by_base
+        number = torch.arange(candidates.shape[-1], device=candidates.device).expand_as(candidates)
+        key = self._rank_key(pages.value, number)
+        count = count.div(self.page, rounding_mode="floor")
+        chosen = representatives(candidates, pages.distance, key, count, self.buckets)
+        mark = torch.where(mark_tokens(pages, kept_by_base | chosen), FREE, DROP)
+        mark = mark.masked_fill(mark_tokens(pages, chosen), KEEP)
+        fits = (view.valid.sum(-1) <= view.budget[:, None])[..., None]  # the head evicts nothing
         return mark.masked_fill(fits, FREE).to(torch.int8)
 
-    def _key(self, worth: Tensor, number: Tensor) -> Tensor | None:
+    def _rank_key(self, priority: Tensor, number: Tensor) -> Tensor | None:
+        """The order in which candidates of a bucket are picked, lowest first; None for the order of positions."""
         if self.pick == "first":
             return None
-        return -worth if self.pick == "best" else position_hash(number, self.seed)
+        return -priority if self.pick == "best" else position_hash(number, self.seed)

@@ -1,4 +1,4 @@
-"""Keep what a few queries, some recent and some random, look at on average."""
+"""ProbeSalience: keep the tokens with the highest mean attention of a few probe queries."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
 
 class Salience(NamedTuple):
-    """Attention that each slot's token got from probes, and how many probes could see it, each [B, H, S] fp32."""
+    """The attention of probes to the token of each slot, and the probes that could attend to it.
 
-    total: Tensor
+    Attributes:
+        attn_sum: Attention summed over the probes, [B, H, S] fp32.
+        probes: The number of probes that could attend to the token, [B, H, S] fp32.
+    """
+
+    attn_sum: Tensor
     probes: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSalience:
-    """Rank tokens by the mean attention of probe queries that can see them.
+    """Rank tokens by the mean attention of the probe queries that can attend to them.
 
-    Accumulated attention favours the first tokens, which more queries see; a mean does not. A few probes estimate it:
-    the newest queries of the prompt and as many random ones. It is the ranking that ZipCache asks of attention, and
-    works with any codec.
+    Accumulated attention favors the first tokens, which more queries can attend to; a mean does not. It is estimated
+    from a few probes: the newest queries of the prompt, and by default as many random ones. This is the ranking of
+    ZipCache, and it works with any codec.
 
     Args:
-        recent: Share of the prompt's queries that are probes because they are the newest.
-        random: Share that are probes by chance.
-        seed: Of the chance.
-        decode: Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`).
+        recent: Fraction of the prompt's queries that are probes because they are the newest, in [0, 1].
+        random: Fraction of them that are random probes, in [0, 1].
+        seed: Seed of the random probes.
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
 
     Raises:
-        KVPolicyError: If a share is outside [0, 1], or both are zero.
+        KVPolicyError: If a fraction is outside [0, 1], or if both are zero.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -44,11 +50,11 @@ class ProbeSalience:
         'probe:recent=0.1@0.3'
 
     Source:
-        ZipCache (arXiv:2405.14256), normalised attention scores from probe tokens; its code was read. Differences: a
-        token's sum is divided by the number of probes that see it (the code divides by the number of all queries that
-        do, though it sums over the probes alone); query heads of a KV head are averaged; every generated token is a
-        probe (the code takes a share of them); the newest token is always kept; probes are drawn from `seed` and the
-        row's length, so that a row draws what it would draw alone.
+        ZipCache (arXiv:2405.14256), normalized attention scores from probe tokens; its code was read. Differences: the
+        sum of a token is divided by the number of probes that can attend to it (the authors' code divides by the number
+        of all queries that can, although it sums over the probes only); query heads of a KV head are averaged; every
+        generated token is a probe (a fraction of them in the authors' code); the newest token is always kept; probes
+        are drawn from `seed` and the length of the row, so that a row has the same probes as on its own.
     """
 
     recent: float = 0.05
@@ -57,46 +63,46 @@ class ProbeSalience:
     decode: DecodeMode = "evict"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
-        if not (0 <= self.recent <= 1 and 0 <= self.random <= 1 and self.recent + self.random > 0):
-            raise KVPolicyError(
-                f"recent={self.recent} and random={self.random} are no shares of which one is above zero: use 0.05."
-            )
+        check_range(self, recent=(0, 1), random=(0, 1))
+        if self.recent + self.random == 0:
+            raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
 
     @property
     def needs(self) -> Needs:
-        """Sums over the probes, and each decoded row."""
+        """Attention sums over the probes, and the attention of each decoded token."""
         return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
 
     @property
     def min_tokens(self) -> int:
-        """One token, the current one."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Nothing seen yet."""
+        """Sums of zero."""
         empty = torch.zeros(batch, heads, slots, dtype=torch.float32, device=device)
         return Salience(empty, empty.clone())
 
     def observe(self, state: Salience, seen: Seen, view: View) -> State:
-        """Add the attention of a prefill's probes."""
+        """Add the attention of the probes of a prefill."""
         assert seen.probe_sum is not None and seen.probe_count is not None
         return Salience(
-            state.total + group_mean(seen.probe_sum, view), state.probes + group_mean(seen.probe_count, view)
+            attn_sum=state.attn_sum + group_mean(seen.probe_sum, view),
+            probes=state.probes + group_mean(seen.probe_count, view),
         )
 
     def step(self, state: Salience, row: Tensor, view: View) -> None:
-        """Add the attention of one decoded token, which is a probe."""
-        state.total.add_(view.ranks.group_mean(row))
+        """Add the attention of a decoded token, which is a probe."""
+        state.attn_sum.add_(view.ranks.group_mean(row))
         state.probes.add_(view.valid.to(state.probes.dtype))
 
     def priority(self, state: Salience, view: View) -> Tensor:
-        """The newest token always, then by mean attention: [B, H, N]."""
-        return keep_always(state.total / state.probes.clamp_min(1), view.newest(1))
+        """The newest token is always kept, other tokens by mean attention: [B, H, N]."""
+        return keep_always(state.attn_sum / state.probes.clamp_min(1), view.newest(1))
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """Mean attention of the probes per query head."""
+        """Mean attention of the probes, per query head."""
         assert seen.probe_sum is not None and seen.probe_count is not None
         return seen.probe_sum / seen.probe_count.clamp_min(1)

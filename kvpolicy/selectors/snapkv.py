@@ -1,4 +1,4 @@
-"""SnapKV: keep what the last queries of the prompt look at."""
+"""SnapKV: keep the tokens that the last queries of the prompt attend to."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from torch import Tensor
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapKV:
-    """Keep the tokens that the last queries of the prompt attend to, with their neighbours.
+    """Keep the tokens that the last queries of the prompt attend to, with their neighbors.
 
-    The attention of an observation window is summed per token and pooled along the tokens, so that what stands
-    next to a hit is kept with it. The window itself is kept.
+    The attention of an observation window is summed per token and pooled along the tokens, so that the neighbors of a
+    token with a high score are kept too. The window itself is always kept.
 
     Args:
-        window: Queries in the observation window; never more than half the budget.
-        kernel: Width of the pooling, odd; 1 pools nothing.
+        window: The number of queries in the observation window; at most half the budget is used.
+        kernel: Width of the pooling, odd; 1 for no pooling.
         pool: `avg` or `max`.
-        decode: `evict`: the window slides, and what leaves it unscored goes first, so that the prompt's choice
-            stays; `grow`: generated tokens get room of their own, as in the paper.
+        decode: `evict`: the window slides, and tokens that leave it, which have no score, are evicted first, so that
+            the prompt's selection survives. `grow`: generated tokens are kept in addition to the budget, as in the
+            paper.
 
     Raises:
         KVPolicyError: If `window` or `kernel` is below 1, `kernel` is even or above 32767, or `pool` is unknown.
@@ -38,10 +40,10 @@ class SnapKV:
         'snapkv:kernel=7:pool=max@256'
 
     Source:
-        SnapKV (arXiv:2404.14469), Listing 1. Differences: grouped-query heads are averaged before pooling and share
-        one choice (the authors' code repeats the KV heads, and stores G times as much); the window shrinks to half
-        the budget; neighbours are neighbours among the tokens on offer, which after a first chunk are the kept ones;
-        chunks choose again with their own window.
+        SnapKV (arXiv:2404.14469), Listing 1. Differences: the query heads of a KV head are averaged before pooling and
+        keep the same tokens (the authors' code repeats the KV heads, and stores G times as much); the window shrinks to
+        half the budget; pooling is over the candidate tokens, which after a first chunk are the kept and the new ones;
+        each chunk selects again with its own window.
     """
 
     window: int = 32
@@ -50,24 +52,22 @@ class SnapKV:
     decode: DecodeMode = "evict"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
-        if self.window < 1:
-            raise KVPolicyError(f"window={self.window} observes nothing: use 1 or more.")
+        check_min(self, window=1)
+        check_choice(self, pool=("avg", "max"))
         if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
-            raise KVPolicyError(f"kernel={self.kernel} is even or out of range: use an odd number from 1 to 32767.")
-        if self.pool not in ("avg", "max"):
-            raise KVPolicyError(f"pool={self.pool!r} is unknown: use 'avg' or 'max'.")
+            raise KVPolicyError(f"SnapKV.kernel must be an odd number between 1 and 32767, got {self.kernel}; try 5.")
 
     @property
     def needs(self) -> Needs:
-        """The rows of the observation window."""
+        """The attention of the observation window."""
         return Needs(window_queries=self.window)
 
     @property
     def min_tokens(self) -> int:
-        """One token, the current one."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
@@ -75,7 +75,7 @@ class SnapKV:
         return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
-        """Score every token on offer by the newest queries."""
+        """Score every candidate by the attention of the newest queries."""
         score = group_mean(seen.recent(self._width(view)), view)
         if self.pool == "avg":
             pooled = F.avg_pool1d(score, self.kernel, 1, self.kernel // 2)
@@ -84,14 +84,14 @@ class SnapKV:
         return Scores(pooled)
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """Generated tokens stay unscored."""
+        """Generated tokens are not scored."""
 
     def priority(self, state: Scores, view: View) -> Tensor:
-        """The window always, then by pooled attention: [B, H, N]."""
+        """The window is always kept, other tokens by pooled attention: [B, H, N]."""
         return keep_always(state.score, view.newest(self._width(view)))
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """The window's attention per query head, before pooling."""
+        """The attention of the window before pooling, per query head."""
         return seen.recent(self._width(view))
 
     def _width(self, view: View) -> Tensor:

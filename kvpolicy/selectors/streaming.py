@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import by_position, check_decode, keep_always
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 
@@ -17,11 +17,11 @@ from kvpolicy.spec.validation import check_fields
 class StreamingLLM:
     """Keep the first tokens as attention sinks, and the newest tokens.
 
-    Softmax attention dumps what it does not need on the first tokens; without them a window collapses.
+    Softmax assigns excess attention to the first tokens. If they are evicted, a sliding window fails.
 
     Args:
-        sinks: How many of a row's first tokens are kept for ever. Padding is never a sink.
-        decode: `evict` slides the window over generated tokens; `grow` gives them room of their own.
+        sinks: How many of the first tokens of a row are always kept. Padding is never a sink.
+        decode: `evict` slides the window over generated tokens; `grow` keeps them in addition to the budget.
 
     Raises:
         KVPolicyError: If `sinks` is negative.
@@ -33,22 +33,21 @@ class StreamingLLM:
 
     Source:
         StreamingLLM (arXiv:2309.17453), Section 3.2. Difference: tokens keep their original rotary positions; the
-        authors store keys before rotation and rotate them at their index in the cache at each step.
+        authors store unrotated keys and rotate them by their index in the cache at each step.
     """
 
     sinks: int = 4
     decode: DecodeMode = "evict"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
-        if self.sinks < 0:
-            raise KVPolicyError(f"sinks={self.sinks} is negative: use 0 or more.")
+        check_min(self, sinks=0)
 
     @property
     def needs(self) -> Needs:
-        """Nothing of attention."""
+        """No attention statistics."""
         return Needs()
 
     @property
@@ -68,10 +67,10 @@ class StreamingLLM:
         """No state."""
 
     def priority(self, state: State, view: View) -> Tensor:
-        """Sinks always, then the later the higher: [B, H, N]."""
+        """Sinks are always kept, other tokens by position: [B, H, N]."""
         sink = view.valid & (view.positions < self.sinks)
         return keep_always(by_position(view.positions), sink)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: nothing is scored."""
+        """None: tokens are not scored."""
         return None

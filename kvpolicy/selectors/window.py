@@ -1,4 +1,4 @@
-"""The sliding window: keep the newest tokens."""
+"""SlidingWindow: keep the newest tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvpolicy.spec.validation import check_fields
 class SlidingWindow:
     """Keep the newest tokens.
 
-    The budget is the window. Nothing of attention is looked at, so a prefill pays nothing for it.
+    The size of the window is the budget. It needs no attention statistics, so a prefill has no overhead.
 
     Args:
-        decode: `evict` slides the window over generated tokens; `grow` gives them room of their own.
+        decode: `evict` slides the window over generated tokens; `grow` keeps them in addition to the budget.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -27,25 +27,25 @@ class SlidingWindow:
         'window@128'
 
     Source:
-        The baseline of SqueezeAttention (arXiv:2404.04793), Section 4. Differences: the window counts the current
-        token (its Mistral code does, its Llama code does not), and prefill attention is never windowed.
+        The baseline of SqueezeAttention (arXiv:2404.04793), Section 4. Differences: the window includes the current
+        token (as in its Mistral code, but not in its Llama code), and prefill attention is never windowed.
     """
 
     decode: DecodeMode = "evict"
 
     def __post_init__(self) -> None:
-        """Check the hyper-parameters."""
+        """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
 
     @property
     def needs(self) -> Needs:
-        """Nothing of attention."""
+        """No attention statistics."""
         return Needs()
 
     @property
     def min_tokens(self) -> int:
-        """One token, the current one."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
@@ -60,9 +60,9 @@ class SlidingWindow:
         """No state."""
 
     def priority(self, state: State, view: View) -> Tensor:
-        """The later the token, the higher: [B, H, N]."""
+        """Higher priority for later tokens: [B, H, N]."""
         return by_position(view.positions)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: a window scores nothing."""
+        """None: tokens are not scored."""
         return None

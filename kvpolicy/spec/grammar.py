@@ -7,6 +7,9 @@
 Parts come in any order, at most one of each kind. No comma and nothing that a shell would interpret. The types of
 values are those of the strategy's fields; a text value may hold slashes where its strategy wraps nothing, and `%`
 escapes for everything outside letters, digits and `_.-/`.
+
+A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
+to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
 """
 
 from __future__ import annotations
@@ -103,16 +106,21 @@ def _term(words: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]
 def _options(name: str, cls: type[Any], words: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     known = {key: hint for key, hint in _hints(cls).items() if key != "base"}
+    aliases: Mapping[str, str] = getattr(cls, "ALIASES", {})
+    value_aliases: Mapping[str, Mapping[str, str]] = getattr(cls, "VALUE_ALIASES", {})
     for word in words.split(":") if words else []:
         key, equals, value = word.partition("=")
+        key = aliases.get(key, key)
         if key not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
             hint = "; its base is what follows '/'." if key == "base" else suggest(key, known)
             raise KVPolicyError(f"{name!r} has no option {key!r}, {has}{hint}")
         if key in result:
-            raise KVPolicyError(f"{name!r} is given its option {key!r} twice: keep one.")
+            former = "".join(f" (formerly {old!r})" for old, new in aliases.items() if new == key)
+            raise KVPolicyError(f"{name!r} is given its option {key!r}{former} twice: keep one.")
         if not equals:
             raise KVPolicyError(f"The option {key!r} of {name!r} has no value: write {key}=value.")
+        value = value_aliases.get(key, {}).get(value, value)
         result[key] = _value(f"{name}:{key}", known[key], value)
     return result
 

@@ -45,7 +45,7 @@ def test_pyramid_gives_what_the_first_layers_cannot_use_to_the_others() -> None:
 
 @pytest.mark.parametrize("beta", [0.5, -1, float("inf"), float("nan")])
 def test_pyramid_refuses(beta: float) -> None:
-    with pytest.raises(ValueError, match="beta is"):
+    with pytest.raises(ValueError, match=r"Pyramid\.beta must be at least 1 and finite, got"):
         Pyramid(beta=beta)
 
 

@@ -71,7 +71,7 @@ def test_share_of_one_is_uniform() -> None:
 
 @pytest.mark.parametrize("parameters", [{"share": 0.0}, {"share": 1.1}, {"groups": 1}])
 def test_it_refuses(parameters: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^SqueezeAttention\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         SqueezeAttention(**parameters)  # pyright: ignore[reportArgumentType]
 
 
@@ -99,16 +99,16 @@ def test_profile_is_read_again_when_it_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
-        ("{", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
-        ("[1]", "no list of numbers called cosine"),
-        ('{"cosine": ["a"], "version": 1}', "no list of numbers"),
-        ('{"cosine": [NaN, 1], "version": 1}', "no list of numbers"),
+        (None, "must be a readable file, got No such file"),
+        ("{", "must be JSON, got one that cannot be parsed"),
+        (b"\xff\xfe", "must be JSON, got one that cannot be parsed"),
+        ("[1]", "must have a list of finite numbers called cosine, got NoneType"),
+        ('{"cosine": ["a"], "version": 1}', "must have a list of finite numbers called cosine, got list"),
+        ('{"cosine": [NaN, 1], "version": 1}', "must have a list of finite numbers called cosine, got list"),
         ('{"cosine": [0.1, 0.2]}', "has the format None"),
         ('{"cosine": [0.1, 0.2], "version": 2}', "update kvpolicy"),
         ('{"cosine": [0.1, 0.2], "format": 2, "kvpolicy": "9"}', "written by kvpolicy 9"),
-        ('{"cosine": [0.1, 0.2, 0.3], "version": 1}', "with 3 layers and this one has 2"),
+        ('{"cosine": [0.1, 0.2, 0.3], "version": 1}', "must be of a model with 2 layers, got 3"),
     ],
 )
 def test_bad_profile_is_told(tmp_path: Path, content: str | bytes | None, message: str) -> None:

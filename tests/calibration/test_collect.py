@@ -13,7 +13,7 @@ from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForC
 
 import kvpolicy
 from kvpolicy.calibration import calibrate_kvquant, collect, identity, model_info, read_texts, token_windows
-from kvpolicy.codecs._files import Calibrated, check_model
+from kvpolicy.codecs._files import CalibrationFile, check_model
 from kvpolicy.hf.discovery import find_sites
 
 
@@ -60,18 +60,18 @@ def test_keys_without_the_embedding_are_the_projections(rope: dict[str, Any]) ->
     expected = [projected(model, ids) for ids in texts]
     for layer in range(2):
         keys = torch.cat([each[layer][0] for each in expected], 1)
-        torch.testing.assert_close(samples.pre[layer], keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(samples.unrotated[layer], keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(samples.values[layer], torch.cat([each[layer][1] for each in expected], 1))
-        assert not torch.allclose(samples.post[layer], keys, atol=1e-2)
+        assert not torch.allclose(samples.rotated[layer], keys, atol=1e-2)
 
 
 def test_memory_is_bounded_and_the_draw_is_fixed() -> None:
     model = llama()
     one, again, other = (collect(model, windows(), tokens=10, seed=seed) for seed in (0, 0, 1))
-    assert one.pre[1].shape == one.post[0].shape == one.values[1].shape == (2, 12, 8)
-    assert torch.equal(one.pre[1], again.pre[1])
-    assert not torch.equal(one.pre[1], other.pre[1])
-    assert not collect(model, windows(), frames=("post",)).pre
+    assert one.unrotated[1].shape == one.rotated[0].shape == one.values[1].shape == (2, 12, 8)
+    assert torch.equal(one.unrotated[1], again.unrotated[1])
+    assert not torch.equal(one.unrotated[1], other.unrotated[1])
+    assert not collect(model, windows(), key_spaces=("rotated",)).unrotated
 
 
 def test_squared_gradients_are_those_of_the_loss() -> None:
@@ -106,9 +106,9 @@ def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
         new_decoder_architecture=True, alibi=False, num_ln_in_parallel_attn=None, initializer_range=0.5,
     )  # fmt: skip
     model, ids = FalconForCausalLM(config).eval(), windows(1, 6)[0]
-    samples = collect(model, [ids], frames=("post",), fisher=True)
+    samples = collect(model, [ids], key_spaces=("rotated",), fisher=True)
     attention = find_sites(model).layers[1].attention
-    assert samples.post[1].shape == samples.values[1].shape == (2, 6, 8)
+    assert samples.rotated[1].shape == samples.values[1].shape == (2, 6, 8)
     assert samples.fisher[1].shape == (2, 2, 6, 8)
 
     def run(amount: float) -> tuple[float, Tensor]:
@@ -134,17 +134,18 @@ def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:
 def test_a_window_may_be_a_row_of_a_batch() -> None:
     model, texts = llama(), windows()
     one, other = collect(model, texts), collect(model, [ids[None].int() for ids in texts])
-    assert torch.equal(one.pre[1], other.pre[1])
-    assert torch.equal(one.pre[1], collect(model, torch.stack(texts)).pre[1])  # pyright: ignore[reportArgumentType]
+    assert torch.equal(one.unrotated[1], other.unrotated[1])
+    stacked: Any = torch.stack(texts)
+    assert torch.equal(one.unrotated[1], collect(model, stacked).unrotated[1])
 
 
 @pytest.mark.parametrize(
     ("window", "told"),
     [
-        (torch.ones(2, 5, dtype=torch.int64), r"has the shape \[2, 5\]: give each row by itself"),
-        (torch.tensor(5), r"has the shape \[\]"),
-        (torch.ones(5), "is of type float32: give a tensor of whole numbers"),
-        ([1, 2, 3], "is of type list"),
+        (torch.ones(2, 5, dtype=torch.int64), r"must have the shape \[n\] or \[1, n\], got \[2, 5\]"),
+        (torch.tensor(5), r"got \[\]"),
+        (torch.ones(5), r"must be an integer tensor \[n\], got float32"),
+        ([1, 2, 3], "got list"),
     ],
 )
 def test_what_is_no_window_is_told(tmp_path: Path, window: Any, told: str) -> None:
@@ -162,16 +163,19 @@ def test_the_model_comes_back_as_it_was() -> None:
 
 def test_what_cannot_be_collected_is_told() -> None:
     model = llama()
-    with kvpolicy.attach(model, "window@0.5"), pytest.raises(ValueError, match="detach it"):
+    with (
+        kvpolicy.attach(model, "window@0.5"),
+        pytest.raises(ValueError, match="must have no policy during calibration, got one"),
+    ):
         collect(model, windows())
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ValueError, match="must contain tokens to calibrate on, got none"):
         collect(model, [])
     with pytest.raises(ValueError, match="requires_grad_"):
         collect(llama().requires_grad_(False), windows(), fisher=True)
     with torch.no_grad():
         for parameter in find_sites(model).layers[0].attention.parameters():
             parameter.fill_(torch.inf)
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must be finite, got inf or NaN in"):
         collect(model, windows())
 
 
@@ -180,11 +184,11 @@ def test_a_calibration_knows_its_model() -> None:
     info = model_info(model)
     assert info[:3] == (2, 2, 8)
     assert info.weights is not None and len(info.weights) == 64
-    found = Calibrated({"model": identity(model)}, {})
+    found = CalibrationFile({"model": identity(model)}, {})
     check_model(found, "f", model_info(model.bfloat16()))
     with pytest.raises(ValueError, match="weights differ"):
         check_model(found, "f", model_info(llama(seed=1)))
-    with pytest.raises(ValueError, match="has 2 layers, and this one has 3"):
+    with pytest.raises(ValueError, match="with 2 layers instead of 3"):
         check_model(found, "f", model_info(llama(num_hidden_layers=3)))
 
 
@@ -230,10 +234,10 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     assert read_texts([tmp_path, tmp_path / "c.md"]) == ["one", "two", "no"]
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match=r"bad\.txt cannot be read"):
+    with pytest.raises(ValueError, match=r"bad\.txt must be a readable UTF-8 file, got"):
         read_texts([tmp_path])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="must be a readable UTF-8 file, got"):
         read_texts([tmp_path / "none.txt"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no text"):
+    with pytest.raises(ValueError, match="must contain text to calibrate on, got none"):
         read_texts([tmp_path / "empty"])

@@ -21,7 +21,12 @@ from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
 
 OPTIONS = Dictionaries(
-    frames=("pre", "post"), sn=(1, 2), atoms=16, pairs=4, key_groups="0,1-2", training=Training(epochs=3, batch=64)
+    key_spaces=("unrotated", "rotated"),
+    value_chunks=(1, 2),
+    atoms=16,
+    pairs=4,
+    key_groups="0,1-2",
+    training=Training(epochs=3, batch=64),
 )
 
 
@@ -53,10 +58,10 @@ def test_the_codec_reads_what_was_written(tmp_path: Path) -> None:
     for name, losses in meta["losses"].items():
         assert min(losses) <= losses[0], name
     for sn in (1, 2):
-        codec = CSR(s=4, sn=sn, online=0, dictionary=str(tmp_path))  # pyright: ignore[reportArgumentType]
+        codec = CSR(nnz=4, value_chunks=sn, prompt_atoms=0, dictionary=str(tmp_path))  # pyright: ignore[reportArgumentType]
         codec.check(model_info(model))
     with pytest.raises(ValueError, match="another model"):
-        CSR(s=4, online=0, dictionary=str(tmp_path)).check(model_info(llama(1)))
+        CSR(nnz=4, prompt_atoms=0, dictionary=str(tmp_path)).check(model_info(llama(1)))
     assert not (tmp_path / UNFINISHED).exists()
 
 
@@ -89,13 +94,13 @@ def test_another_unfinished_run_is_not_mixed_in(tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Progress, "clear", stop)
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
-    with pytest.raises(ValueError, match="another model, text or options"):
+    with pytest.raises(ValueError, match="must be of the same model, text and options"):
         calibrate_csr(llama(1), windows(), tmp_path, OPTIONS)
-    with pytest.raises(ValueError, match="another model, text or options"):
+    with pytest.raises(ValueError, match="must be of the same model, text and options"):
         calibrate_csr(llama(), windows()[:4], tmp_path, OPTIONS)
     file = next((tmp_path / UNFINISHED).iterdir())
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="cannot be read: delete it"):
+    with pytest.raises(ValueError, match="got one that cannot be parsed; try deleting it"):
         calibrate_csr(llama(), windows(), tmp_path, OPTIONS)
 
 
@@ -105,9 +110,9 @@ def test_a_finished_one_is_replaced_only_when_that_is_said(tmp_path: Path) -> No
     calibrate_csr(llama(), windows(), tmp_path, small, name="two")  # the same, whatever it is called
     other = replace(small, atoms=8)
     for given, told in (
-        ((llama(1), windows(), tmp_path, small), "differs in model:"),
-        ((llama(), windows()[:4], tmp_path, small), "differs in text:"),
-        ((llama(), windows(), tmp_path, other), "differs in atoms: write to another folder"),
+        ((llama(1), windows(), tmp_path, small), "differs in model;"),
+        ((llama(), windows()[:4], tmp_path, small), "differs in text;"),
+        ((llama(), windows(), tmp_path, other), "differs in atoms; try another folder"),
     ):
         with pytest.raises(ValueError, match=told):
             calibrate_csr(*given)
@@ -124,7 +129,7 @@ def test_a_finished_one_is_replaced_only_when_that_is_said(tmp_path: Path) -> No
 def test_nor_are_levels(tmp_path: Path, fields: dict[str, Any]) -> None:
     before: dict[str, Any] = {"bits": (2,), "fisher": False}
     calibrate_kvquant(llama(), windows(), tmp_path, **before)
-    with pytest.raises(ValueError, match=f"differs in {next(iter(fields))}: .* --force"):
+    with pytest.raises(ValueError, match=f"differs in {next(iter(fields))}; .* --force"):
         calibrate_kvquant(llama(), windows(), tmp_path, **before | fields)
     calibrate_kvquant(llama(), windows(), tmp_path, **before | fields, force=True)
     assert load(str(tmp_path), "kvquant").meta["bits"] == list(fields.get("bits", (2,)))
@@ -133,11 +138,11 @@ def test_nor_are_levels(tmp_path: Path, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sn": (3,)}, "sn must divide"),
-        ({"sn": (16,), "pairs": 16}, "cannot be cut into 16"),
-        ({"frames": ("mid",)}, "frames mid"),
+        ({"value_chunks": (3,)}, r"value_chunks must be divisors of pairs=8, got \(3,\)"),
+        ({"value_chunks": (16,), "pairs": 16}, "divisors of the head dimension, 8, got 16"),
+        ({"key_spaces": ("mid",)}, "key_spaces must be .* both, got"),
         ({"atoms": 4096}, "fewer atoms"),
-        ({"value_groups": "0"}, "do not name each"),
+        ({"value_groups": "0"}, "must contain each of the layers"),
     ],
 )
 def test_bad_options(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
@@ -155,11 +160,11 @@ def test_kvquant_reads_what_was_written(tmp_path: Path, fisher: bool) -> None:
     codec = KVQuant(bits=3, calibration=str(tmp_path))
     codec.check(model_info(model))
     assert codec.load_calibration(2, "cpu")
-    with pytest.raises(ValueError, match="some of 1 to 8"):
+    with pytest.raises(ValueError, match="one or several of 1 to 8, got 9"):
         calibrate_kvquant(model, windows(), tmp_path, bits=(9,))
-    with pytest.raises(ValueError, match=r"There are 125 tokens .* at least 128 are needed"):
+    with pytest.raises(ValueError, match="must be at least 128, got 125"):
         calibrate_kvquant(model, windows(), tmp_path, tokens=122)
-    with pytest.raises(ValueError, match="share of outliers"):
+    with pytest.raises(ValueError, match="fraction of outliers must be"):
         calibrate_kvquant(model, windows(), tmp_path, outliers=1.0)
     assert json.loads((tmp_path / "calibration.json").read_text())["method"] == "kvquant"
 
@@ -174,8 +179,13 @@ def test_layers_that_bound_themselves_are_left_out(tmp_path: Path, kind: str) ->
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     calibrate_kvquant(model, windows(), tmp_path / "k", bits=(3,))
-    calibrate_csr(model, windows(), tmp_path / "c", replace(OPTIONS, key_groups="all", frames=("pre",), sn=(2,)))
+    calibrate_csr(
+        model,
+        windows(),
+        tmp_path / "c",
+        replace(OPTIONS, key_groups="all", key_spaces=("unrotated",), value_chunks=(2,)),
+    )
     assert model_info(model).indices == (1, 3)
-    for codec in (KVQuant(calibration=str(tmp_path / "k")), CSR(s=4, online=0, dictionary=str(tmp_path / "c"))):
+    for codec in (KVQuant(calibration=str(tmp_path / "k")), CSR(nnz=4, prompt_atoms=0, dictionary=str(tmp_path / "c"))):
         with kvpolicy.attach(model, kvpolicy.Policy(codec=codec)):
             assert model.generate(windows()[0][None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 43

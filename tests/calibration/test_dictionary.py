@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.calibration.dictionary import State, Training, balance, gradient, left, losses, start, train
+from kvpolicy.calibration.dictionary import State, Training, balance, gradient, losses, relative_error, start, train
 from kvpolicy.codecs._sparse import unit
 
 QUICK = Training(epochs=6, batch=64, rate=1e-2, patience=6)
@@ -32,7 +32,7 @@ def test_training_lowers_the_error() -> None:
     assert len(state.losses) == 7
     assert min(state.losses) < 0.8 * state.losses[0]
     torch.testing.assert_close(state.best.norm(dim=-1), torch.ones(12))
-    assert left(vectors(200, seed=0)[:200], state.best, 2) < state.losses[0]
+    assert relative_error(vectors(200, seed=0)[:200], state.best, 2) < state.losses[0]
 
 
 def reached(*losses: float) -> State:
@@ -45,7 +45,7 @@ def test_the_best_atoms_are_kept() -> None:
     assert torch.equal(state.best, atoms(seed=4))
     assert not torch.equal(state.atoms, atoms())
     state = train(vectors(), 12, 2, QUICK, state=reached(9.0))
-    assert left(vectors(), state.best, 2) < left(vectors(), atoms(seed=4), 2)
+    assert relative_error(vectors(), state.best, 2) < relative_error(vectors(), atoms(seed=4), 2)
 
 
 def test_training_stops_early() -> None:
@@ -73,9 +73,9 @@ def test_an_interrupted_training_goes_on_as_if_it_were_not(stop: int) -> None:
 
 
 def test_the_diversity_term_is_the_printed_one() -> None:
-    words = atoms()
-    _, diversity = losses(vectors(), words, 2)
-    printed = (torch.eye(12) - words @ words.T).square().sum() / 12**2
+    unit_atoms = atoms()
+    _, diversity = losses(vectors(), unit_atoms, 2)
+    printed = (torch.eye(12) - unit_atoms @ unit_atoms.T).square().sum() / 12**2
     torch.testing.assert_close(diversity, printed)
 
 
@@ -91,11 +91,11 @@ def test_the_diversity_term_stays_a_tenth_of_the_error(scale: float) -> None:
 def test_the_gradient_against_differences() -> None:
     """Codes are constant, so differences are of the error with the codes that were found."""
     from kvpolicy.codecs._pursuit import pursue
-    from kvpolicy.codecs._sparse import Words
+    from kvpolicy.codecs._sparse import Dictionary
 
-    x, words = vectors(40).double().float(), atoms()
-    index, coef = (t[0, 0] for t in pursue(x[None, None], Words(words, torch.zeros(1, 1, 0, 8)), 2))
-    weight = balance(*losses(x, words, 2), 0.1).double()
+    x, unit_atoms = vectors(40).double().float(), atoms()
+    index, coef = (t[0, 0] for t in pursue(x[None, None], Dictionary(unit_atoms, torch.zeros(1, 1, 0, 8)), 2))
+    weight = balance(*losses(x, unit_atoms, 2), 0.1).double()
 
     def total(moved: Tensor) -> Tensor:
         rest = x.double() - (coef.double()[..., None] * moved[index]).sum(1)
@@ -106,17 +106,17 @@ def test_the_gradient_against_differences() -> None:
     for at in range(96):
         step = torch.zeros(96, dtype=torch.float64)
         step[at] = 1e-5
-        up, down = (total(words.double() + sign * step.view(12, 8)) for sign in (1, -1))
+        up, down = (total(unit_atoms.double() + sign * step.view(12, 8)) for sign in (1, -1))
         slope.view(-1)[at] = (up - down) / 2e-5
-    slope -= (slope * words).sum(-1, keepdim=True) * words
-    got = gradient(x, words, 2, 0.1)
+    slope -= (slope * unit_atoms).sum(-1, keepdim=True) * unit_atoms
+    got = gradient(x, unit_atoms, 2, 0.1)
     torch.testing.assert_close(got.double(), slope, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close((got * words).sum(-1), torch.zeros(12), rtol=0, atol=1e-5)
+    torch.testing.assert_close((got * unit_atoms).sum(-1), torch.zeros(12), rtol=0, atol=1e-5)
 
 
 def test_odd_starts() -> None:
     assert start(torch.zeros(20, 8), 4, 0).norm(dim=-1).allclose(torch.ones(4))
-    with pytest.raises(ValueError, match="5 vectors for 9 atoms"):
+    with pytest.raises(ValueError, match="at least that of the atoms, 9, got 5"):
         start(torch.randn(5, 8), 9, 0)
     assert train(torch.zeros(60, 8), 4, 2, Training(epochs=1)).best.isfinite().all()
     assert train(torch.full((60, 8), 1e6), 4, 2, Training(epochs=2)).best.isfinite().all()

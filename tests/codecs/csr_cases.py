@@ -34,7 +34,7 @@ def write_dictionaries(path: Path) -> Path:
 
 
 def made(folder: Path, dim: int = 16, window: int = 2, layer_idx: int = 0, **fields: Any) -> tuple[CSR, StageStore]:
-    fields = {"online": window, "residual_length": 0, "block_size": 4, **fields}
+    fields = {"prompt_atoms": window, "residual_length": 0, "block_size": 4, **fields}
     csr = CSR(dictionary=str(folder / str(dim)), **fields)
     atoms = (normal(B, H, window, dim, seed=90), normal(B, H, window, dim, seed=91)) if window else None
     return csr, StageStore(csr.alloc(B, H, C, dim, "cpu"), csr.load_calibration(layer_idx, "cpu"), atoms)

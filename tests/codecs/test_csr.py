@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("dim", "fields"),
     [
-        (16, {"s": 4, "sn": 1}),
-        (16, {"s": 4, "sn": 4}),
-        (16, {"s": 16, "sn": 2}),
+        (16, {"nnz": 4, "value_chunks": 1}),
+        (16, {"nnz": 4, "value_chunks": 4}),
+        (16, {"nnz": 16, "value_chunks": 2}),
         (32, {}),
-        (80, {"sn": 4, "frame": "post"}),
+        (80, {"value_chunks": 4, "key_space": "rotated"}),
         (96, {"index": "packed"}),
         (128, {"window": 0}),
-        (256, {"s": 6, "sn": 2, "window": 1}),
+        (256, {"nnz": 6, "value_chunks": 2, "window": 1}),
     ],
 )
 def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> None:
@@ -40,11 +40,11 @@ def test_vectors_are_pursued(folder: Path, dim: int, fields: dict[str, Any]) -> 
     own = store.atoms or (torch.zeros(B, H, 0, dim),) * 2
     for b, h, token in ((0, 0, 0), (0, H - 1, C - 1), (1, 0, 1), (1, H - 1, 0)):
         atoms = torch.cat([store.calibration.keys, torch.nn.functional.normalize(own[0][b, h], dim=-1)])
-        parts = own[1][b, h].reshape(-1, dim // csr.sn)
+        parts = own[1][b, h].reshape(-1, dim // csr.value_chunks)
         halves = torch.cat([store.calibration.values, torch.nn.functional.normalize(parts, dim=-1)])
-        torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.s))
-        chunks = values[b, h, token].unflatten(0, (csr.sn, -1))
-        want = torch.cat([pursued(chunk, halves, csr.s // csr.sn) for chunk in chunks])
+        torch.testing.assert_close(got_keys[b, h, token], pursued(keys[b, h, token], atoms, csr.nnz))
+        chunks = values[b, h, token].unflatten(0, (csr.value_chunks, -1))
+        want = torch.cat([pursued(chunk, halves, csr.nnz // csr.value_chunks) for chunk in chunks])
         torch.testing.assert_close(got_values[b, h, token], want)
 
 
@@ -57,9 +57,9 @@ def test_atoms_of_other_heads_serve_no_head(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"solver": "omp", "index": "packed"}, {"solver": "refit", "coef": "fp8"}])
-@pytest.mark.parametrize("sn", [1, 2, 4])
-def test_online_tokens_need_one_atom(folder: Path, sn: int, fields: dict[str, Any]) -> None:
-    csr, store = made(folder, sn=sn, **fields)
+@pytest.mark.parametrize("value_chunks", [1, 2, 4])
+def test_online_tokens_need_one_atom(folder: Path, value_chunks: int, fields: dict[str, Any]) -> None:
+    csr, store = made(folder, value_chunks=value_chunks, **fields)
     assert store.atoms is not None
     write_all(csr, store, *(-5 * part for part in store.atoms))
     coef = store.codes.key_coef.view(torch.float8_e4m3fn).float() if csr.coef == "fp8" else store.codes.key_coef
@@ -81,11 +81,13 @@ def test_packed_numbers_are_the_same_numbers(folder: Path) -> None:
         assert narrow[1].codes.key_index.dtype == torch.uint8 and narrow[1].codes.key_index.shape[-1] == 7  # 8 x 7 bits
 
 
-@pytest.mark.parametrize("fields", [{}, {"coef": "fp8", "guard": 2}, {"frame": "post", "sn": 4, "index": "packed"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"coef": "fp8", "outlier_atoms": 2}, {"key_space": "rotated", "value_chunks": 4, "index": "packed"}]
+)
 def test_attention_on_codes_is_that_on_what_is_read(
     folder: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK", 5)
+    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 5)
     csr, store = made(folder, **fields)
     write_all(csr, store, *tokens(C))
     keys, values = csr.keys(store, slice(0, C)), csr.values(store, slice(0, C))
@@ -103,8 +105,8 @@ def test_attention_on_codes_is_that_on_what_is_read(
 
 
 def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.codecs.csr.CHUNK", 2)
-    csr, store = made(folder, top=3, distance=1)
+    monkeypatch.setattr("kvpolicy.codecs.csr.CHUNK_SLOTS", 2)
+    csr, store = made(folder, read_top_k=3, approx_distance=1)
     keys, values = tokens(9)
     write_all(csr, store, keys, values)
     queries, rope = normal(B, H, G, 16, seed=1), Quarter(C, 16, held=9)
@@ -114,12 +116,12 @@ def test_the_best_slots_alone_are_read_exactly(folder: Path, monkeypatch: pytest
     exact = queries @ rope.keys(read, slice(0, C)).mT
     got = csr.score(store, queries, rope)
     torch.testing.assert_close(got, exact.masked_fill(~chosen[:, :, None], -torch.inf))
-    every = CSR(dictionary=csr.dictionary, online=2, top=C)
+    every = CSR(dictionary=csr.dictionary, prompt_atoms=2, read_top_k=C)
     torch.testing.assert_close(every.score(store, queries, rope), exact)
 
 
 def test_an_empty_slot_displaces_no_other(folder: Path) -> None:
-    csr, store = made(folder, top=3, distance=0)
+    csr, store = made(folder, read_top_k=3, approx_distance=0)
     key = tokens(1)[0]
     write_all(csr, store, key.expand(-1, -1, 9, -1), tokens(9)[1])
     got = csr.score(store, -key.expand(-1, -1, G, -1), Quarter(C, 16, held=9))  # below the 0 of an empty slot
@@ -143,12 +145,20 @@ def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "model", "message"),
     [
-        ({}, ModelInfo(4, H, 16), "no dictionary keys.pre for layer 3: make one"),
-        ({}, ModelInfo(3, H, 32), "head dimension of 16"),
-        ({"sn": 4}, ModelInfo(3, H, 18), "no multiple of 4"),
-        ({"online": 17000}, ModelInfo(3, H, 16), "at most 32767 atoms .* 17000 online tokens: lower guard"),
-        ({"guard": 2**16, "index": "packed"}, ModelInfo(3, H, 16), "at most 65536 atoms"),
-        ({"dictionary": "/no/such/folder"}, ModelInfo(3, H, 16), "no folder"),
+        (
+            {},
+            ModelInfo(4, H, 16),
+            r"a dictionary keys\.pre for layer 3, got layers \[0, 1, 2\]; try kvpolicy calibrate csr",
+        ),
+        ({}, ModelInfo(3, H, 32), "head dimension of 32, got 16"),
+        ({"value_chunks": 4}, ModelInfo(3, H, 18), r"multiple of CSR\.value_chunks=4, got 18"),
+        (
+            {"prompt_atoms": 17000},
+            ModelInfo(3, H, 16),
+            "at most 32767 atoms .* 17000 prompt tokens .* try fewer prompt_atoms",
+        ),
+        ({"outlier_atoms": 2**16, "index": "packed"}, ModelInfo(3, H, 16), "at most 65536 atoms"),
+        ({"dictionary": "/no/such/folder"}, ModelInfo(3, H, 16), "must be a folder"),
     ],
 )
 def test_it_refuses_what_it_cannot_code(folder: Path, fields: dict[str, Any], model: ModelInfo, message: str) -> None:
@@ -160,50 +170,51 @@ def test_it_refuses_what_it_cannot_code(folder: Path, fields: dict[str, Any], mo
 
 def test_a_dictionary_that_is_missing(folder: Path, tmp_path: Path) -> None:
     save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]]}}, {"keys.pre.0": torch.eye(16)})
-    with pytest.raises(ValueError, match=r"no dictionary values.sn2 for layer 0: .* kvpolicy calibrate csr"):
+    with pytest.raises(ValueError, match=r"dictionary values\.sn2 for layer 0, got none; .* kvpolicy calibrate csr"):
         CSR(dictionary=str(tmp_path)).load_calibration(0, "cpu")
-    with pytest.raises(ValueError, match=r"no dictionary values.sn2: .* kvpolicy calibrate csr"):
+    with pytest.raises(ValueError, match=r"dictionaries values\.sn2, got none; .* kvpolicy calibrate csr"):
         CSR(dictionary=str(tmp_path), index="packed").alloc(1, 1, 4, 16, "meta")
-    save(tmp_path, "csr", {"model": None, "groups": {"keys.pre": [[0]], "values.sn2": [[0]]}}, {
-        "keys.pre.0": torch.eye(16), "values.sn2.0": torch.eye(16),
-    })  # fmt: skip
-    with pytest.raises(ValueError, match="vectors of 16 numbers, and the model's have 8"):
+    groups = {"keys.pre": [[0]], "values.sn2": [[0]]}
+    tensors = {"keys.pre.0": torch.eye(16), "values.sn2.0": torch.eye(16)}
+    save(tmp_path, "csr", {"model": None, "groups": groups}, tensors)
+    with pytest.raises(ValueError, match="vectors of 8 elements, as the model has, got 16"):
         CSR(dictionary=str(tmp_path)).check(ModelInfo(1, 1, 16))
 
 
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"s": 0},
-        {"s": 7},
-        {"sn": 3},
-        {"online": -1},
-        {"guard": -1},
+        {"nnz": 0},
+        {"nnz": 7},
+        {"value_chunks": 3},
+        {"prompt_atoms": -1},
+        {"outlier_atoms": -1},
         {"block_size": 0},
         {"solver": "ista"},
         {"coef": "fp4"},
         {"index": "int8"},
-        {"frame": "both"},
+        {"key_space": "both"},
         {"residual_length": -1},
     ],
 )
 def test_it_refuses_parameters(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"CSR's {next(iter(parameters))} is .*: give"):
+    with pytest.raises(ValueError, match=rf"^CSR\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         CSR(**parameters)
 
 
 def test_layout_and_traits() -> None:
-    csr = CSR(online=8, residual_length=4, block_size=16)
+    csr = CSR(prompt_atoms=8, residual_length=4, block_size=16)
     assert isinstance(csr, Codec)
     assert csr.layout(27) == (27, ()) and csr.layout(100) == (28, (96,))
     assert (csr.traits.pins, csr.traits.pinned, csr.traits.key_space) == ("newest", 8, "unrotated")
-    assert CSR(online=0).traits.pins == "none"
-    with pytest.raises(ValueError, match="leave it out"):
-        CSR(frame="post", top=5)
+    assert CSR(prompt_atoms=0).traits.pins == "none"
+    with pytest.raises(ValueError, match=r"CSR\.read_top_k must be 0 with key_space='rotated'.*, got 5"):
+        CSR(key_space="rotated", read_top_k=5)
 
 
 @pytest.mark.parametrize(
-    ("fields", "bits"), [({}, 2.0), ({"s": 4}, 1.0), ({"s": 16, "coef": "fp8"}, 3.0), ({"s": 6, "sn": 1}, 1.5)]
+    ("fields", "bits"),
+    [({}, 2.0), ({"nnz": 4}, 1.0), ({"nnz": 16, "coef": "fp8"}, 3.0), ({"nnz": 6, "value_chunks": 1}, 1.5)],
 )
 def test_bytes_are_known_without_memory(folder: Path, fields: dict[str, Any], bits: float) -> None:
     codes = CSR(dictionary=str(folder / "128"), **fields).alloc(2, 8, 4096, 128, "meta")

@@ -40,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FIELDS: list[dict[str, Any]] = [
     {},
-    {"coef": "fp8", "guard": 3},
+    {"coef": "fp8", "outlier_atoms": 3},
     {"solver": "omp", "index": "packed"},
-    {"solver": "refit", "sn": 4},
+    {"solver": "refit", "value_chunks": 4},
 ]
 
 
@@ -72,7 +72,7 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
     for name, new, old in zip(CSRCodes._fields, store.codes, before.codes, strict=True):
         assert torch.equal(new[1], old[1])
         assert torch.equal(new[0, 1:], old[0, 1:])
-        if name.endswith("guard") and csr.guard:
+        if name.endswith("outlier_atoms") and csr.outlier_atoms:
             assert not torch.equal(new[0, 0], old[0, 0])
         if name.endswith(("index", "coef")):
             assert torch.equal(new[0, 0, 5:], old[0, 0, 5:]) and not torch.equal(new[0, 0, 3:5], old[0, 0, 3:5])
@@ -91,8 +91,8 @@ def test_a_scale_is_fitted_once(folder: Path) -> None:
     assert csr.keys(store, slice(0, C)).isfinite().all()
 
 
-def test_the_guard_takes_what_is_coded_worst(folder: Path) -> None:
-    csr, store = made(folder, guard=2, window=0)
+def test_outlier_atoms_are_the_vectors_of_largest_error(folder: Path) -> None:
+    csr, store = made(folder, outlier_atoms=2, window=0)
     plain, other = made(folder, window=0)
     keys, values = tokens(C)
     write_all(csr, store, keys, values)
@@ -102,20 +102,25 @@ def test_the_guard_takes_what_is_coded_worst(folder: Path) -> None:
     got = csr.keys(store, slice(0, C))
     for b, h in product(range(B), range(H)):
         torch.testing.assert_close(got[b, h, worst[b, h]], keys[b, h, worst[b, h]], atol=2e-3, rtol=2e-3)
-    assert store.codes.key_guard.shape == (B, H, 2, 16) and store.codes.value_guard.shape == (B, H, 2, 8)
+    assert store.codes.key_outlier_atoms.shape == (B, H, 2, 16) and store.codes.value_outlier_atoms.shape == (
+        B,
+        H,
+        2,
+        8,
+    )
     before, occupied = copy(store), none_live()
     occupied[0, 2, 7] = True  # of one head alone
     csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), occupied)
     for b, h in product(range(B), range(H)):
-        kept = torch.equal(store.codes.key_guard[b, h], before.codes.key_guard[b, h])
+        kept = torch.equal(store.codes.key_outlier_atoms[b, h], before.codes.key_outlier_atoms[b, h])
         assert kept == ((b, h) == (0, 2))
 
 
-def test_a_guard_larger_than_what_is_coded(folder: Path) -> None:
-    csr, store = made(folder, guard=40)
+def test_more_outlier_atoms_than_vectors(folder: Path) -> None:
+    csr, store = made(folder, outlier_atoms=40)
     write_all(csr, store, *tokens(C))
     write_all(csr, store, *tokens(2))
-    assert store.codes.key_guard[:, :, :2].any(-1).all() and not store.codes.key_guard[:, :, 2:].any()
+    assert store.codes.key_outlier_atoms[:, :, :2].any(-1).all() and not store.codes.key_outlier_atoms[:, :, 2:].any()
     torch.testing.assert_close(csr.keys(store, slice(0, 2)), tokens(2)[0], atol=5e-3, rtol=5e-3)
 
 
@@ -141,9 +146,15 @@ def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
 
 ONLY_ONE: list[dict[str, Any]] = [
     {**one, **other}
-    for one in ({}, {"solver": "refit"}, {"solver": "omp", "sn": 1}, {"guard": 3, "sn": 4})
-    for other in ({}, {"index": "packed"}, {"coef": "fp8"}, {"window": 0}, {"guard": 2, "window": 4, "coef": "fp8"})
-] + [{"frame": "post", "index": "packed"}, {"guard": 40}]
+    for one in ({}, {"solver": "refit"}, {"solver": "omp", "value_chunks": 1}, {"outlier_atoms": 3, "value_chunks": 4})
+    for other in (
+        {},
+        {"index": "packed"},
+        {"coef": "fp8"},
+        {"window": 0},
+        {"outlier_atoms": 2, "window": 4, "coef": "fp8"},
+    )
+] + [{"key_space": "rotated", "index": "packed"}, {"outlier_atoms": 40}]
 
 
 @pytest.mark.parametrize("count", [1, 4, C])
@@ -154,7 +165,7 @@ def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fiel
     empty, occupied = copy(store), none_live()
     some = flags(*[True] * count).clone()
     some[0, 2, : count // 2] = False
-    occupied[1, 1, C - 1] = True  # so that its guard and scale stay
+    occupied[1, 1, C - 1] = True  # so that its outlier atoms and scale stay
     new = *tokens(count, 32), at(*range(count)), some
     csr.write(store, *new, none_live())
     csr.write(store, *new, occupied)
@@ -171,7 +182,7 @@ def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fiel
 @pytest.mark.parametrize("index", ["int16", "packed"])
 def test_codes_of_a_head_take_the_same_bytes_beside_others(folder: Path, index: str) -> None:
     """Also where more atoms would need one more bit."""
-    csr, _ = made(folder, window=11, guard=3, index=index)  # 50 + 11 + 3: six bits, and one token more is seven
+    csr, _ = made(folder, window=11, outlier_atoms=3, index=index)  # 50 + 11 + 3: six bits, and one token more is seven
     alone, both = csr.alloc(1, 1, C, 16, "meta"), csr.alloc(1, 8, C, 16, "meta")
     assert [8 * part.nbytes for part in alone] == [part.nbytes for part in both]
 
@@ -197,13 +208,13 @@ def test_nothing_to_write(folder: Path) -> None:
     assert same(store, before) and csr.keys(store, slice(0, 0)).shape == (B, H, 0, 16)
 
 
-@pytest.mark.parametrize("fields", [*FIELDS, {"top": 3}, {"frame": "post"}])
+@pytest.mark.parametrize("fields", [*FIELDS, {"read_top_k": 3}, {"key_space": "rotated"}])
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
     compiled, counter, rope = copy(eager), CompileCounterWithBackend("aot_eager"), Quarter(C, 16)
     queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
-    turned = None if csr.frame == "post" else rope
+    turned = None if csr.key_space == "rotated" else rope
 
     def step(
         store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
@@ -225,7 +236,7 @@ def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [{}, {"coef": "fp8", "guard": 2, "solver": "refit", "index": "packed"}])
+@pytest.mark.parametrize("fields", [{}, {"coef": "fp8", "outlier_atoms": 2, "solver": "refit", "index": "packed"}])
 @pytest.mark.filterwarnings("default")
 def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
@@ -233,7 +244,7 @@ def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
     csr.write(eager, *new)
     torch.compile(csr.write, fullgraph=True)(compiled, *new)
     others = (compiled.codes.key_index != eager.codes.key_index).any(-1).sum(-1)
-    assert (others <= csr.guard).all(), "what a guard's own atom leaves of its vector is noise"
+    assert (others <= csr.outlier_atoms).all(), "the residual of a vector that is an outlier atom is noise"
     queries, weights = normal(B, H, G, 16, seed=1), normal(B, H, G, C, seed=2).softmax(-1)
     torch.testing.assert_close(
         torch.compile(csr.score, fullgraph=True)(eager, queries, None), csr.score(eager, queries, None)

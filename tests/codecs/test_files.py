@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
-from kvpolicy.codecs._files import FACTS, TENSORS, Calibrated, check_model, load, save
+from kvpolicy.codecs._files import FACTS, TENSORS, CalibrationFile, check_model, load, save
 from kvpolicy.protocols import ModelInfo
 
 META: dict[str, Any] = {"model": None, "head_dim": 4, "loss": 0.1, "groups": {"keys.pre": [[0], [1, 2]]}}
@@ -83,17 +83,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     ("harm", "words"),
     [
         (lambda f: (f / TENSORS).write_bytes((f / TENSORS).read_bytes()[:-3]), "truncated"),
-        (lambda f: (f / TENSORS).unlink(), "tensors.safetensors is missing"),
-        (lambda f: (f / FACTS).unlink(), "calibration.json is missing"),
-        (lambda f: (f / FACTS).write_text("{"), "not JSON"),
-        (lambda f: (f / FACTS).write_bytes(b"\xff\xfe\x00"), "not JSON"),
-        (lambda f: (f / FACTS).write_text("[" * 100_000), "not JSON"),
-        (lambda f: (f / FACTS).write_text("[1]"), "none that kvpolicy wrote"),
-        (lambda f: (f / FACTS).write_text("{}"), "none that kvpolicy wrote"),
-        (lambda f: edit(f, meta={"head_dim": 8}), "changed by hand"),
-        (lambda f: edit(f, method="kvquant"), "changed by hand"),
-        (lambda f: edit(f, format=2, kvpolicy="9.0"), "kvpolicy 9.0, which is newer"),
-        (lambda f: sealed(f, method="kvquant"), "for kvquant, not for csr"),
+        (lambda f: (f / TENSORS).unlink(), "must contain the file tensors.safetensors, got none"),
+        (lambda f: (f / FACTS).unlink(), "must contain the file calibration.json, got none"),
+        (lambda f: (f / FACTS).write_text("{"), "must be JSON, got one that cannot be parsed"),
+        (lambda f: (f / FACTS).write_bytes(b"\xff\xfe\x00"), "must be JSON, got one that cannot be parsed"),
+        (lambda f: (f / FACTS).write_text("[" * 100_000), "must be JSON, got one that cannot be parsed"),
+        (lambda f: (f / FACTS).write_text("[1]"), "must be written by kvpolicy, got one without its fields"),
+        (lambda f: (f / FACTS).write_text("{}"), "must be written by kvpolicy, got one without its fields"),
+        (lambda f: edit(f, meta={"head_dim": 8}), "got an edited or damaged one"),
+        (lambda f: edit(f, method="kvquant"), "got an edited or damaged one"),
+        (lambda f: edit(f, format=2, kvpolicy="9.0"), "format 1 or older, got format 2 of kvpolicy 9.0"),
+        (lambda f: sealed(f, method="kvquant"), "must be for csr, got one for kvquant"),
     ],
 )
 def test_damage_is_told(tmp_path: Path, harm: Any, words: str) -> None:
@@ -111,34 +111,34 @@ def test_tensors_that_are_none_but_have_their_hash(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / TENSORS).write_bytes(b"nonsense")
     sealed(tmp_path, tensors_sha256=hashlib.sha256(b"nonsense").hexdigest())
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="must be a safetensors file, got one that cannot be parsed"):
         load(str(tmp_path), "csr")
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match=rf"must be a folder or 'tiny', got '.*{name}'"):
         load(str(tmp_path / name), "csr")
 
 
 def test_the_embedded_models_own_is_found_by_its_name() -> None:
-    with pytest.raises(ValueError, match="'tiny' is no folder"):
+    with pytest.raises(ValueError, match="must be a folder or 'tiny', got 'tiny'"):
         load("tiny", "no-such-method")
 
 
 def test_without_a_model_only_the_head_dimension_counts() -> None:
-    found = Calibrated(META, {})
+    found = CalibrationFile(META, {})
     check_model(found, "f", INFO._replace(layers=9, weights=None))
-    with pytest.raises(ValueError, match="head dimension of 4, and the model's is 8"):
+    with pytest.raises(ValueError, match="must be for a head dimension of 8, got 4"):
         check_model(found, "f", INFO._replace(head_dim=8))
 
 
 def test_its_own_model_fits() -> None:
-    found = Calibrated({"model": model()}, {})
+    found = CalibrationFile({"model": model()}, {})
     check_model(found, "f", INFO)
     check_model(found, "f", INFO._replace(weights=None))
-    check_model(Calibrated({"model": model(weights=None)}, {}), "f", INFO)
+    check_model(CalibrationFile({"model": model(weights=None)}, {}), "f", INFO)
     assert INFO.weights is not None
     tuned = INFO.weights + 0.03 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     check_model(found, "f", INFO._replace(weights=tuned))
@@ -147,14 +147,16 @@ def test_its_own_model_fits() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"layers": 4}, "has 3 layers, and this one has 4"),
-        ({"heads": 1}, "has 2 KV heads, and this one has 1"),
-        ({"head_dim": 8}, "has 4 numbers in a head, and this one has 8"),
+        ({"layers": 4}, "with 3 layers instead of 4"),
+        ({"heads": 1}, "with 2 KV heads instead of 1"),
+        ({"head_dim": 8}, "with a head dimension of 4 instead of 8"),
         ({"weights": torch.linspace(1, -1, 64)}, "weights differ"),
         ({"weights": torch.ones(3)}, "weights differ"),
         ({"weights": torch.full((64,), torch.nan)}, "weights differ"),
     ],
 )
 def test_another_model_is_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match="'f' was made for another model.*" + words):
-        check_model(Calibrated({"model": model()}, {}), "f", INFO._replace(**fields))
+    with pytest.raises(
+        ValueError, match="'f' must be for this model, got one that was made for another model .*" + words
+    ):
+        check_model(CalibrationFile({"model": model()}, {}), "f", INFO._replace(**fields))

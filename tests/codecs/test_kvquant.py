@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy.calibration import kvquant as calibration
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs._files import save
-from kvpolicy.codecs.kvquant import KVQuant, KVQuantBook, nearest
+from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration, nearest
 from kvpolicy.protocols import ALL_HEADS, At, Codec, ModelInfo, RotaryView, Stage, StageStore
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, flags, read
@@ -27,9 +27,11 @@ class Opened:
     """A stage whose store has the calibration, so that what every stage must keep to can be asked of it."""
 
     codec: KVQuant
-    calibration: KVQuantBook
+    calibration: KVQuantCalibration
 
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> KVQuantBook:
+    def load_calibration(
+        self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS
+    ) -> KVQuantCalibration:
         return self.calibration
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:
@@ -80,21 +82,21 @@ def half(x: float) -> float:
 
 
 def key_formula(
-    x: list[float], offset: list[float], width: list[float], calibration: KVQuantBook, count: int
+    x: list[float], offset: list[float], width: list[float], calibration: KVQuantCalibration, count: int
 ) -> list[float]:
     inner = [(number - middle) / size for number, middle, size in zip(x, offset, width, strict=True)]
     apart = farthest([abs(number) for number in inner], count)
-    levels, read_ = calibration.key_levels.tolist(), calibration.key_read.tolist()
+    levels, read_ = calibration.key_levels.tolist(), calibration.key_decoded.tolist()
     coded = [read_[closest(n, levels)] * size + middle for n, middle, size in zip(inner, offset, width, strict=True)]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
 
-def value_formula(x: list[float], calibration: KVQuantBook, count: int) -> list[float]:
+def value_formula(x: list[float], calibration: KVQuantCalibration, count: int) -> list[float]:
     middle = sorted(x)[(len(x) - 1) // 2]
     apart = farthest([abs(number - middle) for number in x], count)
     rest = [number for channel, number in enumerate(x) if channel not in apart]
     zero, scale = half((max(rest) + min(rest)) / 2), half((max(rest) - min(rest)) / 2)
-    levels, read_ = calibration.value_levels.tolist(), calibration.value_read.tolist()
+    levels, read_ = calibration.value_levels.tolist(), calibration.value_decoded.tolist()
     coded = [read_[closest((number - zero) / scale, levels)] * scale + zero for number in x]
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
@@ -173,14 +175,14 @@ def test_one_book_for_all_heads(tmp_path: Path) -> None:
 
 def test_levels_are_read_by_their_norm(tmp_path: Path) -> None:
     plain, normed = made(tmp_path, 2, norm=False).calibration, made(tmp_path, 2).calibration
-    assert torch.equal(plain.key_levels, plain.key_read) and torch.equal(plain.key_levels, normed.key_levels)
+    assert torch.equal(plain.key_levels, plain.key_decoded) and torch.equal(plain.key_levels, normed.key_levels)
     keys, values = draw(64, D, seed=0)
     inner = (keys - plain.key_offset) / plain.key_range
     inner = inner[inner.abs() <= 1]
     code = nearest(inner, normed.key_levels).long()
-    torch.testing.assert_close(normed.key_read[code].mean(), inner.mean(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(normed.key_read[code].std(), inner.std(), atol=1e-4, rtol=0)
-    assert plain.key_read[code].std() < 0.99 * inner.std()
+    torch.testing.assert_close(normed.key_decoded[code].mean(), inner.mean(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(normed.key_decoded[code].std(), inner.std(), atol=1e-4, rtol=0)
+    assert plain.key_decoded[code].std() < 0.99 * inner.std()
     assert values.isfinite().all()
 
 
@@ -247,25 +249,27 @@ def test_bytes_are_known_without_memory() -> None:
     ],
 )
 def test_it_refuses(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^KVQuant\.{next(iter(fields))} must be .*, got .*; try .*\.$"):
         KVQuant(**fields)
 
 
 def test_the_calibration_must_fit(tmp_path: Path) -> None:
     codec = KVQuant(calibration=calibrated(tmp_path / "any", layers=2))
     codec.check(ModelInfo(2, H, D))
-    with pytest.raises(ValueError, match=r"no keys\.offset of layer 2"):
+    with pytest.raises(ValueError, match=r"must contain keys\.offset for layer 2, got none"):
         codec.check(ModelInfo(3, H, D))
-    with pytest.raises(ValueError, match=f"has {H} heads of {D} numbers, and the model 5 of {D}"):
+    with pytest.raises(
+        ValueError, match=f"must be for 5 KV heads of dimension {D}, as the model has, got {H} of dimension {D}"
+    ):
         codec.check(ModelInfo(2, 5, D))
-    with pytest.raises(ValueError, match=r"head dimension of 20, and the model's is 8"):
+    with pytest.raises(ValueError, match="must be for a head dimension of 8, got 20"):
         codec.check(ModelInfo(2, H, 8))
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="calibration must be a folder or 'tiny', got"):
         KVQuant(calibration=str(tmp_path / "none")).check(ModelInfo(1, H, D))
     keys, values = (x[0] for x in draw(9, D))
     tensors = {f"{name}.0": t for name, t in fit_kvquant(keys, values, bits=(2,)).items()}
     save(tmp_path / "narrow", "kvquant", {"model": None, "head_dim": D}, tensors)
-    with pytest.raises(ValueError, match=r"no keys.levels.b4 of layer 0.*for 4 bits"):
+    with pytest.raises(ValueError, match=r"must contain keys\.levels\.b4 for layer 0, got none; .*with 4 bits"):
         KVQuant(bits=4, calibration=str(tmp_path / "narrow")).check(ModelInfo(1, H, D))
 
 

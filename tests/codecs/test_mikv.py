@@ -211,7 +211,7 @@ def test_bytes_are_known_without_memory(bits: int, dim: int, per_number: float) 
     ],
 )
 def test_it_refuses(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^MiKV\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         MiKV(**parameters)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.codecs import _pursuit, _sparse
 from kvpolicy.codecs._pursuit import Solver, pursue
-from kvpolicy.codecs._sparse import Words, spell, unit
+from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
 
 B, H, D, N, M = 2, 3, 16, 40, 12
 
@@ -20,8 +20,8 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def dictionary(own: int = M, count: int = N, width: int = D) -> Words:
-    return Words(unit(normal(count, width, seed=1)), unit(normal(B, H, own, width, seed=2)))
+def random_dictionary(own: int = M, count: int = N, width: int = D) -> Dictionary:
+    return Dictionary(unit(normal(count, width, seed=1)), unit(normal(B, H, own, width, seed=2)))
 
 
 def definition(x: Tensor, atoms: Tensor, pairs: int) -> tuple[list[int], list[float]]:
@@ -35,19 +35,20 @@ def definition(x: Tensor, atoms: Tensor, pairs: int) -> tuple[list[int], list[fl
     return found, coefs
 
 
-def left(x: Tensor, words: Words, pairs: int, solver: Solver) -> Tensor:
-    return (x - spell(words, words.table(), *pursue(x, words, pairs, solver))).norm(dim=-1)
+def left(x: Tensor, dictionary: Dictionary, pairs: int, solver: Solver) -> Tensor:
+    got = reconstruct(dictionary, dictionary.table(), *pursue(x, dictionary, pairs, solver))
+    return (x - got).norm(dim=-1)
 
 
 @pytest.mark.parametrize("own", [0, M])
-@pytest.mark.parametrize("area", [0, _pursuit._GRAM])
+@pytest.mark.parametrize("area", [0, _pursuit._MAX_GRAM])
 def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pursuit, "_GRAM", area)  # 0: no products of atoms with each other
-    monkeypatch.setattr(_pursuit, "_AREA", (1000, 1000))  # several chunks
-    words, x = dictionary(own), normal(B, H, 30, D, seed=3)
-    index, coef = pursue(x, words, 6)
+    monkeypatch.setattr(_pursuit, "_MAX_GRAM", area)  # 0: no products of atoms with each other
+    monkeypatch.setattr(_pursuit, "_CPU_CHUNK", 1000)  # several chunks
+    dictionary, x = random_dictionary(own), normal(B, H, 30, D, seed=3)
+    index, coef = pursue(x, dictionary, 6)
     for b, h in product(range(B), range(H)):
-        atoms = torch.cat([words.shared, words.own[b, h]])
+        atoms = torch.cat([dictionary.shared, dictionary.per_head[b, h]])
         for i in range(30):
             found, coefs = definition(x[b, h, i], atoms, 6)
             assert index[b, h, i].tolist() == found
@@ -56,19 +57,19 @@ def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypat
 
 
 @pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
-@pytest.mark.parametrize("area", [0, _pursuit._GRAM])
+@pytest.mark.parametrize("area", [0, _pursuit._MAX_GRAM])
 @pytest.mark.parametrize("count", [1, 4, 5, 33, 120])
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(
     count: int, area: int, solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit, since one that is off can change the next atom; in several chunks."""
-    monkeypatch.setattr(_pursuit, "_GRAM", area)
-    monkeypatch.setattr(_pursuit, "_AREA", (2000, 2000))
+    monkeypatch.setattr(_pursuit, "_MAX_GRAM", area)
+    monkeypatch.setattr(_pursuit, "_CPU_CHUNK", 2000)
     for own, width in ((0, D), (M, D), (M, 128)):
-        words, x = dictionary(own, width=width), normal(B, H, count, width, seed=11)
-        index, coef = pursue(x, words, 5, solver)
+        dictionary, x = random_dictionary(own, width=width), normal(B, H, count, width, seed=11)
+        index, coef = pursue(x, dictionary, 5, solver)
         for b, h in ((slice(1), slice(1)), (slice(1, 2), slice(2, 3)), (slice(B), slice(1, 3))):
-            alone = pursue(x[b, h], Words(words.shared, words.own[b, h]), 5, solver)
+            alone = pursue(x[b, h], Dictionary(dictionary.shared, dictionary.per_head[b, h]), 5, solver)
             assert torch.equal(alone[0], index[b, h]) and torch.equal(alone[1], coef[b, h])
 
 
@@ -97,42 +98,42 @@ def test_both_ways_are_taken() -> None:
 
 def test_coefficients_have_a_sign_and_an_atom_may_come_again() -> None:
     a = unit(torch.tensor([[1.0, 0.0], [0.8, 0.6]]))
-    words = Words(a, torch.zeros(1, 1, 0, 2))
+    dictionary = Dictionary(a, torch.zeros(1, 1, 0, 2))
     x = torch.tensor([[[[-1.0, 0.9]]]])
-    index, coef = pursue(x, words, 8)
+    index, coef = pursue(x, dictionary, 8)
     assert index.flatten().tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
     assert coef[0, 0, 0, 0] == -1
-    torch.testing.assert_close(spell(words, words.table(), index, coef), x, atol=0.25, rtol=0)
-    assert left(x, words, 8, "mp") < left(x, words, 4, "mp")
+    torch.testing.assert_close(reconstruct(dictionary, dictionary.table(), index, coef), x, atol=0.25, rtol=0)
+    assert left(x, dictionary, 8, "mp") < left(x, dictionary, 4, "mp")
 
 
 @pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
 def test_zero_vectors_and_equal_atoms(solver: Solver) -> None:
-    words = Words(unit(torch.ones(3, 4)), torch.zeros(1, 1, 2, 4))
+    dictionary = Dictionary(unit(torch.ones(3, 4)), torch.zeros(1, 1, 2, 4))
     x = torch.stack([torch.zeros(4), torch.full((4,), 3.0), torch.full((4,), 1e6)])[None, None]
-    index, coef = pursue(x, words, 3, solver)
+    index, coef = pursue(x, dictionary, 3, solver)
     assert index[0, 0, 0].tolist() == [0, 0, 0] and not coef[0, 0, 0].any()
     assert index[0, 0, 1, 0] == 0, "the first of equal atoms"
-    torch.testing.assert_close(spell(words, words.table(), index, coef), x, rtol=1e-5, atol=0)
+    torch.testing.assert_close(reconstruct(dictionary, dictionary.table(), index, coef), x, rtol=1e-5, atol=0)
 
 
 def test_of_opposite_atoms_the_first_is_taken() -> None:
     axis = torch.eye(4)[:1]
     for atoms in (torch.cat([axis, -axis]), torch.cat([-axis, axis])):
-        index, coef = pursue(3 * axis[None, None], Words(atoms, torch.zeros(1, 1, 0, 4)), 1)
+        index, coef = pursue(3 * axis[None, None], Dictionary(atoms, torch.zeros(1, 1, 0, 4)), 1)
         assert index.item() == 0 and coef.item() == 3 * atoms[0, 0]
 
 
 def test_a_fit_is_no_worse_and_omp_better_still() -> None:
-    words, x = dictionary(), normal(B, H, 200, D, seed=4)
-    errors = [left(x, words, 5, solver) for solver in ("mp", "refit", "omp")]
+    dictionary, x = random_dictionary(), normal(B, H, 200, D, seed=4)
+    errors = [left(x, dictionary, 5, solver) for solver in ("mp", "refit", "omp")]
     assert (errors[1] <= errors[0] + 1e-4).all() and errors[2].mean() < errors[1].mean() < errors[0].mean()
 
 
 def test_a_fit_is_least_squares() -> None:
-    words, x = dictionary(0), normal(B, H, 20, D, seed=5)
-    index, coef = pursue(x, words, 4, "refit")
-    want = torch.linalg.lstsq(words.shared[index].mT.double(), x.double()[..., None]).solution.squeeze(-1)
+    dictionary, x = random_dictionary(0), normal(B, H, 20, D, seed=5)
+    index, coef = pursue(x, dictionary, 4, "refit")
+    want = torch.linalg.lstsq(dictionary.shared[index].mT.double(), x.double()[..., None]).solution.squeeze(-1)
     same = index.sort(-1).values.diff(dim=-1).bool().all(-1)  # else the solution is not unique
     assert same.sum() > 10
     torch.testing.assert_close(coef.double()[same], want[same], atol=1e-4, rtol=1e-4)
@@ -140,10 +141,10 @@ def test_a_fit_is_least_squares() -> None:
 
 def test_omp_is_that_of_scikit_learn() -> None:
     linear_model = pytest.importorskip("sklearn.linear_model")
-    words, x = dictionary(), normal(B, H, 25, D, seed=6)
-    index, coef = pursue(x, words, 5, "omp")
+    dictionary, x = random_dictionary(), normal(B, H, 25, D, seed=6)
+    index, coef = pursue(x, dictionary, 5, "omp")
     for b, h in product(range(B), range(H)):
-        atoms = torch.cat([words.shared, words.own[b, h]]).double()
+        atoms = torch.cat([dictionary.shared, dictionary.per_head[b, h]]).double()
         want = linear_model.orthogonal_mp_gram(
             (atoms @ atoms.T).numpy(), (atoms @ x[b, h].double().T).numpy(), n_nonzero_coefs=5
         )
@@ -154,8 +155,8 @@ def test_omp_is_that_of_scikit_learn() -> None:
 @pytest.mark.parametrize("solver", ["refit", "omp"])
 def test_nearly_equal_atoms_stay_finite(solver: Solver) -> None:
     close = torch.ones(N, D) + 1e-4 * normal(N, D)
-    words = Words(unit(close), torch.zeros(B, H, 0, D))
-    index, coef = pursue(normal(B, H, 50, D, seed=7) * 1e6, words, 16, solver)
+    dictionary = Dictionary(unit(close), torch.zeros(B, H, 0, D))
+    index, coef = pursue(normal(B, H, 50, D, seed=7) * 1e6, dictionary, 16, solver)
     assert coef.isfinite().all() and int(index.max()) < N
 
 
@@ -167,17 +168,18 @@ def test_unit_vectors_of_any_length() -> None:
 @pytest.mark.parametrize("own", [0, M])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_score_and_mix_read_nothing_back(own: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK", 7)
+    monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", 7)
     group, slots, pairs = 2, 20, 4
-    words = dictionary(own)
+    dictionary = random_dictionary(own)
     index = torch.randint(N + own, (B, H, slots, parts, pairs), generator=torch.Generator().manual_seed(8))
     coef, queries, weights = normal(*index.shape), normal(B, H, group, D), normal(B, H, group, slots)
     every = [
-        F.embedding(index[b, h], torch.cat([words.shared, words.own[b, h]])) for b, h in product(range(B), range(H))
+        F.embedding(index[b, h], torch.cat([dictionary.shared, dictionary.per_head[b, h]]))
+        for b, h in product(range(B), range(H))
     ]
     dense = (torch.stack(every).unflatten(0, (B, H)) * coef[..., None]).sum(-2)  # [B, H, C, p, d]
-    torch.testing.assert_close(spell(words, words.table(), index, coef), dense)
-    got = _sparse.mix(words, weights, lambda at: (index[:, :, at], coef[:, :, at]), parts)
+    torch.testing.assert_close(reconstruct(dictionary, dictionary.table(), index, coef), dense)
+    got = _sparse.mix(dictionary, weights, lambda at: (index[:, :, at], coef[:, :, at]), parts)
     torch.testing.assert_close(got, weights @ dense.flatten(-2), atol=1e-5, rtol=1e-4)
-    got = _sparse.score(words, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
+    got = _sparse.score(dictionary, queries, lambda at: (index[:, :, at, :1], coef[:, :, at, :1]), slots)
     torch.testing.assert_close(got, queries @ dense[:, :, :, 0].mT, atol=1e-5, rtol=1e-4)

@@ -172,7 +172,7 @@ def test_bytes_are_known_without_memory(bits: int, dim: int, per_number: float) 
     "parameters", [{"bits": 5}, {"group_size": 0}, {"sinks": -1}, {"residual_length": -1}, {"block_size": 0}]
 )
 def test_it_refuses(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^RotateKV\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         RotateKV(**parameters)
 
 

@@ -18,7 +18,7 @@ C, D, SIZE = 12, 16, 4
 
 
 def made(**fields: Any) -> Staircase:
-    return Staircase(**{"eight": 6, "four": 8, "group_size": SIZE, "residual_length": 3} | fields)
+    return Staircase(**{"tokens_8bit": 6, "tokens_4bit": 8, "group_size": SIZE, "residual_length": 3} | fields)
 
 
 def test_it_is_a_codec_of_three_stages() -> None:
@@ -49,7 +49,7 @@ def test_layout(tokens: int, exact: int, coded: tuple[int, ...]) -> None:
     assert made().layout(tokens) == (exact, coded)
 
 
-@pytest.mark.parametrize("fields", [{}, {"eight": 1, "four": 1}, {"group_size": 1, "residual_length": 0}])
+@pytest.mark.parametrize("fields", [{}, {"tokens_8bit": 1, "tokens_4bit": 1}, {"group_size": 1, "residual_length": 0}])
 def test_no_stage_shrinks_and_all_tokens_have_room(fields: dict[str, int]) -> None:
     codec = made(**fields)
     layouts = [codec.layout(tokens) for tokens in range(120)]
@@ -85,13 +85,15 @@ def test_every_stage_is_a_good_one(place: int, dim: int) -> None:
 
 def test_head_dimension_must_fill_bytes() -> None:
     made().check(ModelInfo(1, 1, 12))
-    with pytest.raises(ValueError, match=r"the head dimension 10 is no multiple of 4"):
+    with pytest.raises(ValueError, match=r"head dimension must be a multiple of 4 for Staircase, got 10"):
         made().check(ModelInfo(1, 1, 10))
 
 
-@pytest.mark.parametrize("parameters", [{"eight": 0}, {"four": 0}, {"group_size": 0}, {"residual_length": -1}])
+@pytest.mark.parametrize(
+    "parameters", [{"tokens_8bit": 0}, {"tokens_4bit": 0}, {"group_size": 0}, {"residual_length": -1}]
+)
 def test_it_refuses(parameters: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="give at least"):
+    with pytest.raises(ValueError, match=rf"^Staircase\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         Staircase(**parameters)
 
 

@@ -176,7 +176,7 @@ def test_bytes_are_known_without_memory(bits: Any, dim: int, per_number: float) 
     "parameters", [{"bits": 5}, {"bits": "4"}, {"group_size": 0}, {"residual_length": -1}, {"block_size": 0}]
 )
 def test_it_refuses(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^TokenWise\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         TokenWise(**parameters)
 
 

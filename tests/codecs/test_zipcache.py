@@ -142,7 +142,7 @@ def test_bytes_are_known_without_memory(bits: int, dim: int, per_number: float) 
     "parameters", [{"high": -0.1}, {"high": 1.1}, {"high_bits": 16}, {"bits": 8}, {"recode_every": 0}]
 )
 def test_it_refuses(parameters: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match=rf"^ZipCache\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         ZipCache(**parameters)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import coarse, mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from tests.reference import coding
 
@@ -57,7 +57,7 @@ class FakeStage:
         if not keys.shape[2] or not codes.keys.shape[2]:
             return
         keys, values = ((x.float() / self.step).round() * self.step for x in (keys, values))
-        group, used = coarse(slots, self.group_size), write_mask[..., None]
+        group, used = to_groups(slots, self.group_size), write_mask[..., None]
         assert isinstance(group, Tensor)
         sizes = keys.abs().masked_fill(~used, -1)
         top = torch.full_like(codes.top, -1).scatter_reduce(2, group[..., None].expand_as(sizes), sizes, "amax")

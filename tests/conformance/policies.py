@@ -25,8 +25,8 @@ _WORDS = {
     "kvquant": f"kvquant:outliers=0.1:sinks=2:residual_length=2:block_size=3:calibration={folder('kvquant')}",
     "rotate": "rotate:group_size=4:sinks=2:residual_length=2:block_size=4",
     "turboquant": "turboquant:residual_length=2:block_size=4",
-    "staircase": "staircase:eight=4:four=4:group_size=4:residual_length=2",
-    "csr": f"csr:s=4:online=2:residual_length=1:block_size=4:dictionary={folder('csr')}",
+    "staircase": "staircase:tokens_8bit=4:tokens_4bit=4:group_size=4:residual_length=2",
+    "csr": f"csr:nnz=4:prompt_atoms=2:residual_length=1:block_size=4:dictionary={folder('csr')}",
     "mikv": "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
     "zipcache": "zipcache:recode_every=5",
 }

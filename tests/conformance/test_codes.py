@@ -96,7 +96,7 @@ def test_attention_is_that_of_what_is_read(name: str) -> None:
         ("turboquant-3", 3.1875),
         ("rotate-2", 2.1875),
         ("kvquant-3", 3.3125),
-        ("csr-online", 2.0),
+        ("csr-prompt-atoms", 2.0),
         ("csr-fp8", 0.75),
     ],
 )

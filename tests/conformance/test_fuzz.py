@@ -44,8 +44,8 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
     "rotate": {"bits": [2, 3, 4], "group_size": [2, 8], "sinks": [0, 1, 5]},
     "turboquant": {"bits": [2, 4], "seed": [0, 3]},
     "csr": {
-        "s": [4], "sn": [1, 2, 4], "frame": ["pre", "post"], "online": [0, 1, 3], "index": ["int16", "packed"],
-        "solver": ["mp", "refit", "omp"], "guard": [0, 1, 3],
+        "nnz": [4], "value_chunks": [1, 2, 4], "key_space": ["unrotated", "rotated"], "prompt_atoms": [0, 1, 3],
+        "index": ["int16", "packed"], "solver": ["mp", "refit", "omp"], "outlier_atoms": [0, 1, 3],
     },
     "mikv": {"high": [0.0, 0.2, 0.75, 1.0], "high_bits": [8, 16], "bits": [2, 3, 4], "group_size": [2, 8]},
 }  # fmt: skip
@@ -64,7 +64,7 @@ def draw_codec(dice: Random) -> str:
         size = f"group_size={dice.choice([2, 3, 4])}:residual_length={dice.choice([0, 1, 4, 9])}"
         return f"gear:rank=0:bits={bits}:backbone={backbone}:sparse={dice.choice(['0.0', '0.1', '0.3'])}:{size}"
     if name == "staircase":
-        return f"staircase:eight={dice.randint(1, 9)}:four={dice.randint(1, 9)}:{sizes}"
+        return f"staircase:tokens_8bit={dice.randint(1, 9)}:tokens_4bit={dice.randint(1, 9)}:{sizes}"
     if name == "zipcache":
         return f"zipcache:high={dice.choice(['0.0', '0.3', '1.0'])}:bits=3:recode_every={dice.randint(1, 9)}"
     options = {key: dice.choice(values) for key, values in _OPTIONS[name].items()}

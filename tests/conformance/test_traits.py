@@ -14,7 +14,7 @@ MORE = [
     "tokenwise",
     "rotate:sinks=0",
     "staircase",
-    "staircase:eight=1:four=7:group_size=3:residual_length=1",
+    "staircase:tokens_8bit=1:tokens_4bit=7:group_size=3:residual_length=1",
     "mikv",
     "mikv:high=0.07:high_bits=8",
     "mikv:high=1.0:block_size=5",

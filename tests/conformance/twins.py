@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpolicy.codecs._rotation import mix
 from kvpolicy.codecs.bfp import BFP
-from kvpolicy.codecs.csr import CSR, CSRBook
-from kvpolicy.codecs.kvquant import KVQuant, KVQuantBook
+from kvpolicy.codecs.csr import CSR, CSRDictionaries
+from kvpolicy.codecs.kvquant import KVQuant, KVQuantCalibration
 from kvpolicy.codecs.mikv import MiKVStage
 from kvpolicy.codecs.rotate import RotateKV
 from kvpolicy.codecs.tokenwise import TokenWise
@@ -75,7 +75,9 @@ def kvquant_case(scales: tuple[float, float], **config: Any) -> Case:
     def store(stage: Stage, dim: int) -> StageStore:
         read = torch.tensor(levels) * norm[0] + norm[1]
         channels = [torch.tensor([some(dim, h) for h in range(H)])[None, :, None] for some in (offset, width)]
-        calibration = KVQuantBook(channels[0], channels[1], torch.tensor(levels), read, torch.tensor(levels), read)
+        calibration = KVQuantCalibration(
+            channels[0], channels[1], torch.tensor(levels), read, torch.tensor(levels), read
+        )
         return StageStore(stage.alloc(B, H, SLOTS, dim, "cpu"), calibration)
 
     return Case(KVQuant(**config), head, store)
@@ -83,29 +85,32 @@ def kvquant_case(scales: tuple[float, float], **config: Any) -> Case:
 
 def csr_case(atoms: int, **config: Any) -> Case:
     """A dictionary of random atoms, and the prompt's newest tokens, one of which is missing."""
-    online: int = config.get("online", 0)
-    config = {"online": online, **config}
+    prompt_atoms: int = config.get("prompt_atoms", 0)
+    config = {"prompt_atoms": prompt_atoms, **config}
 
     def random(count: int, dim: int, seed: int) -> Tensor:
         return torch.randn(count, dim, generator=torch.Generator().manual_seed(seed))
 
     def dictionary(dim: int) -> list[Tensor]:
-        return [torch.nn.functional.normalize(random(atoms, width, 7), dim=-1) for width in (dim, dim // config["sn"])]
+        return [
+            torch.nn.functional.normalize(random(atoms, width, 7), dim=-1)
+            for width in (dim, dim // config["value_chunks"])
+        ]
 
     def prompt(dim: int) -> Pair:
-        keys, values = (random(B * H * online, dim, seed).reshape(B, H, online, dim) for seed in (8, 9))
+        keys, values = (random(B * H * prompt_atoms, dim, seed).reshape(B, H, prompt_atoms, dim) for seed in (8, 9))
         keys[1, 0, :1], values[1, 0, :1] = 0, 0
         return keys, values
 
     def head(dim: int, b: int, h: int) -> Any:
         offline = [list(side) for side in dictionary(dim)]
         keys, values = ([*side[b, h]] for side in prompt(dim))
-        given = {key: value for key, value in config.items() if key != "online"}
+        given = {key: value for key, value in config.items() if key != "prompt_atoms"}
         return csr.Head(given, dim, offline[0], offline[1], keys, values)
 
     def store(stage: Stage, dim: int) -> StageStore:
         codes = stage.alloc(B, H, SLOTS, dim, "cpu")
-        return StageStore(codes, CSRBook(*dictionary(dim)), atoms=prompt(dim) if online else None)
+        return StageStore(codes, CSRDictionaries(*dictionary(dim)), atoms=prompt(dim) if prompt_atoms else None)
 
     return Case(CSR(**config), head, store, close=3e-3)
 
@@ -149,10 +154,10 @@ CASES: dict[str, Case] = {
     **{f"kvquant-{bits}": kvquant_case((1.1, 0.05), bits=bits) for bits in (2, 3, 4)},
     "kvquant-none": kvquant_case((1.0, 0.0), bits=3, outliers=0.0),
     "kvquant-many": kvquant_case((1.0, 0.0), bits=2, outliers=0.1),
-    **{f"csr-{solver}": csr_case(40, s=4, sn=2, solver=solver) for solver in ("mp", "refit", "omp")},
-    "csr-fp8": csr_case(40, s=4, sn=1, coef="fp8"),
-    "csr-online": csr_case(40, s=8, sn=4, online=2),
-    "csr-guard": csr_case(30, s=2, sn=2, guard=2, online=1),
+    **{f"csr-{solver}": csr_case(40, nnz=4, value_chunks=2, solver=solver) for solver in ("mp", "refit", "omp")},
+    "csr-fp8": csr_case(40, nnz=4, value_chunks=1, coef="fp8"),
+    "csr-prompt-atoms": csr_case(40, nnz=8, value_chunks=4, prompt_atoms=2),
+    "csr-outlier-atoms": csr_case(30, nnz=2, value_chunks=2, outlier_atoms=2, prompt_atoms=1),
     **{f"rotate-{bits}": rotate_case(bits=bits) for bits in (2, 3, 4)},
     "rotate-groups": rotate_case(bits=3, group_size=16),
     **{f"turboquant-{bits}": turboquant_case(seed=bits, bits=bits) for bits in (2, 3, 4)},

@@ -39,7 +39,7 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
     for policy in POLICIES:
         (some, mine), (one, whole) = _play(model, policy), _play(alone, policy)
         pairs = [
-            (b.positions[:, a.ranks.held], a.positions)
+            (b.positions[:, a.store.ranks.held], a.positions)
             for a, b in zip(some.policy_layers, one.policy_layers, strict=True)
         ]
         same = [float((left.sort(-1).values == right.sort(-1).values).float().mean()) for left, right in pairs]

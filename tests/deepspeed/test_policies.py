@@ -54,7 +54,7 @@ def _share_of(one: PolicyCache, some: PolicyCache, held: slice) -> tuple[float, 
         for whole, part in zip(where.flatten(0, 1).tolist(), there.flatten(0, 1).tolist(), strict=True):
             kept += len({*whole} & {*part} - {-1})
             all_kept += len({*whole} - {-1})
-        for a, b in zip(left.codes, right.codes, strict=True):
+        for a, b in zip(left.store.codes, right.store.codes, strict=True):
             for x, y in zip(a, b, strict=True):
                 own = x[:, held] if x.shape[1] > 1 else x
                 if x.dtype in (torch.uint8, torch.int8, torch.int16) and own.shape == y.shape:
@@ -73,7 +73,7 @@ def _compare(
     for policy in policies:
         one, logits = _play(alone, policy)
         some, others = _play(model, policy)
-        found[policy] = (*_share_of(one, some, some.policy_layers[0].ranks.held), float((logits - others).abs().max()))
+        found[policy] = (*_share_of(one, some, some.policy_layers[0].store.ranks.held), float((logits - others).abs().max()))
         planned = kvpolicy.plan(
             alone.config, policy, batch=2, prompt=[PROMPT, PROMPT - PROMPT // 2], new=STEPS, tp=world,
             dtype=getattr(torch, dtype),

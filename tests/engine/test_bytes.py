@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
@@ -165,3 +166,41 @@ def test_dtypes(dtype: torch.dtype) -> None:
         talk(model, ids, mask, [PROMPT], cache)
     assert stored_bytes(cache) == cache.nbytes
     assert cache.nbytes == kvpolicy.plan(model.config, policy, prompt=PROMPT, dtype=dtype).nbytes
+
+
+@pytest.mark.parametrize("policy", ["squeeze+snapkv@64KiB", "h2o+rotate:block_size=4@0.5", "window:decode=grow@0.5"])
+@pytest.mark.parametrize("prompt", [None, "rows"])
+def test_every_tensor_of_a_cache_is_counted(policy: str, prompt: str | None) -> None:
+    """Tensors of the host too: what a cache knows of its rows was left out."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 33], [PROMPT, 1, 1])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, prompt=None if prompt is None else [PROMPT, 33], new=2)
+        assert not cache.is_initialized
+        for start, stop in ((0, PROMPT), (PROMPT, PROMPT + 1), (PROMPT + 1, PROMPT + 2)):
+            forward(model, ids, mask, start, stop, cache)
+        assert cache.is_initialized
+    found: dict[int, int] = {}
+    stack: list[Any] = [vars(cache)]
+    while stack:
+        thing = stack.pop()
+        if isinstance(thing, Tensor):
+            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        elif isinstance(thing, dict):
+            stack += [part for name, part in thing.items() if name not in ("calibrations", "attachment")]
+        elif isinstance(thing, list | tuple):
+            stack += thing
+        elif type(thing).__module__.startswith("kvpolicy") and hasattr(thing, "__dict__"):
+            stack.append(vars(thing))
+    assert sum(found.values()) == cache.nbytes
+
+
+def test_a_loop_without_announced_length_reserves_a_share() -> None:
+    """A cache that grows has slots for an eighth more than it holds, where it had 256 more."""
+    model = build("llama")
+    ids, mask = make_batch([200], [200, 1])
+    with kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 200, cache)
+        assert cache.policy_layers[0].layout.slots == 225
+        assert cache.nbytes < 1.2 * cache.full_nbytes

@@ -181,7 +181,7 @@ def test_a_profile_of_another_model(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     profile(build("llama"), [make_batch([20], [20])[0]], path)
     with (
-        pytest.raises(ValueError, match="3 layers and this one has 8"),
+        pytest.raises(ValueError, match="must be of a model with 8 layers, got 3"),
         kvpolicy.attach(deep(), f"squeeze:profile={path}+window@0.5") as handle,
     ):
         talk(deep(), *make_batch([20], [20]), [20], None)

@@ -145,19 +145,20 @@ def _csr(config: Config, calibration: Books) -> Codec:
     own = _only(config, csr.DEFAULTS)
 
     def make(layer: int, head: int, dim: int, given: Given) -> Alone:
-        names = f"keys.{config['frame']}", f"values.sn{config['sn']}"
+        space = {"unrotated": "pre", "rotated": "post"}[config["key_space"]]
+        names = f"keys.{space}", f"values.sn{config['value_chunks']}"
         offline = [[atom / atom.norm() for atom in calibration(layer)[name].float().T] for name in names]
-        online = [[*side] for side in given.own or ((), ())]
-        return csr.Head(own, dim, *offline, *online)
+        prompt = [[*side] for side in given.own or ((), ())]
+        return csr.Head(own, dim, *offline, *prompt)
 
-    assert not config["top"], "the reference attends to all"
-    online = config["online"]
+    assert not config["read_top_k"], "the reference attends to all"
+    pinned = config["prompt_atoms"]
     return _lone(
         config,
         make,
-        key_space="unrotated" if config["frame"] == "pre" else "rotated",
-        pins="newest" if online else "none",
-        pinned=online,
+        key_space=config["key_space"],
+        pins="newest" if pinned else "none",
+        pinned=pinned,
     )
 
 
@@ -185,8 +186,8 @@ def _staircase(config: Config, calibration: Books) -> Codec:
         if tokens < residual + size:
             return tokens, []
         groups = math.ceil((tokens - residual) / size)
-        eight = min(math.ceil(config["eight"] / size), groups)
-        four = min(math.ceil(config["four"] / size), groups - eight)
+        eight = min(math.ceil(config["tokens_8bit"] / size), groups)
+        four = min(math.ceil(config["tokens_4bit"] / size), groups - eight)
         return residual + size, [eight * size, four * size, (groups - eight - four) * size]
 
     return Codec(

@@ -12,7 +12,7 @@ from torch import Tensor
 from .scalars import Coded, complete, descending, e4m3, half
 from .selectors import Config
 
-DEFAULTS: Config = {"s": 8, "sn": 2, "solver": "mp", "coef": "fp16", "guard": 0}
+DEFAULTS: Config = {"nnz": 8, "value_chunks": 2, "solver": "mp", "coef": "fp16", "outlier_atoms": 0}
 Array = NDArray[np.float64]
 Atoms = list[Array]
 
@@ -83,19 +83,19 @@ def left_over(x: Array, atoms: Atoms, pairs: int) -> float:
 class Side:
     """Keys or values of one KV head: its own dictionary, and into how many parts a vector is cut."""
 
-    def __init__(self, atoms: list[Tensor], online: list[Tensor], parts: int, config: Config) -> None:
+    def __init__(self, atoms: list[Tensor], prompt: list[Tensor], parts: int, config: Config) -> None:
         """Start.
 
         Args:
             atoms: The offline dictionary's atoms [D / parts], of norm 1.
-            online: Vectors [D] of this head and of the prompt, which become atoms, part after part.
+            prompt: Vectors [D] of this head and of the prompt, which become atoms, part after part.
             parts: Into how many parts a vector is cut.
             config: The codec's parameters.
         """
         self.parts, self.config, self.scale = parts, config, 1.0
-        self.pairs = config["s"] // parts
+        self.pairs = config["nnz"] // parts
         self.atoms: Atoms = [np.array(atom.double().tolist()) for atom in atoms]
-        self.atoms += [unit(part) for x in online for part in self.cut(x)]
+        self.atoms += [unit(part) for x in prompt for part in self.cut(x)]
         self.fixed = len(self.atoms)
 
     def cut(self, x: Tensor) -> list[Array]:
@@ -104,7 +104,7 @@ class Side:
         width = len(xs) // self.parts
         return [np.array(xs[start : start + width]) for start in range(0, len(xs), width)]
 
-    def guard(self, tokens: list[Tensor], count: int) -> None:
+    def add_outliers(self, tokens: list[Tensor], count: int) -> None:
         """Make atoms of the `count` parts that are coded worst, instead of earlier ones; ties: the earlier part.
 
         Directions are kept in fp16; the atoms, as all others, have the norm 1.
@@ -149,27 +149,27 @@ class Head:
         head_dim: int,
         key_atoms: list[Tensor],
         value_atoms: list[Tensor],
-        online_keys: list[Tensor],
-        online_values: list[Tensor],
+        prompt_keys: list[Tensor],
+        prompt_values: list[Tensor],
     ) -> None:
         """Start with the offline atoms, then those of the prompt.
 
         Args:
-            config: `s` pairs for each vector, `sn` parts of a value, `solver`, `coef`, `guard`.
+            config: `nnz` pairs for each vector, `value_chunks` parts of a value, `solver`, `coef`, `outlier_atoms`.
             head_dim: Channels.
             key_atoms: Offline atoms [D], of norm 1.
-            value_atoms: Offline atoms [D / sn], of norm 1.
-            online_keys: Keys [D] of this head that become atoms.
-            online_values: Values [D] of this head whose parts become atoms.
+            value_atoms: Offline atoms [D / value_chunks], of norm 1.
+            prompt_keys: Keys [D] of this head that become atoms.
+            prompt_values: Values [D] of this head whose parts become atoms.
         """
         self.config = complete(DEFAULTS, config)
-        self.keys = Side(key_atoms, online_keys, 1, self.config)
-        self.values = Side(value_atoms, online_values, self.config["sn"], self.config)
+        self.keys = Side(key_atoms, prompt_keys, 1, self.config)
+        self.values = Side(value_atoms, prompt_values, self.config["value_chunks"], self.config)
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Take the guard, and then the scale of the coefficients, from the tokens that an empty head is given."""
+        """Take outlier atoms, and then the scale of the coefficients, from the tokens that an empty head is given."""
         for side, tokens in ((self.keys, keys), (self.values, values)):
-            side.guard(tokens, self.config["guard"])
+            side.add_outliers(tokens, self.config["outlier_atoms"])
             side.scale_to(tokens)
 
     def code(self, key: Tensor, value: Tensor) -> Coded:

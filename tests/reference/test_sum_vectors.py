@@ -129,23 +129,23 @@ def test_orthogonal_matching_pursuit_is_that_of_scikit_learn() -> None:
         np.testing.assert_allclose(np.take(sparse, chosen), coefficients, rtol=1e-8)
 
 
-@pytest.mark.parametrize(("s", "bits"), [(4, 1.0), (6, 1.5), (8, 2.0), (16, 4.0)])
-def test_pairs_and_bits(s: int, bits: float) -> None:
-    head = csr_head(dictionary(20), dictionary(20, D // 2), s=s)
+@pytest.mark.parametrize(("nnz", "bits"), [(4, 1.0), (6, 1.5), (8, 2.0), (16, 4.0)])
+def test_pairs_and_bits(nnz: int, bits: float) -> None:
+    head = csr_head(dictionary(20), dictionary(20, D // 2), nnz=nnz)
     codes, _, _ = head.code(*noise(2))
     for side in ("key", "value"):
-        assert len(codes[f"{side}_index"]) == len(codes[f"{side}_coef"]) == s
-        assert s * (16 + 16) / D == bits
+        assert len(codes[f"{side}_index"]) == len(codes[f"{side}_coef"]) == nnz
+        assert nnz * (16 + 16) / D == bits
 
 
-def test_the_prompt_and_the_guard_code_themselves() -> None:
+def test_prompt_atoms_and_outlier_atoms_code_themselves() -> None:
     keys, values = noise(6, 32, 1), noise(6, 32, 2)
-    head = csr.Head({"s": 2, "guard": 2}, 32, dictionary(10, 32), dictionary(10, 16), keys[:2], values[:2])
+    head = csr.Head({"nnz": 2, "outlier_atoms": 2}, 32, dictionary(10, 32), dictionary(10, 16), keys[:2], values[:2])
     assert len(head.keys.atoms) == 12 and len(head.values.atoms) == 14
     head.fit(keys[2:], values[2:])
     assert len(head.keys.atoms) == 14 and len(head.values.atoms) == 16
     exact = [share([head.keys.code(key)[2]], [key]) < 1e-6 for key in keys]
-    assert exact[:2] == [True, True] and sum(exact) == 4, "two that were seen and two that were guarded"
+    assert exact[:2] == [True, True] and sum(exact) == 4, "two prompt atoms and two outlier atoms"
     assert share([head.values.code(values[0])[2]], values[:1]) < 1e-6
 
 

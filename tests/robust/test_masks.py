@@ -13,7 +13,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.registry import lookup
 from tests.conformance.models import build
-from tests.conformance.play import make_batch, talk
+from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, words
 from tests.robust.hostile import EACH, exact, prompt, refused, roomy
 
@@ -140,3 +140,38 @@ def test_positions_that_jump(codec: str) -> None:
                 model(ids[:, :4], past_key_values=cache, position_ids=place[None])
         model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(22, 26)[None])
         assert cache.policy_layers[0].length.tolist() == [26]
+
+
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("change", ["other", "swapped"])
+def test_a_later_mask_that_hides_other_tokens_is_refused(new: int, change: str) -> None:
+    """As many earlier tokens, but not the same ones: the error was due and did not come."""
+    model = build("llama")
+    ids, mask = make_batch([20, 17], [20, 1, new])
+    with kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 20, cache)
+        forward(model, ids, mask, 20, 21, cache)
+        wrong = mask.clone()
+        if change == "other":
+            wrong[1, :4] = torch.tensor([1, 0, 0, 0])  # row 1 is padded in its first three columns
+        else:
+            wrong[:, :21] = mask.flip(0)[:, :21]
+        with pytest.raises(RuntimeError if new == 1 else kvpolicy.KVPolicyError, match="same earlier tokens"):
+            forward(model, ids, wrong, 21, 21 + new, cache)
+
+
+def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
+    from kvpolicy.hf.mask_digest import mask_digest
+
+    model = build("llama")
+    ids, mask = make_batch([20, 17], [20, 1, 1, 5])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model)
+        for start, stop in ((0, 20), (20, 21), (21, 22)):
+            forward(model, ids, mask, start, stop, cache)
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        ids, mask = ids[[1, 0, 1]], mask[[1, 0, 1]]
+        forward(model, ids, mask, 22, 27, cache)
+        assert cache.mask_digest is not None
+        assert torch.equal(cache.mask_digest, mask_digest(mask))

@@ -64,15 +64,15 @@ class Case:
         self.keys, self.values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(device) for _ in range(2))
         self.query = torch.randn(1, HEADS, GROUP, DIM, generator=generator).to(device)
         self.rope = _rope()
-        self.store = self.encode()
-        view = self.store.coded_view()
-        assert view is not None, f"{codec} encodes none of {tokens} tokens"
-        self.view: CodecView = view
-        self.weights = [part.contiguous() for part in self._weights().split(view.sizes, -1)]
+        self.layer = self.encode()
+        coded = self.layer.coded_view()
+        assert coded is not None, f"{codec} encodes none of {tokens} tokens"
+        self.coded: CodecView = coded
+        self.weights = [part.contiguous() for part in self._weights().split(coded.sizes, -1)]
 
     def _weights(self) -> Tensor:
         """Random attention weights over the encoded tokens."""
-        shape = (1, HEADS, GROUP, sum(self.view.sizes))
+        shape = (1, HEADS, GROUP, sum(self.coded.sizes))
         return torch.softmax(torch.randn(shape, generator=torch.Generator().manual_seed(1)), -1).to(self.keys)
 
     def encode(self) -> LayerStore:
@@ -81,11 +81,11 @@ class Case:
 
     def score(self) -> list[Tensor]:
         """Scores of all encoded tokens."""
-        return self.view.score(self.query)
+        return self.coded.score(self.query)
 
     def mix(self) -> list[Tensor]:
         """Weighted sum of all encoded tokens."""
-        return self.view.mix(self.weights)
+        return self.coded.mix(self.weights)
 
 
 def _rope() -> Rope:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import PolicyCache
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
@@ -33,19 +32,23 @@ def peak(model: Any, policy: str, ids: Tensor) -> tuple[int, int]:
         ids: Token ids of the prompt.
     """
     peak_bytes = 0
-    attend = PolicyCache.attend
+    attend = kvpolicy.PolicyCache.attend
 
-    def watched(self: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def watched(self: kvpolicy.PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         nonlocal peak_bytes
         out = attend(self, layer_idx, q, k, v, *rest)
-        # Keys and values of this layer are alive too; if the layer holds its prompt until later, the cache counts them.
+        # Keys and values of this layer are alive too; if the layer stores them until later, the cache counts them.
         layer: Any = self.layers[layer_idx]
         prompt_bytes = 0 if layer.pending is not None else k.nbytes + v.nbytes
         peak_bytes = max(peak_bytes, cache.nbytes + prompt_bytes)
         return out
 
-    with mock.patch.object(PolicyCache, "attend", watched), torch.inference_mode(), kvpolicy.attach(model, policy):
-        cache = PolicyCache(model)
+    with (
+        mock.patch.object(kvpolicy.PolicyCache, "attend", watched),
+        torch.inference_mode(),
+        kvpolicy.attach(model, policy),
+    ):
+        cache = kvpolicy.PolicyCache(model)
         model(ids, past_key_values=cache, logits_to_keep=1)
     return peak_bytes, cache.nbytes
 

@@ -27,17 +27,24 @@ CODECS = [
     "turboquant:bits=2",
     "bfp",
     "staircase",
-    "csr:s=16",
-    "csr:s=8",
-    "csr:s=8:coef=fp8:index=packed",
-    "csr:s=4",
+    "csr:nnz=16",
+    "csr:nnz=8",
+    "csr:nnz=8:coef=fp8:index=packed",
+    "csr:nnz=4",
     "mikv",
     "mikv:high_bits=8",
     "zipcache",
 ]
 """Specs of codecs at their defaults, apart from the options given; see `with_ranking` for `mikv` and `zipcache`."""
 
-_SHORT = {"residual_length": 8, "block_size": 8, "group_size": 16, "online": 16, "eight": 16, "four": 32}
+_SHORT = {
+    "residual_length": 8,
+    "block_size": 8,
+    "group_size": 16,
+    "prompt_atoms": 16,
+    "tokens_8bit": 16,
+    "tokens_4bit": 32,
+}
 """Values of the options that set how many tokens a codec keeps in full precision."""
 
 _TOKEN_GROUPS = ("kivi", "gear", "staircase")

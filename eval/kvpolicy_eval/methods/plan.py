@@ -36,7 +36,7 @@ CODECS = {
     "turboquant": ["turboquant:bits=4", "turboquant:bits=2"],
     "bfp": ["bfp"],
     "staircase": ["staircase"],
-    "csr": ["csr:s=8", "csr:s=4"],
+    "csr": ["csr:nnz=8", "csr:nnz=4"],
     "mikv": ["mikv"],
     "zipcache": ["zipcache:recode_every=16"],
 }

@@ -27,7 +27,7 @@ TOKEN = 200
 
 def normalized_keys() -> Tensor:
     """Keys normalized per channel by the mean and deviation that tokenwise fitted, [positions, D]."""
-    codes: Any = after(TOKENWISE.format(4, "true")).codes[0]
+    codes = after(TOKENWISE.format(4, "true")).codes[0]
     return (originals().keys[HEAD] - codes.channel_zero[0, HEAD].float()) / codes.channel_scale[0, HEAD].float()
 
 
@@ -119,12 +119,12 @@ def bfp_blocks() -> dict[str, tuple[Tensor, Tensor, float]]:
         By name: absolute elements in stored order, size of a quantization step at each, and the error of all keys.
     """
     keys = originals().keys
-    store = coded_store(BLOCKS, keys[None], keys[None])
-    codes: Any = store.codes[0]
-    slot = int((store.positions[0, HEAD] == TOKEN).nonzero()) - store.layout.exact
+    layer = coded_store(BLOCKS, keys[None], keys[None])
+    codes = layer.codes[0]
+    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
     result: dict[str, tuple[Tensor, Tensor, float]] = {}
     exponents = {"as they are": codes.value_scale, "sorted": codes.key_scale}
-    for (name, biased), decoded in zip(exponents.items(), reversed(read(store)), strict=True):
+    for (name, biased), decoded in zip(exponents.items(), reversed(read(layer)), strict=True):
         size = keys[HEAD, TOKEN].abs()
         size = size[codes.order[0, HEAD, 0].long()] if name == "sorted" else size
         # Exponents are stored with a bias of 127, and the mantissa has a sign and an integer bit.

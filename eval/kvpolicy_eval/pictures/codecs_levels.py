@@ -24,18 +24,18 @@ BITS = 3
 """Bits of the levels in the picture of turboquant."""
 SEED = 0
 """Seed of its random signs."""
-CSR = "csr:s={}:online=16:block_size=8"
+CSR = "csr:nnz={}:prompt_atoms=16:block_size=8"
 TOKEN = 200
 """Position of the key that is written as a sum of atoms."""
 PAIRS = (2, 4, 6, 8)
-"""Numbers of pairs of an atom and its coefficient, the `s` of CSR."""
+"""Numbers of pairs of an atom and its coefficient, the `nnz` of CSR."""
 WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "white", "framealpha": 1}
 """Style of a legend that covers lines."""
 
 
 def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
     """One channel over positions, rotated and unrotated, and the center and half width of its calibrated range."""
-    calibration: Any = after(KVQUANT).calibrations[0]
+    calibration = after(KVQUANT).calibrations[0]
     center, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
     tensors = originals()
     return tensors.keys[HEAD, :, CHANNEL], tensors.unrotated[HEAD, :, CHANNEL], center, half
@@ -43,7 +43,7 @@ def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
 
 def kvquant_normalized() -> tuple[Tensor, Tensor]:
     """Unrotated keys of the layer in units of their calibrated ranges, and the levels that they are rounded to."""
-    calibration: Any = after(KVQUANT).calibrations[0]
+    calibration = after(KVQUANT).calibrations[0]
     normalized = (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
     return normalized.flatten(), calibration.key_levels
 
@@ -146,9 +146,9 @@ def turboquant() -> Figure:
 
 def csr_pairs() -> tuple[Tensor, Tensor]:
     """Atoms and coefficients of one key as stored, [s] each."""
-    store = after(CSR.format(PAIRS[-1]))
-    slot = int((store.positions[0, HEAD] == TOKEN).nonzero()) - store.layout.exact
-    codes: Any = store.codes[0]
+    layer = after(CSR.format(PAIRS[-1]))
+    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
+    codes = layer.stage_store(0).codes
     return codes.key_index[0, HEAD, slot].long(), codes.key_coef[0, HEAD, slot].float()
 
 
@@ -169,7 +169,7 @@ def csr_errors() -> tuple[list[float], list[float]]:
 def csr() -> Figure:
     """One key, its pairs, and the error by number of pairs."""
     figure, (first, second, third) = canvas(
-        3, ["csr:s=4", "csr:s=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
+        3, ["csr:nnz=4", "csr:nnz=8:coef=fp8:index=packed", "csr"], width_ratios=[1.5, 1, 0.9]
     )
     first.plot(originals().unrotated[HEAD, TOKEN], color=INK, linewidth=2.4, alpha=0.35, label="the key")
     for (s, x), color in zip(csr_sums().items(), (VERMILION, "", "", BLUE), strict=True):

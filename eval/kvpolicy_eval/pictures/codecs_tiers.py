@@ -26,7 +26,7 @@ from kvpolicy_eval.pictures.tensors import (
 
 PLAIN = "h2o:recent=0.25@96"
 PLAIN_STEPS = 40
-STAIRCASE = "staircase:eight=64:four=128:group_size=16:residual_length=16"
+STAIRCASE = "staircase:tokens_8bit=64:tokens_4bit=128:group_size=16:residual_length=16"
 STAIRCASE_STEPS = 64
 MIKV = "h2o+mikv:residual_length=8:block_size=8"
 ZIPCACHE = "probe+zipcache:recode_every=50"
@@ -65,9 +65,9 @@ def staircase_moments() -> list[tuple[str, Tensor, Tensor]]:
     moments: list[tuple[str, Tensor, Tensor]] = []
     keys = originals().keys[HEAD]
     for steps in (0, STAIRCASE_STEPS):
-        store = after(STAIRCASE, steps, STAIRCASE_STEPS)
+        layer = after(STAIRCASE, steps, STAIRCASE_STEPS)
         name = f"after {steps} more tokens" if steps else "after the prompt"
-        moments.append((name, stage_of(store), relative_error_of_each(read(store)[0][:PROMPT], keys)))
+        moments.append((name, stage_of(layer), relative_error_of_each(read(layer)[0][:PROMPT], keys)))
     return moments
 
 
@@ -95,8 +95,8 @@ def staircase() -> Figure:
 
 def mikv_scores() -> tuple[Tensor, Tensor]:
     """Attention that h2o has accumulated for each token, and the token's stage."""
-    store = after(MIKV)
-    return by_position(store, next(iter(tensors(store.state)))), stage_of(store)
+    layer = after(MIKV)
+    return by_position(layer, next(iter(tensors(layer.state)))), stage_of(layer)
 
 
 def mikv() -> Figure:

@@ -61,7 +61,7 @@ def originals(layer_idx: int = LAYER) -> Originals:
 
 @cache
 def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
-    """The slots of a layer under a policy, after the prompt and decode steps.
+    """A layer of a cache under a policy, after the prompt and decode steps.
 
     Args:
         policy: Spec of the policy.
@@ -78,11 +78,11 @@ def after(policy: str, steps: int = 0, new: int = 1) -> LayerStore:
         return layers[LAYER].store
 
 
-def by_position(store: LayerStore, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
+def by_position(layer: LayerStore, per_slot: Tensor, head: int = HEAD, missing: float = torch.nan) -> Tensor:
     """Scatter a tensor of slots to the positions of their tokens.
 
     Args:
-        store: The layer.
+        layer: The layer.
         per_slot: One element per slot, [1, H, S, ...].
         head: KV head.
         missing: Value at positions without a slot.
@@ -90,34 +90,34 @@ def by_position(store: LayerStore, per_slot: Tensor, head: int = HEAD, missing: 
     Returns:
         [positions, ...]
     """
-    positions = store.positions[0, head].long()
+    positions = layer.positions[0, head].long()
     occupied = positions >= 0
-    out = per_slot.new_full((int(store.length[0]), *per_slot.shape[3:]), missing)
+    out = per_slot.new_full((int(layer.length[0]), *per_slot.shape[3:]), missing)
     out[positions[occupied]] = per_slot[0, head][occupied]
     return out
 
 
-def stage_of(store: LayerStore, head: int = HEAD) -> Tensor:
+def stage_of(layer: LayerStore, head: int = HEAD) -> Tensor:
     """Stage of each token, [positions]: 0 in full precision, 1 and more for encoded stages, -1 if evicted."""
-    slots = torch.zeros(store.positions.shape, dtype=torch.int64)
-    for number, start in enumerate(store.layout.starts(), 1):
+    slots = torch.zeros(layer.positions.shape, dtype=torch.int64)
+    for number, start in enumerate(layer.layout.starts(), 1):
         slots[..., start:] = number
-    return by_position(store, slots, head, -1)
+    return by_position(layer, slots, head, -1)
 
 
-def read(store: LayerStore, head: int = HEAD) -> tuple[Tensor, Tensor]:
+def read(layer: LayerStore, head: int = HEAD) -> tuple[Tensor, Tensor]:
     """Decoded keys and values of one head, [positions, D] fp32 each; NaN if a token is not encoded.
 
     Keys are unrotated if the codec encodes unrotated keys.
     """
-    not_encoded = torch.full_like(store.keys, torch.nan, dtype=torch.float32)
+    not_encoded = torch.full_like(layer.keys, torch.nan, dtype=torch.float32)
     keys = [not_encoded]
     values = [not_encoded]
-    for number, (stage, slots) in enumerate(zip(store.codec.stages, store.layout.coded, strict=True)):
-        stage_store = store.stage_store(number)
-        keys.append(stage.keys(stage_store, slice(0, slots)))
-        values.append(stage.values(stage_store, slice(0, slots)))
-    return by_position(store, torch.cat(keys, 2), head), by_position(store, torch.cat(values, 2), head)
+    for number, (stage, slots) in enumerate(zip(layer.codec.stages, layer.layout.coded, strict=True)):
+        store = layer.stage_store(number)
+        keys.append(stage.keys(store, slice(0, slots)))
+        values.append(stage.values(store, slice(0, slots)))
+    return by_position(layer, torch.cat(keys, 2), head), by_position(layer, torch.cat(values, 2), head)
 
 
 def relative_error(decoded: Tensor, original: Tensor) -> float:

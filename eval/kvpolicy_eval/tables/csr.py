@@ -30,13 +30,15 @@ PROMPT = 512
 """Tokens of the prompt that bits are computed for."""
 
 NONZEROS = [16, 8, 6, 4]
-"""Nonzero coefficients per vector, the `s` of CSR, that the first table compares."""
-CSR_SPECS = [f"csr:s={nnz}:frame={frame}" for nnz in NONZEROS for frame in ("pre", "post")] + ["csr:s=2"]
-PACKED_SPECS = ["csr:coef=fp8:index=packed", "csr:s=4:coef=fp8:index=packed", "csr:s=4:solver=omp"]
+"""Nonzero coefficients per vector, the `nnz` of CSR, that the first table compares."""
+CSR_SPECS = [f"csr:nnz={nnz}:key_space={space}" for nnz in NONZEROS for space in ("unrotated", "rotated")] + [
+    "csr:nnz=2"
+]
+PACKED_SPECS = ["csr:coef=fp8:index=packed", "csr:nnz=4:coef=fp8:index=packed", "csr:nnz=4:solver=omp"]
 OTHER_SPECS = ["kivi:bits=4", "kivi:bits=2", "tokenwise:bits=3", "turboquant:bits=2", "gear", "kvquant:bits=2"]
-CHUNK_SPECS = [f"csr:s=8:sn={value_chunks}" for value_chunks in (1, 2, 4)]
+CHUNK_SPECS = [f"csr:nnz=8:value_chunks={value_chunks}" for value_chunks in (1, 2, 4)]
 PROMPT_ATOMS = [0, 32, 64]
-"""Tokens of the prompt that are used as atoms, the `online` of CSR."""
+"""Tokens of the prompt that are used as atoms, the `prompt_atoms` of CSR."""
 DICTIONARY_SIZES = [128, 256, 512, 1024]
 COLUMNS = ["policy", "bits, coded", "bits, all", "error K", "error V", "recall", "all tasks", "perplexity"]
 
@@ -76,7 +78,7 @@ class Measurements:
 
 def _csr_8(**options: Any) -> str:
     """The spec of CSR with 8 coefficients, short full-precision buffers and other options."""
-    part: Any = Policy.parse(short_windows("csr:s=8")).codec
+    part: Any = Policy.parse(short_windows("csr:nnz=8")).codec
     return str(Policy(codec=dataclasses.replace(part, **options)))
 
 
@@ -109,7 +111,9 @@ def compare_codecs(measurements: Measurements, _: Path) -> list[list[str]]:
 
 def compare_parts(measurements: Measurements, _: Path) -> list[list[str]]:
     """Chunks of a value, and atoms from the prompt."""
-    policies = [short_windows(codec) for codec in CHUNK_SPECS] + [_csr_8(online=tokens) for tokens in PROMPT_ATOMS]
+    policies = [short_windows(codec) for codec in CHUNK_SPECS] + [
+        _csr_8(prompt_atoms=tokens) for tokens in PROMPT_ATOMS
+    ]
     return [measurements.line(policy) for policy in policies]
 
 

@@ -56,7 +56,7 @@ def test_bars_are_the_bits_of_the_guide(codec: str, bits: float) -> None:
 def test_parts_of_the_bars() -> None:
     assert stored("gear:sparse=0").get("outliers") is None
     assert stored("gear")["codes"] == pytest.approx(stored("gear:rank=0")["codes"])
-    assert stored("csr:s=4")["atoms"] == pytest.approx(stored("csr:s=8")["atoms"] / 2)
+    assert stored("csr:nnz=4")["atoms"] == pytest.approx(stored("csr:nnz=8")["atoms"] / 2)
     assert stored("plain").keys() == {"exact tokens", "positions and counters"}
 
 

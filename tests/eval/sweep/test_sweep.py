@@ -178,7 +178,7 @@ def test_what_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
 
 
 def test_cells_have_folders_of_their_own() -> None:
-    methods = ["kvcrush/h2o", "kvcrush:h2o", "csr:s=4", "csr:s=8", "window" * 40, "window" * 41, "../x"]
+    methods = ["kvcrush/h2o", "kvcrush:h2o", "csr:nnz=4", "csr:nnz=8", "window" * 40, "window" * 41, "../x"]
     folders = {Cell(model="m", task="t", method=method).folder for method in methods}
     assert len(folders) == len(methods)
     assert all(len(folder.parts) == 4 and ".." not in folder.parts for folder in folders)

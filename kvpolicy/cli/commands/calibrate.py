@@ -1,0 +1,171 @@
+"""`kvpolicy calibrate`: compute the calibration that a codec needs, from a model and text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvpolicy.cli.arguments import Device, Dtype, parse_integers, parse_names
+from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.model_loading import load
+from kvpolicy.cli.model_names import TINY
+
+app = typer.Typer(help="Calibrate a codec for a model.", rich_markup_mode=None)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+    ),
+]
+Text = Annotated[list[str], typer.Option("--text", metavar="FILE", help="UTF-8 text file, or folder with .txt files.")]
+More = Annotated[list[str] | None, typer.Argument(metavar="FILE", help="More text files or folders.")]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write the calibration to.")]
+Length = Annotated[int, typer.Option("--length", min=1, metavar="TOKENS", help="Length of a window of text.")]
+Windows = Annotated[
+    int, typer.Option("--windows", min=1, metavar="INT", help="Maximum number of windows, drawn from the whole text.")
+]
+Tokens = Annotated[
+    int,
+    typer.Option("--tokens", min=1, metavar="INT", help="Approximate number of tokens whose keys and values are used."),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="INT", help="Random seed.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a finished calibration for another model, text or options.")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")]
+
+_GROUPS = "Layers that share a dictionary of {}s: auto, each, all, or groups such as 0,1,2-4."
+
+
+@app.command()
+def csr(
+    model: Model,
+    text: Text,
+    out: Out,
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 64,
+    tokens: Tokens = 16_384,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+    frames: Annotated[
+        str, typer.Option(metavar="NAMES", help="Whether keys are unrotated (pre), rotated (post) or both (pre,post).")
+    ] = "pre",
+    sn: Annotated[str, typer.Option(metavar="INTS", help="Chunks per value; several as 1,2,4.")] = "2",
+    atoms: Annotated[
+        int, typer.Option(metavar="INT", help="Atoms per dictionary; 0 for 256 per KV head, at most 8192.")
+    ] = 0,
+    pairs: Annotated[int, typer.Option(min=1, metavar="INT", help="Atoms per key and value during training.")] = 8,
+    key_groups: Annotated[str, typer.Option(metavar="GROUPS", help=_GROUPS.format("key"))] = "auto",
+    value_groups: Annotated[str, typer.Option(metavar="GROUPS", help=_GROUPS.format("value"))] = "auto",
+    pair: Annotated[
+        float, typer.Option(metavar="FLOAT", help="With auto, the maximum difference of two layers in a group, 0 to 1.")
+    ] = 0.2,
+    chain: Annotated[
+        float,
+        typer.Option(metavar="FLOAT", help="With auto, the maximum sum of the differences of neighbors in a group."),
+    ] = 1.0,
+    epochs: Annotated[int, typer.Option(metavar="INT", help="Maximum number of epochs.")] = 20,
+    batch: Annotated[int, typer.Option(metavar="INT", help="Batch size, in vectors.")] = 1024,
+    rate: Annotated[float, typer.Option(metavar="FLOAT", help="Initial learning rate.")] = 1e-2,
+    patience: Annotated[
+        int, typer.Option(metavar="INT", help="Number of epochs without improvement after which training stops.")
+    ] = 5,
+) -> None:
+    """Train the dictionaries of CSR.
+
+    To resume an interrupted run, run the same command again.
+    """
+    chunks = parse_integers("--sn", sn)  # an invalid value raises an error before anything slow
+    from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
+    from kvpolicy.codecs.csr import CSR
+
+    former = CSR.VALUE_ALIASES["key_space"]
+
+    options = Dictionaries(
+        key_spaces=tuple(former.get(space, space) for space in parse_names(frames)),
+        value_chunks=chunks,
+        atoms=atoms,
+        pairs=pairs,
+        key_groups=key_groups,
+        value_groups=value_groups,
+        pair=pair,
+        chain=chain,
+        tokens=tokens,
+        seed=seed,
+        training=Training(epochs=epochs, batch=batch, rate=rate, patience=patience, seed=seed),
+    )
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    meta = calibrate_csr(loaded, sampled, out, options, name=_name(model), progress=not quiet, force=force)
+    for key, losses in meta["losses"].items():
+        part, _, group = key.rpartition(".")
+        layers = ",".join(map(str, meta["groups"][part][int(group)]))
+        print(f"{part} of layers {layers}: error {losses[0]:.4f} before training, {min(losses):.4f} after")
+    print(f"Wrote {out}. Use it with csr:dictionary={out}")
+
+
+@app.command()
+def kvquant(
+    model: Model,
+    text: Text,
+    out: Out,
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 64,
+    tokens: Tokens = 16_384,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+    bits: Annotated[str, typer.Option(metavar="INTS", help="Bits per number to fit levels for.")] = "2,3,4",
+    outliers: Annotated[
+        float, typer.Option(metavar="FLOAT", help="Fraction of numbers that will stay in full precision.")
+    ] = 0.01,
+    no_fisher: Annotated[
+        bool, typer.Option("--no-fisher", help="Use uniform weights instead of the Fisher information.")
+    ] = False,
+) -> None:
+    """Fit the ranges and quantization levels of KVQuant.
+
+    By default, numbers are weighted by their Fisher information, which needs gradients of the model.
+    """
+    widths = parse_integers("--bits", bits)
+    from kvpolicy.calibration import calibrate_kvquant
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    calibrate_kvquant(
+        loaded,
+        sampled,
+        out,
+        bits=widths,
+        outliers=outliers,
+        tokens=tokens,
+        fisher=not no_fisher,
+        seed=seed,
+        name=_name(model),
+        progress=not quiet,
+        force=force,
+    )
+    print(f"Wrote {out}. Use it with kvquant:calibration={out}")
+
+
+def _prepare(
+    model: str, text: list[str], dtype: str, device: str, length: int, windows: int, seed: int
+) -> tuple[Any, list[Any]]:
+    """Load the model, and return it with windows of tokens sampled from the text."""
+    from kvpolicy.calibration import read_texts, token_windows
+
+    texts = read_texts(text)
+    loaded, tokenizer = load(model, dtype, device)
+    return loaded, token_windows(tokenizer, texts, length, windows, seed)
+
+
+def _name(model: str) -> str | None:
+    """Return the name of the model to record in the calibration, or None for the name that the model has itself."""
+    return TINY if model == TINY else None

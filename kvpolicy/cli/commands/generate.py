@@ -1,0 +1,162 @@
+"""`kvpolicy generate`: generate text under a policy, and report time and memory; or compare several policies."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpolicy.cli import arguments
+from kvpolicy.cli.completion import complete_policy
+from kvpolicy.cli.formatting import as_json
+from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
+
+if TYPE_CHECKING:
+    from kvpolicy.cli.generation import Generation, GenerationOptions
+
+NEW_TOKENS = 64
+"""The default number of new tokens."""
+
+SAMPLE_NEW_TOKENS = 5
+"""The default number of new tokens for the built-in sample, which is the length of its answer."""
+
+PromptText = Annotated[
+    str | None, typer.Argument(metavar="PROMPT", help="The prompt, or - for standard input.", show_default=False)
+]
+PromptFile = Annotated[str | None, typer.Option("--file", metavar="FILE", help="Read the prompt from a UTF-8 file.")]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="POLICY", help="Policy spec; full keeps everything.", autocompletion=complete_policy
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the chat template of the tokenizer to the prompt.")]
+
+
+def generate(
+    prompt: PromptText = None,
+    file: PromptFile = None,
+    model: arguments.Model = TINY,
+    policy: PolicyName = arguments.POLICY,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Another policy to run on the same prompt and compare, such as full. May be repeated.",
+            autocompletion=complete_policy,
+        ),
+    ] = None,
+    new: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help=f"Maximum number of new tokens. By default {NEW_TOKENS}, or {SAMPLE_NEW_TOKENS} for the sample.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, metavar="FLOAT", help="Sampling temperature; 0 for greedy decoding.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, metavar="INT", help="Random seed.")] = 0,
+    chat: Chat = False,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
+    json: arguments.Json = False,
+) -> None:
+    """Generate text under a policy, or compare policies.
+
+    The prompt is the argument, a file or standard input; one newline at the end of a file or of standard input is
+    removed. Without a prompt, the embedded model gets a sample. The text is streamed to standard output. Kept tokens,
+    bytes and speed follow on standard error. Ctrl-C stops the generation, with exit code 130.
+    """
+    replace_unencodable()
+    text, is_sample = read_prompt(prompt, file, model)
+    policies = [_canonical(name) for name in (policy, *(compare or ()))]
+    from kvpolicy.cli.generation import GenerationOptions
+    from kvpolicy.cli.model_loading import load
+
+    new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
+    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed)
+    loaded, tokenizer = load(model, dtype, device)
+    ids = encode(tokenizer, text, chat)
+    check_length(loaded, ids.shape[1], options.new)
+    if not json:
+        _print_to_stderr(*prompt_notes(model, ids.shape[1], is_sample))
+    runs = _run(loaded, tokenizer, ids, policies, options, quiet=json)
+    if json:
+        print(as_json("generate", _facts(model, ids.shape[1], runs)))
+    if runs[-1].interrupted:
+        raise typer.Exit(130)
+
+
+def _canonical(policy: str) -> str:
+    """Return a spec in its canonical form; an invalid one raises an error before a model is loaded."""
+    from kvpolicy.policy import Policy
+
+    return str(Policy.parse(policy))
+
+
+def replace_unencodable() -> None:
+    """Print a question mark for a character that standard output cannot encode, instead of raising an error."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _print_to_stderr(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _run(
+    model: Any, tokenizer: Any, ids: Any, policies: list[str], options: GenerationOptions, *, quiet: bool = False
+) -> list[Generation]:
+    """Run the policies one after the other, and print the texts unless `quiet`."""
+    from kvpolicy.cli.generation import generate_text, warm_up
+
+    if len(policies) == 1 and not quiet:
+        return [_stream(model, tokenizer, ids, policies[0], options)]
+    runs: list[Generation] = []
+    for policy in policies:
+        if not quiet and sys.stderr.isatty():
+            _print_to_stderr(f"{policy} ...")
+        warm_up(model, tokenizer, ids, policy)
+        runs.append(generate_text(model, tokenizer, ids, policy, options))
+        if runs[-1].interrupted:
+            break
+    if not quiet:
+        from kvpolicy.cli.comparison import show
+
+        show(runs)
+    return runs
+
+
+def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: GenerationOptions) -> Generation:
+    """Run one policy, and print the text while it is generated."""
+    from transformers import TextStreamer
+
+    from kvpolicy.cli.comparison import summary
+    from kvpolicy.cli.generation import generate_text, warm_up
+
+    def streamer() -> Any:
+        return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    warm_up(model, tokenizer, ids, policy)
+    run = generate_text(model, tokenizer, ids, policy, options, streamer)
+    _print_to_stderr("", summary(run))
+    return run
+
+
+def _facts(model: str, prompt: int, runs: list[Generation]) -> dict[str, Any]:
+    from kvpolicy.cli.comparison import first_difference
+
+    first = runs[0]
+    others = [{"policy": run.policy, "parts_after_tokens": first_difference(first, run)} for run in runs[1:]]
+    return {
+        "model": model,
+        "prompt_tokens": prompt,
+        "runs": [run.as_dict() for run in runs],
+        "compared_with_the_first": others,
+    }

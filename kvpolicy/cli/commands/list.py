@@ -1,0 +1,141 @@
+"""`kvpolicy list`: all allocators, selectors and codecs, with parameters and papers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from kvpolicy.cli.arguments import Json
+from kvpolicy.cli.completion import complete_part
+from kvpolicy.cli.formatting import as_json, paragraph, terms
+from kvpolicy.cli.strategy_docs import Description, Parameter, read
+from kvpolicy.spec.errors import KVPolicyError
+
+QUESTIONS = {
+    "allocator": "how many tokens may each layer keep?",
+    "selector": "which tokens are kept?",
+    "codec": "how is a kept token stored?",
+}
+"""The question that each kind of part answers."""
+
+
+class Entry(NamedTuple):
+    """A registered strategy.
+
+    Attributes:
+        kind: Its kind, such as `codec`.
+        name: Its name in a spec.
+        described: Its documentation, or None if it cannot be loaded.
+        error: Why it cannot be loaded.
+    """
+
+    kind: str
+    name: str
+    described: Description | None
+    error: str = ""
+
+
+def list_(
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND",
+            help="allocators, selectors or codecs, or the name of a strategy.",
+            autocompletion=complete_part,
+        ),
+    ] = "",
+    json: Json = False,
+) -> None:
+    """List allocators, selectors and codecs, with their parameters."""
+    found = entries(which)
+    if json:
+        print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
+        return
+    kinds = dict.fromkeys(entry.kind for entry in found)
+    print("\n\n".join(_group(kind, [entry for entry in found if entry.kind == kind], which) for kind in kinds))
+    if not which:
+        hint = "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy."
+        print(f"\n{paragraph(hint)}")
+
+
+def entries(which: str = "") -> list[Entry]:
+    """Return the strategies of a kind, the strategy of a name, or all strategies.
+
+    Raises:
+        KVPolicyError: If there is no such kind or name.
+    """
+    from kvpolicy.registry import kinds, lookup, names, suggest
+
+    kind = which.removesuffix("s").lower()
+    if not which or kind in kinds():
+        wanted = [(k, name) for k in kinds() for name in names(k) if kind in ("", k)]
+        return [_entry(k, name) for k, name in wanted]
+    if which not in names():
+        plurals = [f"{k}s" for k in kinds()]
+        suggestion = suggest(which, [*plurals, *names()]) if which else "."
+        if suggestion == ".":
+            suggestion = "; try kvpolicy list for all names."
+        raise KVPolicyError(f"KIND must be {', '.join(plurals)} or the name of a strategy, got {which!r}{suggestion}")
+    return [_entry(lookup(which)[0], which)]
+
+
+def _entry(kind: str, name: str) -> Entry:
+    from kvpolicy.registry import lookup
+
+    try:
+        return Entry(kind, name, read(lookup(name)[1]))
+    except ValueError as error:  # a broken plug-in must not hide the others
+        return Entry(kind, name, None, " ".join(str(error).split()))
+
+
+def _group(kind: str, found: list[Entry], which: str) -> str:
+    head = paragraph(f"{kind.capitalize()}s: {QUESTIONS.get(kind, '')}")
+    return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
+
+
+def _format(entry: Entry, *, full: bool) -> str:
+    """Format a strategy.
+
+    Args:
+        entry: The strategy.
+        full: Whether to include the whole description, and the meaning of each parameter.
+    """
+    if entry.described is None:
+        return f"  {entry.name}\n{paragraph(f'Cannot be loaded: {entry.error}', 4)}"
+    found = entry.described
+    own = [parameter for parameter in found.parameters if parameter.name != "base"]
+    base = next((parameter.default for parameter in found.parameters if parameter.name == "base"), "")
+    lines = [f"  {entry.name}", paragraph(found.summary, 4)]
+    if base:
+        wraps = f"Wraps another {entry.kind}: {entry.name}/NAME, by default {entry.name}/{base}."
+        lines.append(paragraph(wraps, 4))
+    if full:
+        lines += [paragraph(part, 4) for part in found.idea.split("\n\n") if part]
+    if full and own:
+        lines.append("    Parameters:")
+        lines.append(terms([(f"{parameter.name}={parameter.default}", _meaning(parameter)) for parameter in own], 6))
+    elif own:
+        lines.append(paragraph("; ".join(map(_brief, own)), 4, 6))
+    if found.source:
+        lines.append(paragraph(f"Source: {found.source}.", 4, 6))
+    return "\n".join(lines)
+
+
+def _brief(parameter: Parameter) -> str:
+    """Format a parameter with its default, and its other values if they are a fixed set."""
+    values = parameter.kind.split("|") if "|" in parameter.kind else []
+    others = [value for value in values if value != parameter.default]
+    return f"{parameter.name}={parameter.default}" + (f" (or {', '.join(others)})" if others else "")
+
+
+def _meaning(parameter: Parameter) -> str:
+    return f"{parameter.meaning} ({parameter.kind})" if parameter.meaning else f"({parameter.kind})"
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    head: dict[str, Any] = {"name": entry.name, "kind": entry.kind}
+    if entry.described is None:
+        return head | {"error": entry.error}
+    return head | dataclasses.asdict(entry.described) | {"arxiv": entry.described.arxiv}

@@ -1,0 +1,41 @@
+"""Shell completion of models, policy specs and parts, without importing PyTorch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from kvpolicy.cli.model_names import shipped
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Complete the name of a shipped model; the shell completes folders and files."""
+    return [name for name in shipped() if name.startswith(incomplete)]
+
+
+def complete_policy(incomplete: str) -> Iterator[str]:
+    """Complete the last name of a policy spec with the strategies that are allowed at this position.
+
+    >>> list(complete_policy("squeeze+kvcrush/s")), list(complete_policy("squeeze+p"))
+    (['squeeze+kvcrush/snapkv', 'squeeze+kvcrush/streaming'], ['squeeze+plain', 'squeeze+probe'])
+    """
+    from kvpolicy.registry import Kind, kinds, names
+
+    if "@" in incomplete:  # the budget follows, which has no names
+        return
+    start = max(incomplete.rfind(separator) for separator in "+/") + 1
+    given = [re.split("[:/]", part)[0] for part in incomplete[:start].split("+") if part]
+    used: list[Kind] = [kind for kind in kinds() if set(given) & set(names(kind))]
+    allowed: list[Kind] = [kind for kind in kinds() if kind not in used]
+    if incomplete[:start].endswith("/"):  # a wrapped strategy has the kind of its wrapper
+        allowed = [kind for kind in used if given[-1] in names(kind)]
+    candidates = sorted(name for kind in allowed for name in names(kind)) + ([] if start else ["none"])
+    yield from (incomplete[:start] + name for name in candidates if name.startswith(incomplete[start:]))
+
+
+def complete_part(incomplete: str) -> list[str]:
+    """Complete the plural of a kind, such as `codecs`, or the name of a strategy."""
+    from kvpolicy.registry import kinds, names
+
+    candidates = [*(f"{kind}s" for kind in kinds()), *names()]
+    return [word for word in candidates if word.startswith(incomplete)]

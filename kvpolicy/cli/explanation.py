@@ -1,0 +1,267 @@
+"""The effect of each part of a policy on a given model and prompt, in sentences.
+
+Everything is computed through the protocols, so that parts of other packages are explained too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpolicy.cli.formatting import counted, ranges, size
+from kvpolicy.planning.memory import bytes_by_kind
+from kvpolicy.planning.planner import divide
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Needs, Traits, View
+from kvpolicy.selectors.kvcrush import KVCrush
+
+EXAMPLE_COSINES = (0.5, 0.95)
+"""The cosines of the first and the last layer in the example of an allocator that measures layers."""
+
+MAX_RANKED = 2**18
+"""The longest prompt for which a selector is asked to rank every token."""
+
+AVERAGED_SLOTS = 4096
+"""The number of slots over which the bytes of a stage are averaged."""
+
+
+class Case(NamedTuple):
+    """A policy, a model and the size of the input.
+
+    Attributes:
+        policy: The policy.
+        planned: Its `CachePlan`.
+        model: The description of the model, from `describe`.
+        prompt: Prompt length of each row.
+        new: Number of tokens to generate.
+        batch: Number of rows.
+    """
+
+    policy: Policy
+    planned: Any
+    model: Any
+    prompt: int
+    new: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens that a layer may hold, as a mean over the layers."""
+        return sum(layer.tokens for layer in self.planned.layers) // len(self.planned.layers)
+
+    @property
+    def kept(self) -> int:
+        """The prompt tokens that a layer keeps, as a mean over the layers."""
+        generated = self.new if self.policy.decode == "grow" else 0
+        return min(max(self.tokens - generated, 1), self.prompt)
+
+
+def of_budget(case: Case) -> list[str]:
+    """Explain the budget in tokens, and what happens to generated tokens."""
+    budget = case.policy.budget
+    layers = len(case.planned.layers)
+    if isinstance(budget, str):
+        text = f"{budget} for the whole cache, all bytes included, is {_tokens(case.kept)} per layer on average."
+    elif isinstance(budget, float) and budget == 1.0:
+        text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
+    else:
+        per_layer = budget if isinstance(budget, int) else max(int(case.prompt * budget + 1e-9), 1)
+        fraction = "" if isinstance(budget, int) else f"{budget} of {_tokens(case.prompt)} is "
+        text = f"{fraction}{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
+        if per_layer >= case.prompt:
+            text += f" The prompt of {_tokens(case.prompt)} fits."
+    return [text, _of_new_tokens(case)]
+
+
+def _tokens(count: int) -> str:
+    return counted(count, "token")
+
+
+def _of_new_tokens(case: Case) -> str:
+    if case.policy.decode == "grow":
+        return (
+            f"Generated tokens do not count towards the budget: each layer has {case.new:,} more slots for them, and "
+            "decoding evicts no token."
+        )
+    return (
+        "Generated tokens count towards the budget: in a full layer, each new token replaces the token of lowest "
+        "priority."
+    )
+
+
+def of_allocator(case: Case) -> list[str]:
+    """Explain the budget of each layer; for an allocator that measures the prompt, with an example."""
+    measures = bool(case.policy.allocator.layer_metric)
+    layers = len(case.planned.layers)
+    cosines = torch.linspace(*EXAMPLE_COSINES, layers).expand(case.batch, -1)
+    length = torch.tensor([case.prompt] * case.batch)
+    budgets = divide(
+        case.policy,
+        cosines if measures else None,
+        length,
+        length + case.new,
+        [case.model.shape] * layers,
+        sum(case.planned.left_alone.values()),
+    )
+    text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
+    if not measures:
+        return [f"Here: {text}."]
+    return [
+        "Here: each layer is measured during prefill, for each row, and budgets depend on the result. For example, "
+        f"for cosines that increase linearly from {EXAMPLE_COSINES[0]} in the first layer to {EXAMPLE_COSINES[1]} in "
+        f"the last: {text}."
+    ]
+
+
+def _per_layer(tokens: list[int], case: Case) -> str:
+    if len(set(tokens)) == 1:
+        return f"{_tokens(tokens[0])} in every layer"
+    groups: dict[int, list[int]] = {}
+    for layer, count in zip(case.planned.layers, tokens, strict=True):
+        groups.setdefault(count, []).append(layer.layer_idx)
+    if len(groups) <= 4:
+        return "; ".join(
+            f"{'layer' if len(layers) == 1 else 'layers'} {ranges(layers)}: {_tokens(count)}"
+            for count, layers in groups.items()
+        )
+    first = case.planned.layers[0].layer_idx
+    last = case.planned.layers[-1].layer_idx
+    return (
+        f"{_tokens(tokens[0])} in layer {first}, {tokens[-1]:,} in layer {last} (minimum {min(tokens):,}, maximum "
+        f"{max(tokens):,})"
+    )
+
+
+def of_selector(case: Case) -> list[str]:
+    """Explain which tokens are always kept, how many are kept by priority, and which statistics are used."""
+    selector = case.policy.selector
+    budget = case.kept
+    if budget >= case.prompt:
+        return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector.needs)]
+    representatives = 0
+    if isinstance(selector, KVCrush):
+        representatives = budget * round(selector.split * 10**6) // 10**6  # as KVCrush rounds it
+    chosen = _chosen(case, budget - representatives)
+    if isinstance(selector, KVCrush):
+        chosen = (
+            f"{counted(representatives, 'representative')} ({selector.split} of the budget), and "
+            f"{budget - representatives:,} chosen by the base selector ({chosen})"
+        )
+    start = f"Here: in an average layer, each KV head keeps {budget:,} of {_tokens(case.prompt)}"
+    return [f"{start}: {chosen}.", _statistics(selector.needs)]
+
+
+def _chosen(case: Case, budget: int) -> str:
+    """Describe which tokens a budget keeps: those that are always kept, and the others by priority."""
+    first, last, by_age = _always_kept(case)
+    always: list[str] = []
+    if first:
+        always.append("the first token" if first == 1 else f"the first {first:,}")
+    if last:
+        always.append("the newest token" if last == 1 else f"the newest {last:,}")
+    others = max(budget - first - last, 0)
+    rest = f"the newest {others:,}" if by_age else f"the {others:,} of highest priority"
+    return f"always {' and '.join(always)}, and {rest}" if always else rest
+
+
+def _always_kept(case: Case) -> tuple[int, int, bool]:
+    """Return how many of the first and of the newest tokens are kept regardless of attention.
+
+    The selector ranks a prompt of which it has seen nothing: priority inf marks the tokens that are always kept. The
+    third value is whether the order of the others depends on their age alone.
+    """
+    if case.prompt > MAX_RANKED:
+        return 0, 0, False
+    selector = case.policy.selector
+    positions = torch.arange(case.prompt, dtype=torch.int32)[None, None]
+    view = View(positions, torch.tensor([case.prompt]), torch.tensor([case.kept]), case.planned.layers[0].layer_idx)
+    try:
+        priority = selector.priority(selector.alloc(1, 1, case.prompt, "cpu"), view)[0, 0]
+    except Exception:  # a selector of another package may not be able to rank tokens before it has seen attention
+        return 0, 0, False
+    always = (priority == torch.inf).int()
+    by_age = selector.needs == Needs() and bool((priority[always == 0].diff() > 0).all())
+    return int(always.cumprod(0).sum()), int(always.flip(0).cumprod(0).sum()), by_age
+
+
+def _statistics(needs: Needs) -> str:
+    used: list[str] = []
+    if needs.attn_sum:
+        used.append("the sum of attention weights over all queries of the prompt")
+    if needs.window_queries == 1:
+        used.append("the attention weights of the last query of the prompt")
+    elif needs.window_queries:
+        used.append(f"the attention weights of the last {needs.window_queries:,} queries of the prompt")
+    if needs.probes:
+        probed = needs.probes.recent + needs.probes.random
+        used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
+    if needs.decode_attn:
+        used.append("the attention weights of each generated token")
+    if needs.forward:
+        used.append("the arguments of the attention modules")
+    return f"The selector uses {' and '.join(used)}." if used else "The selector uses no attention weights."
+
+
+def of_codec(case: Case) -> list[str]:
+    """Explain the bits per number of each stage, the slots of a layer, and when tokens are demoted."""
+    codec = case.policy.codec
+    bits = 8 * case.model.shape.dtype.itemsize
+    if not codec.stages:
+        return [f"Here: each number takes {bits} bits, in the dtype of the model."]
+    stages = "; ".join(_bits(case, stage) for stage in range(len(codec.stages)))
+    layout = codec.layout(case.tokens)
+    encoded = " + ".join(f"{slots:,}" for slots in layout.coded) or "no"
+    sentences = [
+        f"Here: {stages}; in the dtype of the model, a number takes {bits} bits.",
+        f"A layer of {_tokens(case.tokens)} has a full-precision buffer of {counted(layout.exact, 'slot')}, and "
+        f"{encoded} encoded slots.",
+        *_demotion(codec.traits),
+    ]
+    if case.planned.resident_nbytes:
+        sentences.append(
+            f"The calibrated tensors take {size(case.planned.resident_nbytes)} in addition to the cache, once for all "
+            "rows."
+        )
+    return sentences
+
+
+def _bits(case: Case, stage: int) -> str:
+    """Explain the bits per number of a stage, from the tensors that it allocates, without storage."""
+    codec = case.policy.codec
+    shape = case.model.shape
+    group = codec.traits.group_size
+    slots = -(-AVERAGED_SLOTS // group) * group  # the next multiple, so that no group is cut
+    allocated = codec.stages[stage].alloc(1, shape.heads, slots, shape.head_dim, "meta")
+    kinds = bytes_by_kind((), (allocated,), torch.empty(0), (), ())
+    numbers = 2 * shape.heads * slots * shape.head_dim  # keys and values
+    codes = 8 * kinds["codes"] / numbers
+    scales = 8 * kinds["scales"] / numbers
+    where = f" of stage {stage + 1}" if len(codec.stages) > 1 else ""
+    return f"an encoded number{where} takes {codes + scales:.2f} bits (codes {codes:.2f}, scales {scales:.2f})"
+
+
+def _demotion(traits: Traits) -> list[str]:
+    """Explain which tokens stay in the full-precision buffer, and which are demoted when."""
+    sentences: list[str] = []
+    if traits.residual:
+        sentences.append(f"The newest {_tokens(traits.residual)} always stay in full precision.")
+    if traits.pins in _PINNED:
+        sentences.append(_PINNED[traits.pins].format(_tokens(traits.pinned)))
+    if traits.recode_all:
+        sentences.append("Whenever the full-precision buffer is full, all tokens are encoded again.")
+    elif traits.block:
+        sentences.append(f"Tokens are demoted {traits.block:,} at a time.")
+    if traits.demote_by == "priority":
+        sentences.append("Tokens of lowest priority are demoted first.")
+    if traits.key_space == "unrotated":
+        sentences.append("Keys are stored without their rotary embedding.")
+    return sentences
+
+
+_PINNED = {
+    "first": "The first {} of the prompt stay in full precision.",
+    "massive": "Up to {} with massive activations stay in full precision.",
+    "newest": "The newest {} of the prompt stay in full precision.",
+}
+"""By `Traits.pins`, which tokens of the prompt are pinned."""

@@ -1,0 +1,196 @@
+"""The measurements and checks of `kvpolicy bench`: time, memory and logits."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy.policy import Policy
+
+PADDED_LENGTH = 192
+"""Columns of the prompt of a check."""
+
+SHORT_LENGTH = 128
+"""Tokens of its shorter row; the other columns are padding."""
+
+CHECKED_STEPS = 4
+"""Decode steps of a check."""
+
+
+class Times(NamedTuple):
+    """Seconds of the prefill, and of one decode step."""
+
+    prefill: float
+    step: float
+
+
+def machine(model: Any) -> dict[str, Any]:
+    """Return the versions of the libraries, and the device, threads and dtype."""
+    versions = {"kvpolicy": kvpolicy.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {
+        "versions": {name: str(version) for name, version in versions.items()} | {"Python": platform.python_version()},
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def compare_to_stock(model: Any, policies: Sequence[Policy], length: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Measure each policy and the stock cache.
+
+    In each round the stock cache and the policy run one after the other, so that noise affects both. The reported
+    ratios are medians over the rounds.
+
+    Args:
+        model: A model without a policy.
+        policies: The policies to measure.
+        length: Prompt length.
+        steps: Number of decode steps.
+        rounds: Number of measurements of each policy.
+    """
+    ids = _random_tokens(model, 1, length)
+    stock: list[Times] = []
+    results: list[dict[str, Any]] = []
+    for policy in policies:
+        _measure_policy(model, policy, ids, 1)  # warm-up
+        reference: list[Times] = []
+        measured: list[Times] = []
+        nbytes = 0
+        full_nbytes = 0
+        for _ in range(rounds):
+            reference.append(_measure(model, ids, steps))
+            times, nbytes, full_nbytes = _measure_policy(model, policy, ids, steps)
+            measured.append(times)
+        results.append(_result(policy, reference, measured, nbytes, full_nbytes))
+        stock.append(_median(reference))
+    median = _median(stock)
+    full = results[0]["full_bytes"] if results else 0
+    return {
+        "stock": {"prefill_seconds": median.prefill, "step_seconds": median.step, "bytes": full},
+        "policies": results,
+    }
+
+
+def _result(
+    policy: Policy, reference: Sequence[Times], measured: Sequence[Times], nbytes: int, full_nbytes: int
+) -> dict[str, Any]:
+    median = _median(measured)
+    pairs = list(zip(reference, measured, strict=True))
+    return {
+        "policy": str(policy),
+        "prefill_ratio": statistics.median(ours.prefill / stock.prefill for stock, ours in pairs),
+        "step_ratio": statistics.median(ours.step / stock.step for stock, ours in pairs),
+        "prefill_seconds": median.prefill,
+        "step_seconds": median.step,
+        "bytes": nbytes,
+        "full_bytes": full_nbytes,
+    }
+
+
+def _median(times: Sequence[Times]) -> Times:
+    return Times(*(statistics.median(each) for each in zip(*times, strict=True)))
+
+
+def _measure_policy(model: Any, policy: Policy, ids: Tensor, steps: int) -> tuple[Times, int, int]:
+    """Return the times under a policy, and the bytes of its cache and of the full cache."""
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, new=steps + 1)  # one step is for warm-up
+        times = _measure(model, ids, steps, cache)
+        report = cache.report()
+    return times, report.nbytes, report.full_nbytes
+
+
+def _measure(model: Any, ids: Tensor, steps: int, cache: Any = None) -> Times:
+    with torch.inference_mode():
+        start = _now(model)
+        cache = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        prefilled = _now(model)
+        model(ids[:, :1], past_key_values=cache)  # warm-up: the first step allocates what later steps reuse
+        decode_start = _now(model)
+        for _ in range(steps):
+            model(ids[:, :1], past_key_values=cache)
+        return Times(prefilled - start, (_now(model) - decode_start) / steps)
+
+
+def _now(model: Any) -> float:
+    if model.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def checks(model: Any, policies: Sequence[Policy]) -> list[dict[str, Any]]:
+    """Check that the policy `full` reproduces the stock cache, and that padding does not change logits."""
+    ids = _random_tokens(model, 2, PADDED_LENGTH)
+    padding = PADDED_LENGTH - SHORT_LENGTH
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    differences: list[float] = []
+    with torch.inference_mode():
+        stock = _logits(model, ids)
+        with kvpolicy.attach(model, Policy()):
+            full_difference = _difference(stock, _logits(model, ids))
+        for policy in policies:
+            with kvpolicy.attach(model, policy):
+                padded = _logits(model, ids, mask)[:1]
+                alone = _logits(model, ids[:1, padding:])
+            differences.append(_difference(alone, padded))
+    return [
+        _check("the policy full reproduces the logits of the stock cache", model, full_difference),
+        _check("under each policy, a padded row has the logits of the row alone", model, max(differences)),
+    ]
+
+
+def _logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the last logits of the prompt and of each decode step, [B, 1 + CHECKED_STEPS, V] fp32."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    output = model(ids, attention_mask=mask, use_cache=True, **_position_ids(model, mask, ids.shape[1]))
+    logits = [output.logits[:, -1]]
+    for step in range(CHECKED_STEPS):
+        mask = torch.cat([mask, mask[:, -1:]], -1)
+        # The tokens of the decode steps are the last ones of the prompt, in reverse order.
+        output = model(
+            ids[:, -1 - step : -step or None],
+            attention_mask=mask,
+            past_key_values=output.past_key_values,
+            **_position_ids(model, mask, 1),
+        )
+        logits.append(output.logits[:, -1])
+    return torch.stack(logits, 1).float()
+
+
+def _position_ids(model: Any, mask: Tensor, new: int) -> dict[str, Tensor]:
+    """Return position ids that do not count padding, as `generate` passes them.
+
+    Without them, a model with learned position embeddings would use the column index.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)[:, -new:]}
+
+
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    """Return the largest absolute difference, relative to the largest expected value."""
+    return float((expected - actual).abs().max() / expected.abs().max())
+
+
+def _check(what: str, model: Any, difference: float) -> dict[str, Any]:
+    # In half precision, rounding alone can change which tokens are kept, so the tolerance is larger.
+    allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 5e-2
+    return {"what": what, "difference": difference, "allowed": allowed, "passed": difference <= allowed}
+
+
+def _random_tokens(model: Any, rows: int, length: int) -> Tensor:
+    """Return random tokens with a fixed seed, [rows, length] int64."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    # The lowest ids are special tokens in many vocabularies.
+    return torch.randint(min(3, vocabulary - 1), vocabulary, (rows, length), generator=generator).to(model.device)

@@ -1,0 +1,75 @@
+"""What `generate` does differently on a model with a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import GenerationMixin
+from transformers.cache_utils import Cache
+
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.forward_calls import check_asked, check_stock, prompt_columns, row_lengths
+from kvpolicy.spec.errors import KVPolicyError
+
+_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+"""Methods of transformers that generate with a paged cache of their own."""
+
+
+def generating_module(model: nn.Module) -> nn.Module:
+    """The module whose `generate` runs: the model, or the one inside a wrapper such as a PEFT model."""
+    return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+
+
+def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[Callable[[], None]]:
+    """Let `generate` begin with a cache under the policy that knows how many tokens will come.
+
+    Args:
+        model: The model that the policy is attached to.
+        note: Called with every cache that is made.
+
+    Returns:
+        How to undo it.
+    """
+    inner: Any = generating_module(model)
+    undo: list[Callable[[], None]] = []
+    if not hasattr(inner, "_prepare_cache_for_generation"):
+        return undo
+    prepare = inner._prepare_cache_for_generation
+
+    def prepare_cache(
+        generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, *rest: Any
+    ) -> Any:
+        given = model_kwargs.get("past_key_values")
+        columns = prompt_columns(model_kwargs, generation_config)
+        new = max(length + 1 - columns, 0) if columns else None
+        check_asked(generation_config, mode)
+        if isinstance(given, PolicyCache):
+            given.expect(row_lengths(model_kwargs, columns), new or 0)
+        result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
+        if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
+            check_stock(model_kwargs["past_key_values"])
+            prompt = row_lengths(model_kwargs, columns)
+            cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
+            note(cache)
+        return result
+
+    _set(inner, "_prepare_cache_for_generation", prepare_cache, undo)
+    for name in _CONTINUOUS:
+        if hasattr(inner, name):
+            _set(inner, name, _refuse_continuous_batching, undo)
+    return undo
+
+
+def _set(module: Any, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+    """Shadow a method of a module by an attribute of the instance."""
+    setattr(module, name, value)
+    undo.append(lambda: module.__dict__.pop(name, None))
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> Any:
+    raise KVPolicyError(
+        "Continuous batching (generate_batch) must run without a policy, since it has a paged cache of its own, got a "
+        "model with one; try generate with a padded batch, or detach the policy."
+    )

@@ -1,0 +1,243 @@
+"""The command line as a whole: lazy imports, error messages, exit codes, completion and JSON."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.cli import model_names
+from kvpolicy.cli.app import COMMANDS, main
+from kvpolicy.cli.commands import tiny
+from kvpolicy.cli.errors import EXTRAS, sentence
+from kvpolicy.hf.embedded import SHIPPED
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
+
+Run = Callable[..., str]
+
+CODE = """
+import sys
+sys.path[:0] = {path}
+from kvpolicy.cli import model_names
+from kvpolicy.cli.app import COMMANDS, main
+for line in ["", "calibrate", "calibrate csr", *COMMANDS]:
+    assert main([*line.split(), "--help"]) == 0
+assert main(["--version"]) == 0
+assert main(["tiny"]) == 0
+print(*{{"torch", "transformers", "matplotlib", "numpy"}} & set(sys.modules), file=sys.stderr)
+"""
+
+
+def test_help_does_not_import_pytorch() -> None:
+    code = CODE.format(path=[path for path in sys.path if path])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == []
+    assert done.stdout.count("Usage: kvpolicy") == 3 + len(COMMANDS)
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == f"kvpolicy {kvpolicy.__version__}\n"
+
+
+def test_without_arguments_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: kvpolicy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["--what", "plant", "list a b", "bench --length 1", "tiny x", "explain --json=no"])
+def test_usage_errors_are_one_line(line: str, run: Run) -> None:
+    assert run(line, 2).endswith("--help.\n")
+
+
+@pytest.mark.parametrize("line", ["list", "explain", "plan", "tiny", "bench full --length 64 --steps 1 --rounds 1"])
+def test_commands_print_json(line: str, facts: Callable[..., dict[str, Any]]) -> None:
+    assert len(facts(line)) > 3
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+@pytest.mark.parametrize("line", ["list", "list codecs", "explain", "plan mixtral-8x7b", "tiny", "--help"])
+def test_lines_fit_the_terminal(line: str, columns: int, run: Run) -> None:
+    lines = run(line, columns=columns).splitlines()
+    assert max(len(line) for line in lines if "/" not in line) <= columns  # a path cannot be broken
+
+
+def test_nothing_is_colored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in run("list") + run("--help") + run("plan --what", 2)
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def call(*args: object) -> Any:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("two\nlines"), "two lines"),
+        (FileNotFoundError(2, "No such file or directory", "text.txt"), "text.txt: No such file or directory."),
+        (PermissionError(13, "Permission denied", "a.txt"), "a.txt: Permission denied."),
+        (ModuleNotFoundError("No module named 'sklearn'", name="sklearn"), "pip install 'kvpolicy[calib]'"),
+        (ModuleNotFoundError("No module named 'transformers.x'", name="transformers.x"), "'kvpolicy[hf]'"),
+        (MemoryError(), "not enough memory"),
+        (RuntimeError("CUDA out of memory."), "not enough memory"),
+    ],
+)
+def test_error_messages(error: Exception, message: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "card", raising(error))
+    assert message in run("tiny", 2)
+    monkeypatch.setenv("KVPOLICY_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main(["tiny"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a bug"),
+        RuntimeError("a bug"),
+        KeyError("a"),
+        ImportError("a bug"),
+        ModuleNotFoundError("No module named 'kvpolicy.nowhere'", name="kvpolicy.nowhere"),
+    ],
+)
+def test_internal_errors_have_a_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "card", raising(error))
+    assert sentence(error) == ""
+    with pytest.raises(type(error)):
+        main(["tiny"])
+
+
+@pytest.mark.parametrize("kind", [KVPolicyError, KVPolicyTypeError, KVPolicyStateError])
+def test_errors_of_kvpolicy_are_one_sentence_wherever_they_are_raised(kind: type[Exception]) -> None:
+    """The class decides, not the line that raised it: plug-ins raise it too, and code whose source cannot be read."""
+    scope: dict[str, Any] = {"__name__": "elsewhere", "error": kind("batch must be positive, got 0; try 1")}
+    with pytest.raises(kind) as caught:
+        exec("if True: raise error", scope)
+    assert sentence(caught.value) == "batch must be positive, got 0; try 1"
+
+
+def test_a_type_error_inside_kvpolicy_is_internal() -> None:
+    """Only the class counts: a plain TypeError is internal even where a line of kvpolicy raises it."""
+    scope: dict[str, Any] = {"__name__": "kvpolicy.somewhere"}
+    with pytest.raises(TypeError) as caught:
+        exec("raise TypeError('a bug')", scope)
+    assert sentence(caught.value) == ""
+
+
+def test_a_type_error_of_kvpolicy_is_one_sentence() -> None:
+    with pytest.raises(TypeError) as caught:
+        kvpolicy.Policy(selector=kvpolicy.H2O)  # pyright: ignore[reportArgumentType]
+    assert "give an instance" in sentence(caught.value)
+
+
+def test_a_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from kvpolicy_deepspeed import checks
+
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    with pytest.raises(ImportError) as caught:
+        checks.check_backend("deepspeed", "a/folder")
+    assert "pip install" in sentence(caught.value)
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tiny, "card", raising(KeyboardInterrupt()))
+    assert main(["tiny"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("script", "expected", "message"),
+    [
+        ("| true; echo ${PIPESTATUS[0]}", ("1", "0"), ""),  # 0 if all was written before the pipe was closed
+        ("> /dev/full; echo $?", ("2",), "No space left on device."),
+        (">&-; echo $?", ("0",), ""),
+    ],
+)
+def test_closed_or_full_standard_output(script: str, expected: tuple[str, ...], message: str) -> None:
+    path = os.pathsep.join(path for path in sys.path if path)
+    command = ["bash", "-c", f"{sys.executable} -m kvpolicy tiny {script}"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr == (f"kvpolicy: {message}\n" if message else "")
+    assert done.stdout.strip() in expected
+
+
+def test_every_extra_is_one_of_the_package() -> None:
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        known = metadata("kvpolicy").get_all("Provides-Extra") or []
+    except PackageNotFoundError:
+        pytest.skip("the package is not installed")
+    assert set(EXTRAS.values()) <= {*known, "plots"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_has_a_script(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_KVPOLICY_COMPLETE", f"source_{shell}")
+    assert main([]) == 0
+    assert f"_KVPOLICY_COMPLETE=complete_{shell}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("explain squeeze+kvc", ["squeeze+kvcrush"]),
+        ("explain kvcrush/sn", ["kvcrush/snapkv"]),
+        ("explain kvcrush:split=0.5/k", ["kvcrush:split=0.5/kvcrush"]),
+        ("explain squeeze+h2o+s", ["squeeze+h2o+staircase"]),
+        ("explain h2o pl", []),
+        ("plan llama", ["llama-2-70b", "llama-3-70b"]),
+        ("list code", ["codecs"]),
+        ("bench full h2", ["h2o"]),
+        ("bench --model ti", ["tiny"]),
+        ("generate --compare h2", ["h2o"]),
+        ("ex", ["explain"]),
+    ],
+)
+def test_completion(
+    line: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_KVPOLICY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"kvpolicy {line}")
+    monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
+    assert main([]) == 0
+    assert capsys.readouterr().out.split() == wanted
+
+
+def test_all_shipped_models_are_completed() -> None:
+    assert model_names.shipped() == sorted(SHIPPED)
+
+
+def test_it_runs_as_a_module() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    words = [sys.executable, "-m", "kvpolicy", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.startswith("kvpolicy ")
+
+
+def test_the_numpy_warning_of_pytorch_is_ignored() -> None:
+    assert main(["--version"]) == 0
+    warnings.warn("Failed to initialize NumPy: No module named 'numpy'", UserWarning, stacklevel=1)  # would raise
+
+
+@pytest.mark.parametrize("columns", [50, 60])
+@pytest.mark.parametrize("line", ["list", "explain llama-3-70b", "plan llama-3-70b", "tiny"])
+def test_lines_fit_a_narrow_terminal(line: str, columns: int, run: Callable[..., str]) -> None:
+    if line.startswith(("explain", "plan")):
+        pytest.importorskip("transformers")
+        line = line.replace("explain ", "explain h2o@0.2 ")
+    lines = run(line, columns=columns).splitlines()
+    assert [text for text in lines if len(text) > columns and "/" not in text] == []  # a path cannot be broken

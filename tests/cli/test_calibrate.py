@@ -1,0 +1,120 @@
+"""`kvpolicy calibrate`: the folders that it writes, and its error messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import kvpolicy
+from kvpolicy.calibration import model_info
+from kvpolicy.cli.app import main
+from kvpolicy.codecs._files import load
+from kvpolicy.codecs.csr import CSR
+from kvpolicy.codecs.kvquant import KVQuant
+
+
+def words(tmp_path: Path, codec: str, *more: str, model: str = "tiny") -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("tiger=4821\nlion=1234\n" * 60)
+    out = str(tmp_path / "out")
+    return ["calibrate", codec, "--model", model, "--text", str(text), "--out", out, "--quiet", *more]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_csr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--atoms", "16", "--epochs", "1", "--key-groups", "all", "--value-groups", "0,1-7", "--sn", "1,4"]
+    assert main(words(tmp_path, "csr", *more, "--length", "128", "--windows", "2", "--tokens", "64")) == 0
+    assert "keys.pre of layers 0,1,2,3,4,5,6,7: error" in capsys.readouterr().out
+    found = load(str(tmp_path / "out"), "csr")
+    assert found.meta["model"]["name"] == "tiny"
+    assert sorted(found.tensors) == ["keys.pre.0", "values.sn1.0", "values.sn1.1", "values.sn4.0", "values.sn4.1"]
+
+
+def test_kvquant(tmp_path: Path) -> None:
+    more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "2"]
+    assert main(words(tmp_path, "kvquant", *more)) == 0
+    assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
+
+
+def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "kvquant", "--no-fisher", "--length", "64", "--windows", "2")
+    assert main([*line, "--bits", "2"]) == main([*line, "--bits", "2"]) == 0
+    assert main([*line, "--bits", "3"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "must not hold another finished calibration, got one that differs in bits" in error and error.count("\n") == 1
+    )
+    assert main([*line, "--bits", "3", "--force"]) == 0
+    assert load(str(tmp_path / "out"), "kvquant").meta["bits"] == [3]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--key-groups", "0-3"], "must contain each of the layers"),
+        (["--atoms", "99999", "--windows", "1", "--length", "64"], "fewer atoms"),
+        (["--dtype", "nonsense"], "--dtype must be one of bfloat16"),
+        (["--text", "no-such-file.txt"], "The text no-such-file.txt must be a readable UTF-8 file"),
+        (["--rate", "0"], "rate"),
+        (["--frames", "mid"], "key_spaces must be 'unrotated', 'rotated' or both, got ('mid',)"),
+    ],
+)
+def test_error_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
+    assert main(words(tmp_path, "csr", *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvpolicy: ") and message in error and error.count("\n") == 1
+
+
+def test_several_texts(tmp_path: Path) -> None:
+    """As in `--text a.txt b.txt`."""
+    line = words(tmp_path, "kvquant", "--bits", "2", "--no-fisher", "--length", "64", "--windows", "2")
+    (tmp_path / "other.txt").write_text("wolf=77\n" * 90)
+    line.insert(line.index("--text") + 2, str(tmp_path / "other.txt"))
+    assert main(line) == 0
+    line.insert(line.index("--text") + 2, str(tmp_path / "missing.txt"))
+    assert main(line) == 2
+
+
+def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "kvquant")
+    (tmp_path / "text.txt").write_text("hi\n")
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "The tokens to fit KVQuant's ranges to must be at least 128" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(words(tmp_path, "kvquant", model=str(tmp_path / "empty"))) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["calibrate", "calibrate csr", "calibrate gear", "calibrate csr --tokens 0"])
+def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvpolicy: ") and error.endswith("--help.\n") and error.count("\n") == 1
+
+
+def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words(tmp_path, "csr", "--sn", "x")) == 2
+    assert "--sn must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help"])
+def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 0
+    assert "Usage: kvpolicy calibrate" in capsys.readouterr().out
+
+
+def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
+    info = model_info(kvpolicy.tiny()[0])
+    for key_space in ("unrotated", "rotated"):
+        for value_chunks in (1, 2, 4):
+            CSR(key_space=key_space, value_chunks=value_chunks).check(info)
+    KVQuant().check(info)
+    for method in ("csr", "kvquant"):
+        model = load("tiny", method).meta["model"]
+        assert (model["name"], model["layers"], model["heads"], model["head_dim"]) == ("tiny", 8, 4, 32)

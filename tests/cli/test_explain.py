@@ -1,0 +1,95 @@
+"""`kvpolicy explain`: its numbers are those of the plan, for every part, plug-ins included."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvpolicy import registry
+from kvpolicy.selectors.window import SlidingWindow
+
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
+
+def output(run: Run, line: str) -> str:
+    return " ".join(run(f"explain {line}").split())
+
+
+def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
+    text = output(run, "squeeze+kvcrush/snapkv+kivi:bits=4@0.2 llama-2-70b")
+    assert "0.2 of 4,096 tokens is 819 tokens per layer on average, 65,520 in 80 layers." in text
+    assert "each KV head keeps 819 of 4,096 tokens: 204 representatives (0.25 of the budget)" in text
+    assert "615 chosen by the base selector (always the newest 32, and the 583 of highest priority)" in text
+    assert "an encoded number takes 5.00 bits (codes 4.00, scales 1.00)" in text
+    assert "A layer of 819 tokens has a full-precision buffer of 160 slots, and 704 encoded slots." in text
+    assert "53-79: 328 tokens." in text  # squeeze's example: 0.4 of 819.2
+    assert "Total: 129.50 MB, 0.077 of the full cache (1.68 GB)" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("streaming@0.5", "always the first 4, and the newest 2,044."),
+        ("window@100", "100 tokens per layer on average, 800 in 8 layers."),
+        ("window@100", "the newest 100. The selector uses no attention weights."),
+        ("h2o:recent=0.25@0.5", "always the newest 512, and the 1,536 of highest priority"),
+        ("snapkv:decode=grow@0.2", "each layer has 1,024 more slots"),
+        ("snapkv:decode=grow@0.2", "each KV head keeps 819 of 4,096 tokens"),
+        ("snapkv@9000", "9,000 tokens per layer on average, 72,000 in 8 layers. The prompt of 4,096 tokens fits."),
+        ("full", "The whole prompt is kept: 4,096 tokens in each of 8 layers."),
+        ("pyramid+window@0.2 mixtral-8x7b", "1,597 tokens in layer 0, 41 in layer 31"),
+        ("window@1MiB", "1MiB for the whole cache, all bytes included, is 248 tokens per layer on average"),
+        ("kivi:bits=8", "an encoded number takes 9.00 bits"),
+        ("csr", "The calibrated tensors take"),
+        ("window@1e-300", "each KV head keeps 1 of 4,096 tokens"),
+        ("squeeze:groups=5+window@0.2", ": 327 tokens."),
+        ("window@99999999999999999", "Here: 5,120 tokens in every layer."),
+        ("probe+zipcache", "Whenever the full-precision buffer is full, all tokens are encoded again."),
+        ("streaming@0.5 tiny --prompt 1000000", "each KV head keeps 500,000 of 1,000,000 tokens"),
+    ],
+)
+def test_effects(line: str, message: str, run: Run) -> None:
+    assert message in output(run, line)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_part_is_explained_with_the_bytes_of_the_plan(name: str, facts: Facts) -> None:
+    kind = registry.lookup(name)[0]
+    policy = {"allocator": f"{name}+h2o@0.3", "selector": name, "codec": f"h2o+{name}@0.5"}[kind]
+    explained, planned = facts(f"explain {policy} tiny --batch 3"), facts(f"plan tiny {policy} --batch 3")
+    assert explained["cache"] == planned["cache"] and explained["layers"] == planned["layers"]
+    part = next(part for part in explained["parts"] if part["kind"] == kind)
+    assert part["strategies"][0]["name"] == name
+    assert all(re.search(r"[0-9a-z]", sentence) for sentence in part["here"])
+
+
+def test_a_selector_that_cannot_rank_unseen_tokens(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    def priority(*args: object) -> Any:
+        raise AssertionError("nothing was seen")
+
+    monkeypatch.setattr(SlidingWindow, "priority", priority)
+    assert "the 819 of highest priority" in output(run, "window@0.2")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "no strategy called"),
+        ("tiny snapkv", "POLICY must be a policy spec, got the model 'tiny'; try kvpolicy explain POLICY tiny."),
+        ("kivi@0.2", "no selector says which to keep"),
+        ("streaming@3", "the smallest that works is 5"),
+        ("window@0.2 no/such/model", "config of no/such/model"),
+        ("csr llama-2-70b", "made for another model"),
+        ("window@1B", "too small"),
+        ("full tiny --dtype int8", "--dtype must be one of bfloat16, float16, float32, float64, got 'int8'"),
+        ("full tiny --dtype Tensor", "--dtype must be one of bfloat16, float16, float32, float64, got 'Tensor'"),
+    ],
+)
+def test_error_messages(line: str, message: str, run: Run) -> None:
+    assert message in run(f"explain {line}", 2)

@@ -1,0 +1,228 @@
+"""`kvpolicy generate`: its text, its comparison, the sources of prompts, and its error messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import T5Config
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.cli.comparison import first_difference
+from kvpolicy.cli.generation import Generation, TimedStreamer
+from kvpolicy.cli.prompts import prompt_notes, read_prompt, sample
+
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
+PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+POLICY = "streaming:sinks=1@0.3"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return kvpolicy.tiny()
+
+
+@pytest.fixture
+def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    def call(text: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text), encoding="utf-8"))
+
+    return call
+
+
+def generate(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
+    assert main(["generate", *words]) == code
+    return capsys.readouterr()
+
+
+def wanted(tiny: tuple[Any, Any], prompt: str, policy: str, new: int) -> tuple[str, list[int], Any]:
+    """Text, tokens and cache of greedy generation with `model.generate`."""
+    model, tokenizer = tiny
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        made = model.generate(ids, max_new_tokens=new, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True), made.tolist(), handle.cache
+
+
+@pytest.mark.parametrize("policy", ["full", POLICY, "squeeze+kvcrush@0.4"])
+def test_the_text_is_that_of_model_generate(
+    policy: str, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = generate([PROMPT, "--policy", policy, "--new", "14"], capsys)
+    text, tokens, cache = wanted(tiny, PROMPT, policy, 14)
+    assert out == f"{text}\n"
+    assert f"{len(tokens)} tokens" in err and str(cache.policy) in err
+    found = json.loads(generate([PROMPT, "--policy", policy, "--new", "14", "--json"], capsys)[0])
+    (run,) = found["runs"]
+    assert (run["text"], run["tokens"]) == (text, tokens)
+    assert (run["nbytes"], run["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
+    held = [int((layer.positions >= 0).sum()) / layer.positions.shape[1] for layer in cache.policy_layers]
+    assert run["kept"] == pytest.approx(sum(held) / len(held))
+    assert run["seen"] == found["prompt_tokens"] + len(tokens) - 1
+    assert run["prefill_tokens_per_second"] > 0 and run["decode_tokens_per_second"] > 0
+    assert found["compared_with_the_first"] == []
+
+
+def test_compare_shows_where_texts_differ(tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    others = ["full", POLICY, "window@8"]
+    words = [PROMPT, "--policy", POLICY, "--new", "14", *(word for name in others for word in ("--compare", name))]
+    found = json.loads(generate([*words, "--json"], capsys)[0])
+    _, first, _ = wanted(tiny, PROMPT, POLICY, 14)
+    at: list[int | None] = []
+    for policy in others:
+        _, tokens, _ = wanted(tiny, PROMPT, policy, 14)
+        at.append(next((i for i in range(14) if tokens[i : i + 1] != first[i : i + 1]), None))
+    assert [one["parts_after_tokens"] for one in found["compared_with_the_first"]] == at
+    assert at[0] is not None and at[1] is None  # else nothing was shown
+    out, err = generate(words, capsys)
+    assert f"differs from the first after {at[0]} of 14 tokens" in " ".join(out.split())
+    assert "identical to the first" in out and not err
+    for run in found["runs"]:
+        assert run["policy"] in out and all(line in out for line in run["text"].splitlines())
+
+
+def test_texts_are_side_by_side_in_a_wide_terminal(run: Run) -> None:
+    line = f"generate tiger=4821 --new 3 --policy {POLICY} --compare full"
+    narrow, wide = (run(line, columns=columns).splitlines() for columns in (60, 120))
+    assert max(map(len, narrow)) <= 60 < max(map(len, wide)) <= 120
+    assert wide[0].split() == [POLICY, "full"]
+    assert [line for line in narrow if line in (POLICY, "full")] == [POLICY, "full"]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "at"), [([1, 2], [1, 2], None), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 4, 3], 1)]
+)
+def test_first_difference(first: list[int], other: list[int], at: int | None) -> None:
+    numbers: dict[str, Any] = {"prompt": 1, "kept": 0, "seen": 0, "nbytes": 0, "full_nbytes": 0}
+    runs = [
+        Generation(policy="", text="", tokens=tuple(tokens), **numbers, prefill=None, decode=None)
+        for tokens in (first, other)
+    ]
+    assert first_difference(*runs) == at
+
+
+def test_sources_of_the_prompt(tmp_path: Path, piped: Callable[[bytes], None]) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("é=1\r\n\n".encode())
+    assert read_prompt("é=1", None, "tiny") == ("é=1", False)
+    assert read_prompt(None, str(path), "tiny") == ("é=1\n", False)
+    for words in ((None, None), ("-", None), (None, "-")):
+        piped("é=1\n\n".encode())
+        assert read_prompt(*words, "other") == ("é=1\n", False)
+
+
+def test_standard_input(
+    piped: Callable[[bytes], None], tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(f"{PROMPT}\n".encode())
+    assert generate(["--policy", "full", "--new", "4"], capsys)[0] == wanted(tiny, PROMPT, "full", 4)[0] + "\n"
+
+
+def test_the_built_in_sample(piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]) -> None:
+    piped(b"")
+    out, err = generate([], capsys)
+    assert f"\n{sample().rpartition('?')[2]}{out.strip()}\n" in sample()
+    assert "built-in sample" in err
+
+
+def test_prompt_notes() -> None:
+    assert not prompt_notes("tiny", 1024, False) and not prompt_notes("other", 2000, False)
+    assert "at most 1,024 tokens" in prompt_notes("tiny", 1025, False)[0]
+
+
+def test_a_seed_makes_sampling_repeatable(facts: Facts) -> None:
+    line = "generate tiger= --new 12 --policy full --temperature 2"
+    draws = [facts(f"{line} --seed {seed}")["runs"][0]["tokens"] for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_folder_and_its_chat_template(
+    tmp_path: Path, tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = tiny
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}tiger=4821\n?tiger="
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    words = ["hello", "--model", str(tmp_path), "--policy", "full", "--new", "4", "--chat", "--dtype", "float32"]
+    text, _, _ = wanted(tiny, "[hello]tiger=4821\n?tiger=", "full", 4)
+    capsys.readouterr()  # saving may have printed
+    assert generate(words, capsys)[0] == f"{text}\n"
+
+
+def test_interrupted(
+    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = TimedStreamer.put
+
+    def stop(self: TimedStreamer, value: Any) -> None:
+        put(self, value)
+        if len(self.tokens) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TimedStreamer, "put", stop)
+    out, err = generate([PROMPT, "--policy", POLICY], capsys, 130)
+    assert out == wanted(tiny, PROMPT, POLICY, 4)[0] + "\n"
+    assert "by Ctrl-C after 4 tokens" in err
+    out, _ = generate([PROMPT, "--policy", POLICY, "--compare", "full", "--json"], capsys, 130)
+    (run,) = json.loads(out)["runs"]
+    assert run["interrupted"] and len(run["tokens"]) == 4
+    assert not kvpolicy.attach(tiny[0], "full").detach()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a --policy nonsense", "no strategy called 'nonsense'"),
+        ("a --compare nonsense", "no strategy called 'nonsense'"),
+        ("a --model FOLDER", "cannot be loaded"),
+        ("a --model llama-3-70b", "because only its config ships; try kvpolicy plan llama-3-70b."),
+        ("a --model FOLDER/t5", "cannot be loaded: only decoder-only causal language models are supported."),
+        ("a --model FOLDER/mute", "The tokenizer of the model"),
+        (f"a --seed {2**64}", "--seed"),
+        ("a --file FOLDER/text", "must be given once, got both an argument and --file"),
+        ("--file FOLDER/text", "text cannot be read (no such file or directory)"),
+        ("--file FOLDER", "cannot be read"),
+        ("--file FOLDER/latin", "latin must be UTF-8, got an invalid byte at position 3"),
+        ("--file FOLDER/empty", "must contain text, got an empty one"),
+        ("-", "must contain text, got an empty one"),
+        ("--model other", "must be an argument, a file or standard input, got no prompt"),
+        ("a --new 2047", "2,048 positions"),
+        ("a --chat", "must have a chat template for --chat"),
+        ("a --dtype nonsense", "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'"),
+        ("a --dtype float8_e4m3fn", "--dtype must be one of bfloat16, float16, float32, float64, got 'float8_e4m3fn'"),
+        ("\udcff\udcfea", "text of the argument must be UTF-8, got an invalid character at position 0"),
+        ("a --temperature -1", "temperature"),
+        ("a --new 0", "--new"),
+    ],
+)
+def test_error_messages(
+    line: str, message: str, tmp_path: Path, run: Run, piped: Callable[[bytes], None], tiny: tuple[Any, Any]
+) -> None:
+    piped(b"")
+    (tmp_path / "latin").write_bytes("année".encode("latin-1"))
+    (tmp_path / "empty").write_bytes(b"\n")
+    if line.endswith("t5"):
+        T5Config(d_model=8, num_layers=1).save_pretrained(tmp_path / "t5")
+        tiny[1].save_pretrained(tmp_path / "t5")
+    if line.endswith("mute"):
+        tiny[0].config.save_pretrained(tmp_path / "mute")
+    assert message in run(f"generate {line.replace('FOLDER', str(tmp_path))}", 2)
+
+
+def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa=1\r\nb=2\n")
+    assert read_prompt(None, str(tmp_path / "marked"), "tiny") == ("a=1\nb=2", False)

@@ -1,0 +1,228 @@
+"""`kvpolicy inspect`: its numbers are those of the cache; its output in a terminal, and its page."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.cli.inspection import inspect_prompt
+from kvpolicy.cli.inspection_html import page
+from kvpolicy.cli.inspection_text import MARKS
+from kvpolicy.reporting.text_rendering import level
+from tests.conformance.models import build
+
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
+PROMPT = "\n".join(
+    ["def f(x):", "    # tiger=4821 and a few words more", '    return x + 1  # <b>"a"</b> & more', "", "", "?tiger="]
+)
+POLICY = "squeeze+snapkv@0.4"
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return kvpolicy.tiny()
+
+
+def look(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    assert main(["inspect", PROMPT, *words]) == 0
+    return capsys.readouterr()
+
+
+def cache_of(tiny: tuple[Any, Any], policy: str) -> Any:
+    model, tokenizer = tiny
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        model(tokenizer(PROMPT, return_tensors="pt").input_ids)
+    return handle.cache
+
+
+@pytest.mark.parametrize("policy", [POLICY, "h2o@0.4"])
+def test_numbers_are_those_of_the_cache(
+    policy: str, tiny: tuple[Any, Any], tmp_path: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    found, cache = facts(f"inspect --policy {policy}"), cache_of(tiny, policy)
+    ids = tiny[1](PROMPT, return_tensors="pt").input_ids
+    assert found["prompt"] == found["seen"] == ids.shape[1]
+    assert (found["nbytes"], found["full_nbytes"]) == (cache.nbytes, cache.full_nbytes)
+    for layer, slots in zip(found["layers"], cache.policy_layers, strict=True):
+        assert layer["budget"] == int(slots.budget)
+        assert layer["kept"] == [sum(place >= 0 for place in head) for head in slots.positions[0].tolist()]
+    cosines = kvpolicy.profile(tiny[0], [ids], tmp_path / "profile.json")
+    assert [layer["cosine"] for layer in found["layers"]] == pytest.approx(cosines)
+    assert ("second" in found["measured"]) == (policy == "h2o@0.4")
+    for token in found["tokens"]:
+        held = [[token["position"] in head for head in slots.positions[0].tolist()] for slots in cache.policy_layers]
+        assert token["layers"] == pytest.approx([sum(heads) / 4 for heads in held])
+    assert "".join(token["text"] for token in found["tokens"]) == f"<s>{PROMPT}"
+
+
+def test_without_importance(facts: Facts, run: Run) -> None:
+    found = facts("inspect tiger=4821 --policy h2o@0.5 --no-importance")
+    assert found["measured"] == "" and {layer["cosine"] for layer in found["layers"]} == {None}
+    assert "was not measured" in run("inspect tiger=4821 --policy h2o@0.5 --no-importance")
+
+
+def test_generated_tokens(facts: Facts) -> None:
+    found = facts("inspect tiger=4821 --policy full --new 4")
+    assert found["seen"] == found["prompt"] + 3 == len(found["tokens"])
+    assert all(token["kept"] == 1 for token in found["tokens"])
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("columns", [60, 120])
+def test_marks_below_the_text(
+    columns: int,
+    layer: int | None,
+    tiny: tuple[Any, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out, _ = look(capsys, "--policy", POLICY, *([] if layer is None else ["--layer", str(layer)]))
+    assert "\x1b" not in out and max(map(len, out.splitlines())) <= columns
+    lines = out[out.index("<s>") :].splitlines()
+    marks = "".join(mark.ljust(len(text)) for text, mark in zip(lines[::2], [*lines[1::2], ""], strict=False))
+    cache, wanted = cache_of(tiny, POLICY), ""
+    layers = cache.policy_layers if layer is None else [cache.policy_layers[layer]]
+    ids = tiny[1](PROMPT).input_ids
+    for position, token in enumerate(ids):
+        held = [position in head for slots in layers for head in slots.positions[0].tolist()]
+        shown = tiny[1].decode([token]).replace("\n", "↵")
+        wanted += MARKS[level(sum(held) / len(held))] * len(shown)
+    assert "".join(lines[::2]) == f"<s>{PROMPT}".replace("\n", "↵")
+    assert marks == wanted and len(set(marks)) > 2
+
+
+def test_colors_if_the_terminal_has_them(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out, _ = look(capsys, "--policy", POLICY)
+    assert "\x1b[" in out and "Marks:" not in out
+    assert re.sub(r"\x1b\[[0-9;]*m", "", out).replace("↵\n", "↵").endswith("?tiger=\n")
+    monkeypatch.setenv("NO_COLOR", "1")
+    out, _ = look(capsys, "--policy", POLICY)
+    assert "\x1b" not in out and "Marks:" in out
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate"])
+def test_characters_that_the_output_cannot_encode(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main([command, PROMPT, "--policy", "full", "--new", "20"]) == 0
+    out.flush()
+    text = out.buffer.getvalue().decode("ascii")  # pyright: ignore[reportAttributeAccessIssue]
+    assert ("####" in text and "?tiger=" in text) if command == "inspect" else text.endswith("\n")
+
+
+class Page(html.parser.HTMLParser):
+    """The tokens of a page, its references, and its tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tokens: list[dict[str, str]] = []
+        self.refers: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: Counter[str] = Counter()
+        self.shown, self._inside = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.tags[tag] += 1
+        self.ids.update([found["id"]] if "id" in found else [])
+        self.refers += [found[name] for name in ("href", "src", "xlink:href", "action", "data") if name in found]
+        self._inside = "data-k" in found
+        if self._inside:
+            self.tokens.append(found)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "span"
+
+    def handle_data(self, data: str) -> None:
+        self.shown += data if self._inside else ""
+
+
+def test_the_page_is_self_contained(tiny: tuple[Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "page.html"
+    out, _ = look(capsys, "--policy", POLICY, "--html", str(path))
+    assert str(path) in out
+    text = path.read_text(encoding="utf-8")
+    found, cache = Page(text), cache_of(tiny, POLICY)
+    assert not re.search(r"https?:|@import|url\((?!['\"]?#)", text)
+    assert all(ref.startswith(("#", "data:")) for ref in found.refers)
+    assert {ref[1:] for ref in found.refers if ref[0] == "#"} <= set(found.ids)
+    assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(found.ids)
+    assert max(found.ids.values()) == 1
+    assert found.tags["svg"] == 3 and found.tags["b"] == 0 and found.tags["script"] == 1
+    assert found.shown == f"<s>{PROMPT}".replace("\n", "↵\n")
+    for position, token in enumerate(found.tokens):
+        shares = [sum(position in head for head in slots.positions[0].tolist()) / 4 for slots in cache.policy_layers]
+        assert token["data-k"] == "".join(str(level(share)) for share in (sum(shares) / 8, *shares))
+        assert token["class"] == f"t k{token['data-k'][0]}"
+        kept = [f"layer {at}: {share * 4:.0f} of 4 heads" for at, share in enumerate(shares) if share]
+        assert token["title"].splitlines()[2:] == kept
+
+
+@pytest.mark.parametrize("importance", [True, False])
+def test_the_plot_has_every_layer_of_a_hybrid_model(
+    importance: bool, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = pytest.importorskip("kvpolicy.reporting.plots.layers")
+    given: list[Any] = []
+    draw = layers.layer_similarity
+    monkeypatch.setattr(layers, "layer_similarity", lambda rows, **words: given.extend(rows) or draw(rows, **words))
+    ids = torch.arange(3, 40)[None]
+    seen = inspect_prompt(build("gemma2"), tiny[1], ids, "squeeze+snapkv@0.5", importance=importance)
+    if importance:
+        seen = replace(seen, layers=(*seen.layers[:2], replace(seen.layers[2], cosine=None)))
+    page(seen)
+    cosines = [layer.cosine for layer in seen.layers]
+    wanted = [[None, cosines[0], None, cosines[1], None, None]] if importance else []
+    assert [[None if value != value else value for value in row] for row in given] == wanted
+
+
+def test_the_page_without_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvpolicy.reporting.plots")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "page.html"
+    look(capsys, "--policy", POLICY, "--html", str(path))
+    found = Page(path.read_text(encoding="utf-8"))
+    assert found.tags["svg"] == 0 and "pip install 'kvpolicy[plots]'" in path.read_text(encoding="utf-8")
+    assert len(found.tokens) > 20
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a --policy nonsense", "no strategy called 'nonsense'"),
+        ("a=1 --policy full --layer 8", "--layer must be a layer under the policy (0-7), got 8; try 0."),
+        ("a=1 --policy full --html FOLDER/no/page.html", "No such file or directory"),
+        ("a=1 --policy streaming:sinks=1@0.3", "too few"),
+        ("a --model FOLDER", "cannot be loaded"),
+        ("a --new 2048", "2,048 positions"),
+    ],
+)
+def test_error_messages(line: str, message: str, tmp_path: Path, run: Run) -> None:
+    assert message in run(f"inspect {line.replace('FOLDER', str(tmp_path))}", 2)

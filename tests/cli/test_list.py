@@ -1,0 +1,102 @@
+"""`kvpolicy list`: every registered strategy, with its parameters and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from kvpolicy import registry
+from kvpolicy.cli.strategy_docs import read
+from kvpolicy.spec import grammar
+
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bare:
+    loud: int = 3
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
+    """Entry points of plug-ins; a test appends to the list."""
+    points: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    registry._table.cache_clear()
+    yield points
+    registry._table.cache_clear()
+
+
+def test_every_name_is_listed_under_its_kind(run: Run, facts: Facts) -> None:
+    lines = run("list").splitlines()
+    found = facts("list")["strategies"]
+    assert {entry["name"] for entry in found} == set(registry.names())
+    for entry in found:
+        assert f"  {entry['name']}" in lines
+        assert registry.lookup(entry["name"])[0] == entry["kind"]
+        assert entry["summary"].endswith(".") and len(entry["summary"]) < 120
+
+
+def test_parameters_are_those_of_the_grammar(facts: Facts) -> None:
+    for entry in facts("list")["strategies"]:
+        plain = grammar.parse(entry["name"])
+        for parameter in entry["parameters"]:
+            assert parameter["meaning"], f"{entry['name']}:{parameter['name']} is not explained"
+            if parameter["name"] != "base":
+                assert grammar.parse(f"{entry['name']}:{parameter['name']}={parameter['default']}") == plain
+
+
+def test_papers(facts: Facts) -> None:
+    papers = {entry["name"]: entry["arxiv"] for entry in facts("list")["strategies"]}
+    wanted = {"squeeze": "2404.04793", "kvcrush": "2503.00022", "kivi": "2402.02750", "csr": "2412.11741", "plain": ""}
+    assert wanted.items() <= papers.items()
+
+
+@pytest.mark.parametrize("kind", ["codec", "codecs", "Codecs"])
+def test_one_kind(kind: str, facts: Facts) -> None:
+    assert [entry["name"] for entry in facts(f"list {kind}")["strategies"]] == list(registry.names("codec"))
+
+
+def test_one_name_with_the_meaning_of_its_parameters(run: Run) -> None:
+    text = " ".join(run("list kivi").split())
+    assert "bits=2 Bits per code: 2, 4 or 8. (2|4|8)" in text
+    assert "Source: KIVI (arXiv:2402.02750), Section 3 and Algorithm 1." in text
+    assert "snapkv" not in text
+    assert "Wraps another selector: kvcrush/NAME, by default kvcrush/snapkv." in " ".join(run("list kvcrush").split())
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "kivy",
+            "KIND must be allocators, selectors, codecs or the name of a strategy, got 'kivy'; did you mean 'kivi'?",
+        ),
+        ("zelectors", "'selectors'"),
+        ("@", "got '@'; try kvpolicy list for all names."),
+    ],
+)
+def test_unknown(word: str, message: str, run: Run) -> None:
+    assert message in run(f"list {word}", 2)
+
+
+def test_plug_ins_are_listed_even_if_one_is_broken(plugins: list[EntryPoint], run: Run, facts: Facts) -> None:
+    plugins.append(EntryPoint("mine", "kvpolicy.codecs.plain:Plain", "kvpolicy.codecs"))
+    plugins.append(EntryPoint("broken", "kvpolicy_nowhere:Codec", "kvpolicy.codecs"))
+    registry._table.cache_clear()
+    found = {entry["name"]: entry for entry in facts("list codecs")["strategies"]}
+    assert found["mine"]["summary"] == found["plain"]["summary"]
+    assert "cannot be imported" in found["broken"]["error"]
+    assert "Cannot be loaded" in run("list codecs") and "kivi" in found
+
+
+def test_a_class_without_documentation() -> None:
+    found = read(Bare)
+    assert [(p.name, p.kind, p.default, p.meaning) for p in found.parameters] == [("loud", "integer", "3", "")]
+    assert (found.source, found.arxiv, found.wraps) == ("", "", False)
+    assert read(int).parameters == ()

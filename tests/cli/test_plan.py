@@ -1,0 +1,148 @@
+"""`kvpolicy plan`: its numbers are those of `kvpolicy.plan`; its text, and its error messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.hf.embedded import SHIPPED, config_of
+
+POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
+
+
+def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(line.split()) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_json_is_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"plan {name} {POLICY} --batch 2 --prompt 2048 --new 64 --tp 4 --backend hf --memory 40GiB --json"
+    found = json.loads(output(line, capsys))
+    sizes: dict[str, Any] = {"batch": 2, "prompt": 2048, "new": 64, "tp": 4}
+    plan = kvpolicy.plan(config_of(name), POLICY, **sizes, dtype=torch.bfloat16, backend="hf")
+    assert plan.weights is not None
+    assert found["cache"] == plan.by_kind() | {"total": plan.nbytes}
+    assert found["full_cache"] == plan.full_nbytes
+    assert found["weights"]["replicated"] + found["weights"]["sharded"] == found["weights"]["total"]
+    assert found["weights"]["total"] == plan.weights.nbytes
+    most = {"policy": plan.largest_batch(40 * 2**30), "full": plan.full_largest_batch(40 * 2**30)}
+    assert found["largest_batch"] == most
+    assert found | sizes == found
+    assert (found["memory"], found["policy"]) == (40 * 2**30, POLICY)
+
+
+def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output("plan llama-3-70b snapkv@0.2 --tp 8", capsys).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "model   llama-3-70b in bfloat16, on each of 8 ranks (deepspeed)"
+    assert lines[5].split() == ["0-79", "819", "819", "0", "425.90", "KB", "0.162"]
+    cells = {line[:26].strip(): line[26:].split() for line in lines[7:-3]}
+    assert cells["weights, replicated"] == ["2.10", "GB"]
+    assert cells["weights"] == ["19.48", "GB"] * 2
+    assert cells["cache"] == ["34.07", "MB", "209.72", "MB"]
+    assert cells["largest batch in 80.00 GB"] == ["1,776", "rows", "288", "rows"]
+
+
+def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output("plan", capsys).splitlines()
+    assert lines[:2] == ["model   tiny in bfloat16, on one rank", "policy  squeeze+kvcrush@0.2"]
+    assert any(line.startswith("Layers are shown alike") for line in lines)
+
+
+def test_the_middle_of_a_long_table_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = output("plan llama-2-70b pyramid+window@0.2", capsys).splitlines()
+    assert [line.split()[0] for line in lines[5:22]] == [*map(str, range(8)), "64", *map(str, range(72, 80))]
+    assert "64 more" in lines
+    whole = json.loads(output("plan llama-2-70b pyramid+window@0.2 --json", capsys))
+    assert len(whole["layers"]) == 80
+    assert sum(layer["bytes"]["total"] for layer in whole["layers"]) == whole["cache"]["total"]
+
+
+def test_unmanaged_layers_are_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Gemma2Config
+
+    Gemma2Config(num_hidden_layers=4, sliding_window=64).save_pretrained(tmp_path)
+    text = output(f"plan {tmp_path} snapkv@0.2", capsys)
+    lines = [line.split() for line in text.splitlines() if line.startswith(("0, 2", "1, 3"))]
+    assert [line[2] for line in lines] == ["unmanaged", "819"]
+    assert lines[0][-1] == "KB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
+
+
+def test_calibrated_tensors_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output("plan tiny csr", capsys)
+    assert "calibrated tensors" in text
+    assert "on one rank" in text
+
+
+def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of("mixtral-8x7b").save_pretrained(tmp_path)
+    shipped, *stored = (
+        output(f"plan {model} full --tp 2", capsys).partition("\npolicy ")[2]  # without the model, which may be wrapped
+        for model in ("mixtral-8x7b", tmp_path, tmp_path / "config.json")
+    )
+    assert shipped and stored == [shipped, shipped]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("llama-3-70b nonsense", "no strategy called 'nonsense'"),
+        (
+            "llama-3-70b full --memory 80",
+            "--memory must be a number of bytes with a unit, got '80'; try 80GB or 80GiB.",
+        ),
+        (
+            "llama-3-70b full --dtype nonsense",
+            "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
+        ),
+        ("snapkv@0.2", "MODEL must be a model, got the policy 'snapkv@0.2'; try kvpolicy plan MODEL snapkv@0.2."),
+        ("llama-3-70b full --backend nccl", "backend 'nccl'"),
+        ("llama-3-70b full --backend hf --tp 16", "8 KV heads over 16 ranks"),
+        ("llama-3-70b csr", "made for another model"),
+        ("FOLDER full", "config of"),
+        ("FOLDER/gpt2.json full --tp 2", "not with gpt2"),
+        ("FOLDER/gpt2.json full --tp 2 --backend hf", "KV heads of a gpt2 over 2 ranks; deepspeed cannot either"),
+        ("FOLDER/vit.json full", "no causal language model of the kind vit"),
+        ("FOLDER/odd.json full", "not a multiple"),
+        ("FOLDER/bad.json full", "not a valid JSON"),
+    ],
+)
+def test_error_messages(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "gpt2.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "vit.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "odd.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 6}')
+    (tmp_path / "bad.json").write_text("{")
+    assert main(["plan", *line.replace("FOLDER", str(tmp_path)).split()]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("kvpolicy: ") and message in error
+    assert "\n" not in error
+
+
+@pytest.mark.parametrize(
+    "line", ["plan a b c", "plan --what", "plan tiny full --batch 0", "plan tiny full --tp x", "plan --new -1"]
+)
+def test_usage_errors_name_the_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvpolicy: ") and error.endswith("Try kvpolicy plan --help.\n")
+    assert error.count("\n") == 1
+
+
+def test_the_docs_show_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "api" / "plan.md"
+    if not page.exists():
+        pytest.skip("the docs are not installed")
+    line, _, rest = page.read_text(encoding="utf-8").partition("$ kvpolicy ")[2].partition("\n")
+    assert rest.partition("```")[0] == output(line, capsys)

@@ -1,0 +1,41 @@
+"""`kvpolicy tiny`: its facts are those of the embedded model and of the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy.cli.app import main
+
+Run = Callable[..., str]
+Facts = Callable[..., dict[str, Any]]
+
+
+def test_facts_are_those_of_the_model(facts: Facts, run: Run) -> None:
+    found, (model, _) = facts("tiny"), kvpolicy.tiny()
+    config = model.config
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
+    assert (Path(found["path"]) / "config.json").exists()
+    assert found["shape"]["kv_heads"] == config.num_key_value_heads
+    assert [entry["codec"] for entry in found["calibrations"]] == ["csr", "kvquant"]
+    scope: dict[str, Any] = {}
+    exec(found["load"], scope)
+    assert scope["model"].config.hidden_size == found["shape"]["hidden"]
+    assert main(["tiny"]) == 0
+
+
+def test_facts_are_those_of_the_model_card(facts: Facts) -> None:
+    page = Path(__file__).parents[2] / "docs" / "model-card.md"
+    if not page.exists():
+        pytest.skip("the docs are not installed")
+    text, found = page.read_text(encoding="utf-8"), facts("tiny")
+    assert found["card"] == "docs/model-card.md"
+    assert f"{found['parameters'] / 1e6:.2f} M parameters" in text
+    for number in (f"{found['shape']['layers']} layers", "7.2 M tokens", "1,024"):
+        assert number in text

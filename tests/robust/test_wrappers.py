@@ -1,0 +1,59 @@
+"""Models inside PEFT wrappers, and ways to generate that no policy can follow."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from tests.conformance.models import build
+from tests.conformance.play import make_batch
+
+peft: Any = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, which PEFT calls
+GENERATE: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+
+
+def lora() -> Any:
+    """A LoRA adapter whose weights are zero, so that the model's answers are the base model's."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=2)
+    return peft.get_peft_model(copy.deepcopy(build("llama")), config).eval()
+
+
+@pytest.mark.parametrize("policy", ["snapkv:decode=grow@0.3", "window@0.5", "snapkv@64KiB"])
+def test_a_peft_model_generates_as_the_model_inside(policy: str) -> None:
+    """Its caches know the prompt and the new tokens, also where a prompt comes in chunks."""
+    ids, mask = make_batch([40, 31], [40])
+    found: list[tuple[Any, int, Any]] = []
+    for model in (build("llama"), lora()):
+        with kvpolicy.attach(model, policy) as handle:
+            for more in ({}, {"prefill_chunk_size": 9}):
+                tokens = model.generate(input_ids=ids, attention_mask=mask, **GENERATE, **more)
+                assert handle.cache is not None and handle.cache.prompt is not None
+                assert handle.cache.prompt.tolist() == [40, 31] and handle.cache.new == 4
+                positions = [layer.positions.tolist() for layer in handle.cache.policy_layers]
+                found.append((tokens.tolist(), handle.cache.nbytes, positions))
+        inner = getattr(model, "base_model", model)
+        assert not any("_prepare_cache_for_generation" in vars(module) for module in inner.modules())
+    assert found[:2] == found[2:]
+
+
+def test_prefix_tuning_is_refused() -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(copy.deepcopy(build("llama")), config).eval()
+    with pytest.raises(kvpolicy.KVPolicyError, match="must not be prefix tuning"):
+        kvpolicy.attach(model, "window@0.5")
+    assert not any("kvpolicy" in str(module.config._attn_implementation) for module in [model.base_model])
+
+
+def test_continuous_batching_is_refused() -> None:
+    model: Any = build("llama")
+    stock = model.generate_batch
+    with kvpolicy.attach(model, "window@0.5"):
+        with pytest.raises(kvpolicy.KVPolicyError, match="Continuous batching"):
+            model.generate_batch(inputs=[[1, 2, 3]])
+        assert model.generate(torch.tensor([[3, 4, 5]]), **GENERATE).shape == (1, 7)
+    assert model.generate_batch == stock
