@@ -1,15 +1,17 @@
 """Keep the KV cache of Hugging Face language models small: any allocator, any selector, any codec.
 
-A policy is three interchangeable parts under one budget:
+A policy consists of three interchangeable parts and a budget:
 
     >>> import kvpolicy
     >>> kvpolicy.Policy.parse("squeeze+kvcrush/h2o+kivi:bits=4@0.2").budget
     0.2
 
-`attach` puts it to work on a model, `plan` says beforehand what it will hold.
+`attach` applies it to a model, and `plan` computes in advance what its cache will hold.
 """
 
 from typing import TYPE_CHECKING, Any
+
+from kvpolicy.spec.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
     from kvpolicy.spec.errors import KVPolicyWarning as KVPolicyWarning
 
-__version__ = "0.1.0"
-
 _LAZY = {
     "Pyramid": "kvpolicy.allocators.pyramid",
     "SqueezeAttention": "kvpolicy.allocators.squeeze",
@@ -93,10 +93,10 @@ _LAZY = {
     "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",
 }
-"""Where each name is, imported when it is first used: the command shows its help without waiting for PyTorch."""
+"""The module of each name, which is imported on first use, so that `import kvpolicy` does not wait for PyTorch."""
 
 
-if not TYPE_CHECKING:  # a type checker that saw this would take every name for one of ours
+if not TYPE_CHECKING:  # a type checker would accept every misspelled name
     __all__ = [*_LAZY]
 
     def __getattr__(name: str) -> Any:
@@ -109,8 +109,8 @@ if not TYPE_CHECKING:  # a type checker that saw this would take every name for 
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "transformers":
                 raise
-            told = f"kvpolicy.{name} needs transformers, which is not installed: pip install 'kvpolicy[hf]'."
-            raise ModuleNotFoundError(told, name=error.name) from error
+            message = f"kvpolicy.{name} needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
+            raise ModuleNotFoundError(message, name=error.name) from error
         value = getattr(module, name)
         globals()[name] = value
         return value

@@ -1,6 +1,6 @@
-"""What strategies are written with: division among layers, and slots of codes.
+"""Helpers for custom strategies: the division of tokens among layers, and access to the slots of a stage.
 
-An allocator needs `waterfill`; a codec needs the others. All of them stay on the device and trace whole.
+`waterfill` is for allocators, the others are for codecs. Those can be traced by `torch.compile` and do not synchronize.
 """
 
 from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvpolicy.reporting.plots import _LAZY as _LAZY
-
 if TYPE_CHECKING:
     from kvpolicy.reporting.plots import accuracy_against_bytes as accuracy_against_bytes
     from kvpolicy.reporting.plots import budgets as budgets
@@ -13,15 +11,18 @@ if TYPE_CHECKING:
     from kvpolicy.reporting.plots import token_text as token_text
 
 
-if not TYPE_CHECKING:  # or a type checker would accept every misspelled name
+if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         from kvpolicy.reporting import plots
 
-        if name not in _LAZY:
-            raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}")
-        return getattr(plots, name)
+        try:
+            return getattr(plots, name)
+        except AttributeError:
+            raise AttributeError(f"module 'kvpolicy.plots' has no attribute {name!r}") from None
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    from kvpolicy.reporting import plots
+
+    return dir(plots)

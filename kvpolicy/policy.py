@@ -1,4 +1,4 @@
-"""A policy: what a KV cache keeps, how it stores it, and how much in all."""
+"""A policy: which tokens a KV cache keeps, how they are stored, and within which budget."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.tables import Cells, section, table
+from kvpolicy.spec.tables import Cells, section, shorten, table
 from kvpolicy.spec.validation import check_instance
 
-DEFAULT_SHARE = 0.2
-"""The budget of a policy that names a selector and no budget."""
+DEFAULT_BUDGET = 0.2
+"""The budget of a policy that has a selector and no budget."""
 
 _IDENTITY = ("full", "none")
-_UNSET: Any = None  # __post_init__ replaces it, so that no reader of a budget has to ask for None
+_UNSET: Any = None  # typed Any, because __post_init__ replaces it: `Policy.budget` is never None
 _PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "codec": Codec}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """Say how a model's KV cache is kept small.
+    """How the KV cache of a model is compressed: three parts and one budget.
 
-    Three parts of three different types, and one budget. Any allocator works with any selector and any codec; a part
-    that is not named changes nothing. `str()` writes a policy and `parse` reads it back.
+    Any allocator works with any selector and any codec. A part that is omitted changes nothing. `str()` writes a
+    policy as a spec, and `parse` reads it back.
 
     Args:
-        allocator: How many tokens may each layer keep?
-        selector: Which tokens are these?
-        codec: How is a kept token stored?
-        budget: How much in all: a share of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes
-            of the whole cache (`"512MiB"`). Without it, 1.0 where no selector is given, or where the codec keeps every
-            token and takes the selector's ranking for its precision; else 0.2.
+        allocator: How many tokens each layer may keep.
+        selector: Which tokens are kept.
+        codec: How a kept token is stored.
+        budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
+            cache (`"512MiB"`). The default is 0.2; it is 1.0 without a selector, and with a codec that keeps every
+            token and uses the selector's priorities for its precision.
 
     Raises:
-        KVPolicyTypeError: Where a part is in the wrong place.
-        KVPolicyError: Where the budget is out of range, too small for the selector, or needs a selector.
+        KVPolicyTypeError: If a part is of another kind.
+        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -60,22 +60,22 @@ class Policy:
     budget: Budget = _UNSET
 
     def __post_init__(self) -> None:
-        """Fill in the budget and check that the parts fit it."""
+        """Set the default budget, and check that the parts fit it."""
         for kind in _PROTOCOLS:
             _check_part(kind, getattr(self, kind))
-        default = 1.0 if self._keeps_all or self._ranks else DEFAULT_SHARE
+        default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
 
     @classmethod
     def parse(cls, text: str | None) -> Policy:
-        """Read a policy from its words; `full`, `none` and None are the policy that changes nothing.
+        """Read a policy from a spec; `full`, `none` and None are the policy that changes nothing.
 
         Args:
             text: `part {"+" part} ["@" budget]`, where a part is `name {":" key "=" value}`, and `a/b` wraps b in a.
 
         Raises:
-            KVPolicyError: Where the text is not a policy; it says which word, what exists and what is near.
+            KVPolicyError: If the text is not a valid spec.
 
         Examples:
             >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
@@ -88,16 +88,16 @@ class Policy:
         parts, budget = grammar.parse(text)
         try:
             return cls(**parts, budget=_UNSET if budget is None else budget)
-        except TypeError as error:  # of a text, nothing but ValueError: here a plug-in does not implement its kind
-            raise KVPolicyError(f"The policy {text!r} cannot be built: {error}") from error
+        except TypeError as error:  # a part from another package does not implement its protocol
+            raise KVPolicyError(f"The policy {shorten(text)!r} could not be created: {error}") from error
 
     @classmethod
     def of(cls, policy: Policy | str) -> Policy:
-        """A policy as it is, or read from its words.
+        """A policy as it is, or read from a spec.
 
         Raises:
-            KVPolicyTypeError: Where it is neither.
-            KVPolicyError: Where the words are not a policy.
+            KVPolicyTypeError: If it is neither.
+            KVPolicyError: If the spec is not valid.
 
         Examples:
             >>> Policy.of("h2o") == Policy.of(Policy.parse("h2o"))
@@ -107,19 +107,21 @@ class Policy:
             return policy
         if isinstance(policy, str):
             return cls.parse(policy)
-        fits = _fitting(policy)
-        advice = f"write Policy({fits[0]}=...)" if fits else 'give words such as "snapkv@0.2", or a kvpolicy.Policy'
-        raise KVPolicyTypeError(f"The policy is {policy!r}, which is none: {advice}.")
+        kinds = _kinds_of(policy)
+        advice = f"Policy({kinds[0]}=...)" if kinds else '"snapkv@0.2"'
+        raise KVPolicyTypeError(
+            f"The policy must be a kvpolicy.Policy or a spec, got {type(policy).__name__}; try {advice}."
+        )
 
     def __eq__(self, other: object) -> bool:
-        """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is everything."""
+        """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is the whole prompt."""
         if not isinstance(other, Policy):
             return NotImplemented
-        ours, theirs = ((*(getattr(each, kind) for kind in _PROTOCOLS), each.budget) for each in (self, other))
-        return ours == theirs and type(self.budget) is type(other.budget)
+        same_parts = all(getattr(self, kind) == getattr(other, kind) for kind in _PROTOCOLS)
+        return same_parts and self.budget == other.budget and type(self.budget) is type(other.budget)
 
     def __str__(self) -> str:
-        """The shortest words that parse back; of a part without a registered name, its `repr`."""
+        """The shortest spec of the policy, or the constructor call if a part is not registered."""
         default = Policy()
         parts: dict[Kind, Any] = {kind: getattr(self, kind) for kind in _PROTOCOLS}
         parts = {kind: part for kind, part in parts.items() if part != getattr(default, kind)}
@@ -131,7 +133,7 @@ class Policy:
             return _constructor(self)
 
     def __repr__(self) -> str:
-        """What makes it again."""
+        """An expression that creates the policy again."""
         spec = str(self)
         constructor = _constructor(self)
         return constructor if spec == constructor else f"Policy.parse({spec!r})"
@@ -141,7 +143,7 @@ class Policy:
 
     @property
     def decode(self) -> DecodeMode:
-        """Whether generated tokens compete for the budget (`evict`) or get room beside it (`grow`)."""
+        """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
         whole = isinstance(self.budget, float) and self.budget == 1.0
         return "grow" if self._ranks and whole else self.selector.decode
 
@@ -157,18 +159,17 @@ class Policy:
         budget = self.budget
         if self._keeps_all and self._ranks:
             raise KVPolicyError(
-                f"The codec {self.codec} stores the tokens of highest rank precisely, and no selector ranks them: "
-                "name one, such as h2o."
+                f"The codec {self.codec} must be combined with a selector, whose priorities decide which tokens are "
+                "stored precisely; try h2o."
             )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
             raise KVPolicyError(
-                f"The budget {budget} may leave tokens out, and no selector says which to keep: "
-                "name one, such as snapkv, or leave the budget out."
+                f"A policy with the budget {budget} must have a selector, which decides what is evicted; try snapkv, "
+                "or omit the budget."
             )
         if isinstance(budget, int) and budget < self.selector.min_tokens:
             raise KVPolicyError(
-                f"The budget of {budget} tokens is too small for {self.selector}: "
-                f"the smallest that works is {self.selector.min_tokens}."
+                f"The budget must be at least {self.selector.min_tokens} tokens for {self.selector}, got {budget}."
             )
 
 
@@ -202,34 +203,41 @@ def _check_part(kind: Kind, part: object) -> None:
     check_instance(kind, part)
     if isinstance(part, _PROTOCOLS[kind]):
         return
-    fits = _fitting(part)
-    if fits:
-        advice = f"give it as {fits[0]}="
+    kinds = _kinds_of(part)
+    if kinds:
+        advice = f"pass it as {kinds[0]}="
     elif isinstance(part, str):
-        advice = f"words are read by Policy.parse({part!r})"
+        advice = "read a spec with Policy.parse"
     else:
-        advice = lacking(part, kind)
-    raise KVPolicyTypeError(f"The {kind} is {part!r}, which does not fit: {advice}.")
+        advice = describe_missing(part, kind)
+    raise KVPolicyTypeError(
+        f"The {kind} must implement kvpolicy.protocols.{kind.capitalize()}, got {shorten(repr(part))}; {advice}."
+    )
 
 
-def _fitting(part: object) -> list[Kind]:
-    return [] if isinstance(part, type) else [kind for kind, its in _PROTOCOLS.items() if isinstance(part, its)]
+def _kinds_of(part: object) -> list[Kind]:
+    """The kinds whose protocol a part implements."""
+    if isinstance(part, type):
+        return []
+    return [kind for kind, protocol in _PROTOCOLS.items() if isinstance(part, protocol)]
 
 
 def missing(part: object, kind: Kind) -> list[str]:
-    """What a kind's protocol asks for and a part has not, sorted.
+    """The members of a kind's protocol that a part lacks, sorted.
 
-    >>> missing(KeepAll(), "codec")
-    ['check', 'layout', 'stages', 'traits']
+    Examples:
+        >>> missing(KeepAll(), "codec")
+        ['check', 'layout', 'stages', 'traits']
     """
-    asked = {*dir(_PROTOCOLS[kind]), *_PROTOCOLS[kind].__annotations__}
-    return sorted(name for name in asked if not name.startswith("_") and not hasattr(part, name))
+    members = {*dir(_PROTOCOLS[kind]), *_PROTOCOLS[kind].__annotations__}
+    return sorted(name for name in members if not name.startswith("_") and not hasattr(part, name))
 
 
-def lacking(part: object, kind: Kind) -> str:
-    """The same, as the end of a sentence.
+def describe_missing(part: object, kind: Kind) -> str:
+    """The members that a part lacks, as the end of a sentence.
 
-    >>> lacking(KeepAll(), "allocator")
-    'it lacks budgets, measure of kvpolicy.protocols.Allocator'
+    Examples:
+        >>> describe_missing(KeepAll(), "allocator")
+        'it lacks budgets, layer_metric of kvpolicy.protocols.Allocator'
     """
     return f"it lacks {', '.join(missing(part, kind))} of kvpolicy.protocols.{kind.capitalize()}"

@@ -1,7 +1,7 @@
-"""Names of strategies: the built-in ones in three literal tables, others by entry points.
+"""The names of strategies: built-in ones in three tables, others by entry points.
 
-A third party adds a strategy under one of the entry-point groups `kvpolicy.allocators`, `kvpolicy.selectors` and
-`kvpolicy.codecs`. Nothing is imported before it is asked for.
+A package adds a strategy under one of the entry point groups `kvpolicy.allocators`, `kvpolicy.selectors` and
+`kvpolicy.codecs`. A strategy is imported when it is first looked up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any, Literal, get_args
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.tables import shorten
 
 Kind = Literal["allocator", "selector", "codec"]
 
@@ -52,12 +53,12 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SE
 
 
 def kinds() -> tuple[Kind, ...]:
-    """The kinds of parts a policy has, in the order they are written."""
+    """The kinds of parts, in the order in which a spec is written."""
     return get_args(Kind)
 
 
 def names(kind: Kind | None = None) -> tuple[str, ...]:
-    """Every registered name, or those of one kind, sorted.
+    """The registered names, all or those of one kind, sorted.
 
     Examples:
         >>> names("allocator")
@@ -67,16 +68,16 @@ def names(kind: Kind | None = None) -> tuple[str, ...]:
 
 
 def lookup(name: str) -> tuple[Kind, type[Any]]:
-    """Find a strategy by its name.
+    """Look up a strategy by its name.
 
     Args:
         name: A registered name, such as `h2o`.
 
     Returns:
-        What kind of part it is, and its class.
+        Its kind and its class.
 
     Raises:
-        KVPolicyError: Where there is no such name, or what it points to cannot be imported.
+        KVPolicyError: If there is no such name, or the strategy cannot be imported.
 
     Examples:
         >>> lookup("uniform")
@@ -84,8 +85,8 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
     """
     found = _table().get(ALIASES.get(name, name))
     if found is None:
-        every = "; ".join(f"{kind}s {', '.join(names(kind))}" for kind in kinds())
-        raise KVPolicyError(f"There is no strategy called {name!r}{suggest(name, names())} There are {every}.")
+        every = ", ".join(f"the {kind}s {', '.join(names(kind))}" for kind in kinds())
+        raise KVPolicyError(f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, names())}")
     kind, target = found
     return kind, _load(name, target)
 
@@ -94,7 +95,7 @@ def name_of(cls: type[Any]) -> str:
     """The name under which a strategy class is registered.
 
     Raises:
-        KVPolicyError: Where it is not registered.
+        KVPolicyError: If it is not registered.
 
     Examples:
         >>> from kvpolicy.codecs.plain import Plain
@@ -105,17 +106,17 @@ def name_of(cls: type[Any]) -> str:
     for name, (_, target) in _table().items():
         if target == own:
             return name
-    for name, (kind, target) in _table().items():  # a plug-in may point to a re-export
+    for name, (kind, target) in _table().items():  # an entry point may name a re-export
         if name not in _BUILT_IN[kind] and _load(name, target) is cls:
             return name
     raise KVPolicyError(
-        f"{cls.__qualname__} has no name: add an entry point for {own} to the group kvpolicy.allocators, "
-        "kvpolicy.selectors or kvpolicy.codecs."
+        f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group "
+        "kvpolicy.allocators, kvpolicy.selectors or kvpolicy.codecs."
     )
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word: a suggestion where one is near.
+    """The end of a sentence about an unknown name: a suggestion if a known one is similar.
 
     Examples:
         >>> suggest("h20", ["h2o", "tova"])
@@ -129,7 +130,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _table() -> dict[str, tuple[Kind, str]]:
-    """Name -> kind and `module:Class`; names are one namespace, so that a policy's words need no prefix."""
+    """The kind and the `module:Class` of each name; all kinds share a namespace, so a spec needs no prefixes."""
     table: dict[str, tuple[Kind, str]] = {}
     for kind, built_in in _BUILT_IN.items():
         _add(table, kind, built_in.items())
@@ -141,10 +142,10 @@ def _table() -> dict[str, tuple[Kind, str]]:
 def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[str, str]]) -> None:
     for name, target in items:
         taken = (kind, ALIASES[name]) if name in ALIASES else table.get(name)
-        if taken is not None and taken != (kind, target):  # one package seen twice on the path is no clash
+        if taken is not None and taken != (kind, target):  # the same package may be found twice on sys.path
             raise KVPolicyError(
-                f"The name {name!r} is taken twice, by the {taken[0]} {taken[1]} and the {kind} {target}: "
-                "rename one entry point or uninstall its package."
+                f"The name {name!r} must be registered once, got the {taken[0]} {taken[1]} and the {kind} {target}; "
+                "rename one entry point, or uninstall its package."
             )
         table[name] = (kind, target)
 
@@ -154,7 +155,7 @@ def _load(name: str, target: str) -> type[Any]:
     try:
         found: object = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError) as error:
-        raise KVPolicyError(f"The strategy {name!r} is {target}, which cannot be imported: {error}.") from error
-    if not isinstance(found, type):
-        raise KVPolicyError(f"The strategy {name!r} is {target}, which is not a class.")
+        raise KVPolicyError(f"The strategy {name!r} could not be imported from {target}: {error}.") from error
+    if not isinstance(found, type):  # such as a module or a function
+        raise KVPolicyError(f"The strategy {name!r} must be a class, got {target}.")
     return found

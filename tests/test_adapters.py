@@ -222,13 +222,13 @@ def test_says_what_it_is() -> None:
 
 
 def test_refuses_what_is_no_scorer() -> None:
-    with pytest.raises(TypeError, match=r"is the class Knorm: give an instance"):
+    with pytest.raises(TypeError, match="must be an instance, got the class Knorm"):
         KVPressScorer(Knorm)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"object has no method score\(module"):
+    with pytest.raises(TypeError, match=r"must have a method score\(module, .*, got a object"):
         KVPressScorer(object())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="window=0"):
+    with pytest.raises(ValueError, match=r"window must be at least 1, .* got 0"):
         KVPressScorer(Knorm(), window=0)
-    with pytest.raises(TypeError, match=r"window is 2\.5: give a whole number"):
+    with pytest.raises(TypeError, match=r"window must be an integer, got 2\.5"):
         KVPressScorer(Knorm(), window=2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"decode must be one of 'evict', 'grow', got 'slide'"):
         KVPressScorer(Knorm(), decode="slide")  # pyright: ignore[reportArgumentType]
@@ -238,9 +238,9 @@ def test_refuses_what_is_no_scorer() -> None:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (None, r"gave NoneType, .* expected: \(2, 2, 24\)"),
-        (lambda keys: keys[:, 0, :, 0], r"gave \(2, 24\), .* expected: \(2, 2, 24\)"),
-        (lambda keys: keys[..., 0] * float("nan"), "gave NaN"),
+        (None, r"a score per token, \(2, 2, 24\), got NoneType"),
+        (lambda keys: keys[:, 0, :, 0], r"a score per token, \(2, 2, 24\), got \(2, 24\)"),
+        (lambda keys: keys[..., 0] * float("nan"), "must return numbers, got NaN"),
         (lambda keys: keys.view(7), "Says could not score the 24 tokens of layer 0: "),
     ],
 )

@@ -145,44 +145,79 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no strategy called ''"),
-        ("kivvi", "no strategy called 'kivvi'; did you mean 'kivi'"),
-        ("kivi+plain", "names two codecs"),
-        ("kivi:bit=4", "'kivi' has no option 'bit', it has bits, group_size, residual_length; did you mean 'bits'"),
-        ("plain:bits=4", "'plain' has no option 'bits', it has none"),
-        ("kivi:bits", "'bits' of 'kivi' has no value"),
+        ("", "parts of a policy must not be empty, got ''"),
+        ("kivvi", "strategy must be one of .*, got 'kivvi'; did you mean 'kivi'"),
+        ("kivi+plain", "at most one codec, got 'kivi\\+plain'"),
+        ("kivi:bit=4", "'kivi' must be among bits, group_size, residual_length, got 'bit'; did you mean 'bits'"),
+        ("plain:bits=4", "'plain' must be given without options, got 'bits'"),
+        ("kivi:bits", "'bits' of 'kivi' must have a value; write bits=value"),
         ("kivi:bits=4:bits=2", "'bits' twice"),
-        ("kivi:bits=3", "'3' of kivi:bits is not 2 or 4 or 8"),
-        ("kivi:group_size=1.5", "'1.5' of kivi:group_size is not a whole number"),
+        ("kivi:bits=3", "option kivi:bits must be 2 or 4 or 8, got '3'"),
+        ("kivi:group_size=1.5", "kivi:group_size must be an integer, got '1.5'"),
         ("kivi:group_size=0", r"KIVI\.group_size must be at least 1, got 0; try 32"),
-        ("squeeze:share=much", "'much' of squeeze:share is not a number"),
-        ("squeeze:share=nan", "is not a number"),
-        ("squeeze:profile=a,b", "'a,b' of squeeze:profile is not a text"),
-        ("csr:frame=both", "'both' of csr:key_space is not unrotated or rotated"),
-        ("every:on=1", "'1' of every:on is not true or false"),
-        ("every:word=bset", "is not first or best; did you mean 'best'"),
-        ("wrap:base=every", "has no option 'base', it has file; its base is what follows '/'"),
-        ("kivi/plain", "'kivi' wraps nothing"),
-        ("wrap/pyramid", "'wrap' wraps codecs, and 'pyramid' is of the kind allocator: use '\\+'"),
-        ("wrap" + "/wrap" * 5000, "wraps more than 8"),
-        ("kivi=4", "write kivi:key=value"),
-        ("kivi@", "budget ''"),
+        ("squeeze:share=much", "squeeze:share must be a number, got 'much'"),
+        ("squeeze:share=nan", "must be a number, got 'nan'"),
+        ("squeeze:profile=a,b", "squeeze:profile must be a string of .*, got 'a,b'"),
+        ("csr:frame=both", "csr:key_space must be unrotated or rotated, got 'both'"),
+        ("every:on=1", "every:on must be true or false, got '1'"),
+        ("every:word=bset", "must be first or best, got 'bset'; did you mean 'best'"),
+        ("wrap:base=every", "base of 'wrap' must be written after '/', got the option 'base'"),
+        ("kivi/plain", "must be a strategy that wraps another, got 'kivi'"),
+        ("wrap/pyramid", "'wrap' must wrap a codec, got the allocator 'pyramid'; use '\\+'"),
+        ("wrap" + "/wrap" * 5000, "must nest at most 8 strategies"),
+        ("kivi=4", "must be written as kivi:key=value, got 'kivi=4'"),
+        ("kivi@", "budget must be .*, got ''"),
         ("kivi@0.2@3", "budget"),
-        ("kivi@2", "no selector says"),
+        ("kivi@2", "must have a selector"),
         (" kivi", "did you mean 'kivi'"),
-        ("kivi:group_size=" + "9" * 9999, "not a whole number"),
-        ("streaming:sinks=2147483648", r"sinks is 2147483648: give a number below 2\^31"),
-        ("kvcrush:seed=" + "9" * 26, "give a number below"),
+        ("kivi:group_size=" + "9" * 9999, "must be an integer, got '9999"),
+        ("streaming:sinks=2147483648", r"sinks must be below 2\^31 in magnitude, got 2147483648"),
+        ("kvcrush:seed=" + "9" * 26, r"must be below 2\^31"),
         ("snapkv:kernel=32769", r"SnapKV\.kernel must be an odd number between 1 and 32767, got 32769"),
         ("rotate:sinks=32768", r"RotateKV\.sinks must be between 0 and 32767, got 32768"),
         ("kvcrush:split=0.9999999", r"KVCrush\.split must be between 0 and 0\.999999.*, got 0\.9999999"),
         ("kvcrush:split=-0.1", r"KVCrush\.split must be .*, got -0\.1"),
-        ("h2o@9223372036854775807", "tokens is out of range"),
+        ("h2o@9223372036854775807", "got 9223372036854775807 tokens"),
     ],
 )
 def test_what_is_no_policy_is_told(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "@0.3", "snapkv+", "+h2o", "snapkv++kivi", "kvcrush/", "kvcrush//h2o", ":bits=4"]
+)
+def test_an_empty_part_is_told_in_one_sentence(text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Policy.parse(text)
+    told = str(caught.value)
+    assert "must not be empty" in told and told.count(". ") == 0
+    assert "turboquant" not in told, "the list of all strategies explains nothing here"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{long}",
+        "h2o:{long}",
+        "h2o:recent={long}",
+        "h2o@{long}",
+        "h2o@5{long}",
+        "h2o+{long}/h2o",
+        "h2o+h2o+{long}",
+        "+{long}",
+        "h2o={long}",
+        "h2o@" + "9" * 900,
+        "kivi:bits={long}",
+        "plain:{long}",
+    ],
+)
+def test_a_long_text_is_not_repeated(text: str) -> None:
+    long = "x" * 10_000
+    with pytest.raises(ValueError) as caught:
+        Policy.parse(text.format(long=long) if "{" in text else text)
+    assert "..." in str(caught.value) and len(str(caught.value)) < 600
 
 
 words = st.sampled_from(
@@ -256,5 +291,5 @@ def test_every_value_survives_its_words(strategy: Any) -> None:
 
 
 def test_value_that_has_no_words_is_told() -> None:
-    with pytest.raises(ValueError, match="of type list cannot be written"):
+    with pytest.raises(ValueError, match="to be written in a spec, got a list"):
         grammar.show({"codec": Every(title=[1])}, None)  # pyright: ignore[reportArgumentType]

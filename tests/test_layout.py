@@ -1,9 +1,10 @@
-"""The tree keeps to its rules: sizes, directions of imports, pages, docstrings."""
+"""The rules of the source tree: sizes, directions of imports, pages, docstrings."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,19 @@ PACKAGES = {
     "kvpolicy_eval": ROOT / "eval" / "kvpolicy_eval",
 }
 STRATEGIES = ("allocators", "selectors", "codecs")
-ENGINE = {"attachment", "attention", "backend", "cache", "choose", "decode", "families", "falcon", "layer", "planning"}
+FACADES = {"", "__main__", "adapters", "budget", "embedded", "plans", "plots", "report", "spans"}
+"""The package itself and the flat modules that re-export documented names; the empty name is `kvpolicy`."""
+LEVELS: list[set[str]] = [
+    {"protocols", "spec", "registry"},
+    {"allocators", "selectors", "codecs", "kernels", "policy", "helpers"},
+    {"engine"},
+    {"planning", "reporting", "parallel"},
+    {"hf"},
+    {"calibration", "distortion"},
+    {"cli", "testing"} | FACADES,
+]
+"""The rooms and flat modules of `kvpolicy`, from the lowest level; a module imports its own level and lower ones."""
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 if not PACKAGES["kvpolicy"].is_dir():
     pytest.skip("the tests stand alone, without the source tree", allow_module_level=True)
@@ -64,8 +77,85 @@ def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
                 yield from _public(node.body)
 
 
+def _module(path: Path) -> str:
+    """The name of a module of `kvpolicy`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _import_graph() -> dict[str, set[str]]:
+    """What each module of `kvpolicy` imports from `kvpolicy`: lazy and type-only imports count."""
+    paths = {_module(path): path for path in _sources(PACKAGES["kvpolicy"])}
+    graph: dict[str, set[str]] = {}
+    for module, path in paths.items():
+        targets = graph.setdefault(module, set())
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Import):
+                targets.update(alias.name for alias in node.names if alias.name in paths)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{_name(path)}:{node.lineno}: relative imports are not used"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets.update(name if name in paths else str(node.module) for name in names)
+        targets.intersection_update(paths)
+        targets.discard(module)
+    return graph
+
+
+def _room(module: str) -> str:
+    """The first name below `kvpolicy`: a room or a flat module."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def test_every_module_has_a_level() -> None:
+    rooms = {_room(module) for module in _import_graph()}
+    assert rooms == LEVEL.keys(), "update LEVELS, which says what may import what"
+
+
+def test_no_room_imports_a_higher_one() -> None:
+    upward = [
+        f"{module} imports {target}"
+        for module, targets in _import_graph().items()
+        for target in sorted(targets)
+        if LEVEL[_room(target)] > LEVEL[_room(module)]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    try:
+        TopologicalSorter(_import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail("a circle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_a_wrong_import_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph sees imports inside functions and under TYPE_CHECKING."""
+    source = "if TYPE_CHECKING:\n    from kvpolicy.hf import attach\ndef f():\n    import kvpolicy.cli.app\n"
+    lowest = PACKAGES["kvpolicy"] / "spec" / "errors.py"
+    tree = _tree
+    monkeypatch.setitem(globals(), "_tree", lambda path: ast.parse(source) if path == lowest else tree(path))
+    assert _import_graph()["kvpolicy.spec.errors"] == {"kvpolicy.hf.attach", "kvpolicy.cli.app"}
+
+
+def test_few_modules_are_flat() -> None:
+    assert len([path for path in PACKAGES["kvpolicy"].glob("*.py") if path.stem != "__init__"]) <= 12
+
+
+def test_every_room_has_a_readme() -> None:
+    rooms = [path.parent for path in PACKAGES["kvpolicy"].glob("*/__init__.py")]
+    texts = {room.name: (room / "README.md").read_text(encoding="utf-8") for room in rooms}
+    assert len(texts) > 10
+    short = [name for name, text in texts.items() if "import" not in text or not 5 <= text.count("\n") <= 20]
+    assert not short, "a README says in about ten lines what is here, what it may import, and where to begin"
+
+
 def test_files_stay_small() -> None:
-    assert not [_name(path) for path in EVERYTHING if path.read_text(encoding="utf-8").count("\n") > 300]
+    assert not [_name(path) for path in EVERYTHING if path.read_text(encoding="utf-8").count("\n") > 500]
+
+
+def test_no_file_is_formatted_by_hand() -> None:
+    mark = "fmt: " + "skip"
+    assert not [_name(path) for path in _sources(PACKAGES["kvpolicy"]) if mark in path.read_text(encoding="utf-8")]
 
 
 def test_no_second_copy_is_imported() -> None:
@@ -78,9 +168,10 @@ def test_the_core_imports_no_integration() -> None:
     )
 
 
-def test_strategies_import_neither_transformers_nor_the_engine() -> None:
+def test_strategies_and_the_engine_do_not_import_transformers() -> None:
     strategies = _sources(*(PACKAGES["kvpolicy"] / kind for kind in STRATEGIES))
-    assert not _importing(strategies, "transformers", *(f"kvpolicy.{module}" for module in ENGINE))
+    engine = _sources(PACKAGES["kvpolicy"] / "engine")
+    assert engine and not _importing([*strategies, *engine], "transformers")
 
 
 def test_nothing_is_unpickled() -> None:
@@ -121,8 +212,3 @@ def test_every_method_has_a_page(name: str) -> None:
     assert page.exists(), f"write {_name(page)}: idea, formula, differences from the paper, cost, when it fails"
     assert f"methods/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert f"({name}.md)" in (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
-
-
-def test_the_engine_is_known_by_its_files() -> None:
-    missing = [name for name in sorted(ENGINE) if not (PACKAGES["kvpolicy"] / f"{name}.py").exists()]
-    assert not missing, "update ENGINE: strategies could import what replaced it unseen"

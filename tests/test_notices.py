@@ -44,7 +44,9 @@ def test_debug_tells_of_prompts_and_growth_and_not_of_steps(caplog: pytest.LogCa
     with caplog.at_level(logging.DEBUG, logger="kvpolicy"):
         use(own(), "snapkv:decode=grow@0.5")
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
-    assert told[0].startswith("snapkv:decode=grow@0.5 settled: at most [4, 4] tokens in the layers of 1 row(s), ")
+    assert told[0].startswith(
+        "snapkv:decode=grow@0.5 compressed a prompt: at most [4, 4] tokens in the layers of 1 row(s), "
+    )
     assert told[1:] == [f"layer {index} extended by 256 tokens to 260" for index in (0, 1)]
 
 

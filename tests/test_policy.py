@@ -72,7 +72,7 @@ def test_words_for_the_policy_that_changes_nothing(text: str | None) -> None:
 
 @pytest.mark.parametrize("budget", [0.5, 1, 2048, "512MiB"])
 def test_budget_below_the_whole_needs_a_selector(budget: float | int | str) -> None:
-    with pytest.raises(ValueError, match=r"no selector says which to keep"):
+    with pytest.raises(ValueError, match="must have a selector, which decides what is evicted; try snapkv"):
         Policy(codec=KIVI(), budget=budget)
 
 
@@ -83,12 +83,36 @@ def test_budget_out_of_range(budget: float | int | str) -> None:
 
 
 def test_budget_of_another_type() -> None:
-    with pytest.raises(TypeError, match="budget True is of type bool"):
+    with pytest.raises(TypeError, match=r"budget must be a fraction .*, got True of type bool"):
         Policy(selector=Newest(), budget=True)
 
 
+def test_budget_of_a_numpy_scalar() -> None:
+    numpy = pytest.importorskip("numpy")
+    given = {numpy.int64(30): 30, numpy.uint8(30): 30, numpy.float64(0.5): 0.5, numpy.float32(0.25): 0.25}
+    for budget, plain in given.items():
+        policy = Policy(selector=Newest(), budget=budget)
+        assert policy.budget == plain and type(policy.budget) is type(plain)
+    for wrong in (numpy.bool_(True), numpy.array([30]), numpy.complex64(1)):
+        with pytest.raises(TypeError, match="budget must be"):
+            Policy(selector=Newest(), budget=wrong)
+    with pytest.raises(ValueError, match="got 0 tokens"):
+        Policy(selector=Newest(), budget=numpy.int64(0))
+
+
+def test_parameters_of_numpy_scalars() -> None:
+    numpy = pytest.importorskip("numpy")
+    selector = StreamingLLM(sinks=numpy.int64(2))
+    assert (
+        type(selector.sinks) is int and str(Policy(selector=selector, budget=numpy.int64(8))) == "streaming:sinks=2@8"
+    )
+    assert type(H2O(recent=numpy.float32(0.5)).recent) is float
+    with pytest.raises(TypeError, match="must be an integer"):
+        StreamingLLM(sinks=numpy.bool_(True))
+
+
 def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
-    with pytest.raises(ValueError, match=r"7 tokens is too small .* the smallest that works is 8"):
+    with pytest.raises(ValueError, match=r"must be at least 8 tokens for Newest\(.*\), got 7"):
         Policy(selector=Newest(min_tokens=8), budget=7)
     Policy(selector=Newest(min_tokens=8), budget=8)
     Policy(selector=Newest(min_tokens=8), budget=0.001)  # a share is only known with a prompt
@@ -97,11 +121,11 @@ def test_budget_below_the_floor_names_the_smallest_that_works() -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"allocator": KIVI()}, r"The allocator is KIVI\(.*\), which does not fit: give it as codec="),
-        ({"selector": Pyramid()}, "give it as allocator="),
-        ({"codec": Newest()}, "give it as selector="),
-        ({"codec": "kivi"}, r"words are read by Policy.parse\('kivi'\)"),
-        ({"selector": Newest}, r"The selector is the class Newest: give an instance, Newest\(\)"),
+        ({"allocator": KIVI()}, r"The allocator must implement .*\.Allocator, got KIVI\(.*\); pass it as codec="),
+        ({"selector": Pyramid()}, "pass it as allocator="),
+        ({"codec": Newest()}, "pass it as selector="),
+        ({"codec": "kivi"}, "got 'kivi'; read a spec with Policy.parse"),
+        ({"selector": Newest}, r"The selector must be an instance, got the class Newest; try Newest\(\)"),
         ({"selector": None}, "it lacks alloc, decode, .* of kvpolicy.protocols.Selector"),
     ],
 )
@@ -113,9 +137,9 @@ def test_wrong_part_in_a_slot(parts: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (Newest(), r"The policy is Newest\(.*\), which is none: write Policy\(selector=...\)"),
-        (Newest, "which is none: give words such as"),
-        (None, "The policy is None, which is none"),
+        (Newest(), r"The policy must be a kvpolicy.Policy or a spec, got Newest; try Policy\(selector=...\)"),
+        (Newest, 'got type; try "snapkv@0.2"'),
+        (None, "must be a kvpolicy.Policy or a spec, got NoneType"),
     ],
 )
 def test_what_is_no_policy(given: Any, message: str) -> None:
@@ -134,7 +158,7 @@ def test_what_is_no_policy(given: Any, message: str) -> None:
     ],
 )
 def test_parameters_of_another_type(make: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match=r"'s \w+ is .*: give a (whole )?number\.$"):
+    with pytest.raises(TypeError, match=r"'s \w+ must be (an integer|a number), got .*\.$"):
         make()
 
 

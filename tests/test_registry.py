@@ -43,7 +43,7 @@ def test_keepall_is_another_word_for_full() -> None:
 
 
 def test_unknown_name_is_told_with_what_exists_and_what_is_near() -> None:
-    with pytest.raises(ValueError, match=r"'h20'; did you mean 'h2o'\? There are allocators .*codecs bfp, csr"):
+    with pytest.raises(ValueError, match=r"allocators .*codecs bfp, csr.*, got 'h20'; did you mean 'h2o'\?$"):
         registry.lookup("h20")
     with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         registry.lookup("SnapKV")
@@ -53,7 +53,7 @@ def test_unregistered_class_has_no_name() -> None:
     class Mine:
         pass
 
-    with pytest.raises(ValueError, match="Mine has no name: add an entry point"):
+    with pytest.raises(ValueError, match=r"Mine must be registered .*; add an entry point"):
         registry.name_of(Mine)
 
 
@@ -75,7 +75,9 @@ def test_name_of_a_class_behind_a_re_export(plugins: list[EntryPoint]) -> None:
 @pytest.mark.parametrize("name", ["h2o", "kivi", "keepall"])
 def test_taken_name_raises(plugins: list[EntryPoint], name: str) -> None:
     plugins.append(EntryPoint(name, "elsewhere:Thing", "kvpolicy.selectors"))
-    with pytest.raises(ValueError, match=f"{name!r} is taken twice"):
+    with pytest.raises(
+        ValueError, match=f"{name!r} must be registered once, got the .* and the selector elsewhere:Thing"
+    ):
         registry.names()
 
 
@@ -87,6 +89,6 @@ def test_package_seen_twice_is_no_clash(plugins: list[EntryPoint]) -> None:
 @pytest.mark.parametrize("target", ["no_such_package:Thing", "kvpolicy.codecs:Nothing", "kvpolicy.codecs:kivi"])
 def test_broken_entry_point_is_told(plugins: list[EntryPoint], target: str) -> None:
     plugins.append(EntryPoint("broken", target, "kvpolicy.codecs"))
-    with pytest.raises(ValueError, match="'broken' is"):
+    with pytest.raises(ValueError, match=r"'broken' (could not be imported from|must be a class)"):
         registry.lookup("broken")
     assert registry.lookup("kivi") == ("codec", KIVI), "others still work"

@@ -140,7 +140,7 @@ def test_wrong_ones_are_told(part: Any, message: str) -> None:
 def test_what_is_no_strategy() -> None:
     with pytest.raises(AssertionError, match="no dataclass"):
         check("h2o")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"The strategy is the class Tokens: give an instance, Tokens\(\)\."):
+    with pytest.raises(TypeError, match=r"The strategy must be an instance, got the class Tokens; try Tokens\(\)\."):
         check(Tokens)  # pyright: ignore[reportArgumentType]
 
 

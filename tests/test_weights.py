@@ -146,17 +146,13 @@ def test_weights_take_their_place_before_the_cache() -> None:
 @pytest.mark.parametrize(
     ("config", "words", "told"),
     [
-        (LLAMA, {"tp": 0}, "0 ranks"),
-        (LLAMA, {"backend": "nccl"}, "backend 'nccl' is not known"),
-        (LLAMA, {"tp": 4, "backend": "hf"}, "2 KV heads over 4 ranks: use the backend deepspeed, or ranks that"),
-        (LLAMA, {"tp": 8, "backend": "hf"}, "2 KV heads over 8 ranks: use ranks that divide 2"),
-        (LLAMA, {"tp": 8}, "4 query heads"),
-        (
-            OPTConfig(vocab_size=10),
-            {"tp": 2, "backend": "hf"},
-            "KV heads of a opt over 2 ranks: use the backend deepspeed",
-        ),
-        (Phi3Config(vocab_size=10, pad_token_id=0), {"tp": 2, "backend": "hf"}, "KV heads of a phi3"),
+        (LLAMA, {"tp": 0}, "tp must be at least 1, got 0"),
+        (LLAMA, {"backend": "nccl"}, "backend must be deepspeed or hf, got 'nccl'"),
+        (LLAMA, {"tp": 4, "backend": "hf"}, "must divide the 2 KV heads .*, got 4; try backend='deepspeed'"),
+        (LLAMA, {"tp": 8, "backend": "hf"}, "must divide the 2 KV heads .*, got 8; deepspeed cannot shard it either"),
+        (LLAMA, {"tp": 8}, "at most 4, the number of query heads, got 8"),
+        (OPTConfig(vocab_size=10), {"tp": 2, "backend": "hf"}, "got none for opt; try backend='deepspeed'"),
+        (Phi3Config(vocab_size=10, pad_token_id=0), {"tp": 2, "backend": "hf"}, "got none for phi3"),
     ],
 )
 def test_refused(config: Any, words: dict[str, Any], told: str) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.version import __version__
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
@@ -100,8 +101,6 @@ def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tens
         tensors: The tensors by name.
     """
     from safetensors.torch import save as to_bytes
-
-    from kvpolicy import __version__
 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Everything that knows transformers: hooks, caches, model descriptions."""
+"""Everything that depends on transformers: hooks, caches, and descriptions of models."""

@@ -1,4 +1,4 @@
-"""Selectors made of scorers that were written for other libraries."""
+"""Selectors that wrap the scorers of other libraries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpolicy.spec.validation import check_fields, check_instance
 
 @runtime_checkable
 class Scorer(Protocol):
-    """What a scorer for kvpress answers; its `ScorerPress` and all that extend it do."""
+    """The interface of a kvpress scorer: `ScorerPress` and its subclasses."""
 
     def score(
         self,
@@ -30,29 +30,29 @@ class Scorer(Protocol):
         attentions: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """What each token is worth, [B, H, N], from keys and values [B, H, N, D]; the highest are kept."""
+        """The score of each token, [B, H, N], from keys and values [B, H, N, D]; the highest are kept."""
         ...
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class KVPressScorer:
-    """Keep the tokens that a scorer written for kvpress rates highest.
+    """Keep the tokens to which a kvpress scorer gives the highest scores.
 
-    kvpress calls `score(module, hidden_states, keys, values, attentions, kwargs)` after a prompt's attention; so does
-    this, in our engine: with padding, chunks, layer budgets, codecs and exact bytes. kvpress itself is not needed.
+    Like kvpress, this calls `score(module, hidden_states, keys, values, attentions, kwargs)` after the attention of a
+    prompt, and it supports padding, chunks, layer budgets, codecs and exact byte counts. kvpress is not a dependency.
 
     Args:
-        press: An object with that method, such as `kvpress.KnormPress()`. Its `compression_ratio`, where it has one, is
-            set for the time of each call to what the layer's budget leaves, since some scores depend on it.
-        decode: `grow`: generated tokens get room of their own, as in kvpress; `evict`: they take the place of the
-            prompt's lowest scores, until they fill the window.
-        window: In `evict`, how many of the newest generated tokens stay; never more than half the budget.
-        attentions: Whether to compute the whole attention matrix [B, Hq, P, N] for the scorer, which
-            `ObservedAttentionPress` needs; others get None and compute what they need.
+        press: An object with that method, such as `kvpress.KnormPress()`. If it has a `compression_ratio`, this is set
+            to the one of the layer's budget during each call, since some scores depend on it.
+        decode: `grow`: generated tokens are kept in addition to the budget, as in kvpress; `evict`: they replace the
+            tokens of lowest score, until they fill the window.
+        window: In `evict`, how many of the newest generated tokens stay; at most half the budget.
+        attentions: Whether to compute the full attention matrix [B, Hq, P, N] for the scorer, as
+            `ObservedAttentionPress` requires; other scorers get None.
 
     Raises:
-        KVPolicyTypeError: Where `press` is a class, or has no method `score`.
-        KVPolicyError: If `window` is below 1 or `decode` unknown.
+        KVPolicyTypeError: If `press` is a class, or has no method `score`.
+        KVPolicyError: If `window` is below 1, or `decode` is unknown.
 
     Examples:
         >>> class LargestValue:
@@ -64,15 +64,15 @@ class KVPressScorer:
         ('score', 'grow')
 
     Source:
-        kvpress 0.5.5 (github.com/NVIDIA/kvpress), ScorerPress. Differences: ties go to the earlier token, where kvpress
-        leaves them open; a row with padding is scored alone and without it, where kvpress scores padding too; a later
-        chunk or turn is scored with all keys on offer, where kvpress leaves it uncompressed; a row that keeps
-        everything is not scored in `grow`; a share of 0.1 of 100 tokens is 10, where kvpress' ratio of 0.9 leaves 9;
-        `kwargs` hold no cache and no mask. What a press does beside scoring (a `compress` of its own, as PyramidKV's
-        layer budgets) is not done.
+        kvpress 0.5.5 (github.com/NVIDIA/kvpress), ScorerPress. Differences: ties go to the earlier token, whereas
+        kvpress does not define their order; a row with padding is scored alone and without it, whereas kvpress scores
+        padding too; a later chunk or turn is scored together with all kept keys, whereas kvpress leaves it
+        uncompressed; a row that keeps everything is not scored in `grow`; a fraction of 0.1 of 100 tokens is 10,
+        whereas a ratio of 0.9 in kvpress leaves 9; `kwargs` contain no cache and no mask. Other methods of a press,
+        such as a `compress` with the layer budgets of PyramidKV, are not called.
 
-    Words cannot say which object is meant: `str()` of such a policy is its `repr`, and `Policy.parse` does not read
-    it. Two are equal if they hold the same object and options.
+    A spec cannot express an object: `str()` of such a policy is its `repr`, and `Policy.parse` does not read it. Two
+    selectors are equal if they hold the same object and options.
     """
 
     press: Scorer
@@ -87,26 +87,27 @@ class KVPressScorer:
         check_instance("scorer", self.press)
         if not callable(getattr(self.press, "score", None)):
             raise KVPolicyTypeError(
-                f"{type(self.press).__name__} has no method score(module, hidden_states, keys, values, attentions, "
-                "kwargs): give a scorer, such as kvpress.SnapKVPress()."
+                "The scorer must have a method score(module, hidden_states, keys, values, attentions, kwargs), got a "
+                f"{type(self.press).__name__}; try kvpress.SnapKVPress()."
             )
         check_decode(self.decode)
         if self.window < 1:
-            raise KVPolicyError(f"window={self.window} would drop the current token: use 1 or more.")
+            raise KVPolicyError(f"window must be at least 1, to keep the current token, got {self.window}.")
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other holds the same object, and the same options."""
+        """Whether the other has the same scorer object and options."""
         return isinstance(other, KVPressScorer) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        """By the identity of the scorer, which may change its own fields."""
+        """By the identity of the scorer, whose fields may change."""
         return hash(self._identity)
 
     def __repr__(self) -> str:
-        """The scorer's own words, or its class where these are long."""
-        own = repr(self.press)
-        own = own if len(own) <= 120 and "\n" not in own else f"<{type(self.press).__qualname__}>"
-        return f"KVPressScorer({own}, decode={self.decode!r}, window={self.window}, attentions={self.attentions})"
+        """The repr of the scorer, or its class if that is long."""
+        press = repr(self.press)
+        if len(press) > 120 or "\n" in press:
+            press = f"<{type(self.press).__qualname__}>"
+        return f"KVPressScorer({press}, decode={self.decode!r}, window={self.window}, attentions={self.attentions})"
 
     @property
     def _identity(self) -> tuple[int, str, int, bool]:
@@ -114,7 +115,7 @@ class KVPressScorer:
 
     @property
     def needs(self) -> Needs:
-        """What the attention module was called with."""
+        """The arguments of the attention module."""
         return Needs(forward=True)
 
     @property
@@ -123,16 +124,17 @@ class KVPressScorer:
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Ranks of zero: not scored."""
+        """Ranks of zero, which mean not scored."""
         return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
-        """Let the scorer rate every token on offer; kept is its rank, from 1, which is exact in any dtype."""
+        """Score all candidates; the state is the rank of each, from 1, which is exact in any dtype."""
         if view.ranks.size > 1:
             raise KVPolicyError(
-                f"{self._name} cannot be asked on {view.ranks.size} ranks, since it may look at all heads and each "
-                "rank holds some: use a selector of kvpolicy, or one rank."
+                f"{self._name} must run on one rank, since it may depend on all heads, got {view.ranks.size}; try a "
+                "selector of kvpolicy."
             )
+        # Scores of different calls are not comparable, and fp16 scores may have ties; ranks within a call are exact.
         rank = torch.zeros_like(state.score)
         for rows, count, keep in self._calls(seen, view):
             score = self._ask(seen, view, rows, count, keep)
@@ -145,12 +147,12 @@ class KVPressScorer:
         """Generated tokens stay unscored."""
 
     def priority(self, state: Scores, view: View) -> Tensor:
-        """The scorer's order; of generated tokens, the window always and the others last: [B, H, N]."""
+        """The rank of each token, [B, H, N]; the window of generated tokens is always kept, older ones come last."""
         window = (view.budget // 2).clamp(1, self.window)
         return keep_always(state.score, view.newest(window) & (state.score == 0))
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: the scores are a KV head's, not each query head's."""
+        """None, since the scores are per KV head and not per query head."""
         return None
 
     @property
@@ -158,28 +160,35 @@ class KVPressScorer:
         return type(self.press).__name__
 
     def _calls(self, seen: Seen, view: View) -> Iterator[tuple[slice, int, int]]:
-        """Rows that are scored together, how many tokens each of their heads is offered, and how many it may keep."""
+        """Rows that are scored together, the number of candidates of each of their heads, and how many may be kept."""
         assert seen.forward is not None
-        counts, keep = view.valid.sum(-1).tolist(), view.budget.tolist()
-        alike = seen.forward.valid is None and len({*map(tuple, counts), tuple(counts[0])}) == 1 and len({*keep}) == 1
-        each = [slice(0, len(keep))] if alike else [slice(row, row + 1) for row in range(len(keep))]
-        for rows in each:
-            own, kept = counts[rows.start], keep[rows.start]
-            if len(set(own)) > 1:
+        valid = seen.forward.valid
+        counts = view.valid.sum(-1).tolist()
+        budgets = view.budget.tolist()
+        # Rows without padding and with equal budgets are scored in one call, as kvpress does.
+        uniform = valid is None and len(set(map(tuple, counts))) == 1 and len(set(budgets)) == 1
+        groups = [slice(0, len(budgets))] if uniform else [slice(row, row + 1) for row in range(len(budgets))]
+        for rows in groups:
+            of_heads = counts[rows.start]
+            budget = budgets[rows.start]
+            if len(set(of_heads)) > 1:
                 raise KVPolicyError(
-                    f"{self._name} cannot score heads that hold different numbers of tokens: give the prompt in one "
-                    "piece, or leave out what chooses whole pages."
+                    f"All heads must hold the same number of tokens to be scored by {self._name}; pass the prompt in "
+                    "one piece, or use a selector that does not choose whole pages."
                 )
-            idle = seen.forward.valid is not None and not bool(seen.forward.valid[rows].any())
-            if own and own[0] and not idle and (self.decode == "evict" or kept < own[0]):
-                yield rows, own[0], kept
+            only_padding = valid is not None and not bool(valid[rows].any())
+            if not of_heads or not of_heads[0] or only_padding:
+                continue
+            if self.decode == "evict" or budget < of_heads[0]:
+                yield rows, of_heads[0], budget
 
     def _ask(self, seen: Seen, view: View, rows: slice, count: int, keep: int) -> Tensor:
         assert seen.forward is not None and seen.keys is not None and seen.values is not None
         call = _of_rows(seen.forward, rows)
-        keys, values = seen.keys[rows, :, -count:], seen.values[rows, :, -count:]  # what is not valid comes first
+        keys = seen.keys[rows, :, -count:]  # invalid candidates come first
+        values = seen.values[rows, :, -count:]
         try:
-            with torch.no_grad(), _lent(call.module, call.rotary), _budgeted(self.press, keep, count):
+            with torch.no_grad(), _with_rotary(call.module, call.rotary), _with_budget(self.press, keep, count):
                 matrix = _matrix(call, keys) if self.attentions else None
                 score: Any = self.press.score(call.module, call.hidden_states, keys, values, matrix, call.kwargs)
         except torch.OutOfMemoryError:
@@ -195,14 +204,14 @@ class KVPressScorer:
         wanted = tuple(keys.shape[:3])
         got = tuple(score.shape) if isinstance(score, Tensor) else type(score).__name__
         if got != wanted:
-            raise KVPolicyError(f"{self._name}.score gave {got}, and a score of each token was expected: {wanted}.")
+            raise KVPolicyError(f"{self._name}.score must return a score per token, {wanted}, got {got}.")
         if bool(score.isnan().any()):
-            raise KVPolicyError(f"{self._name}.score gave NaN, which has no rank: look at the scorer and at its keys.")
+            raise KVPolicyError(f"{self._name}.score must return numbers, got NaN; check the scorer and its keys.")
         return score
 
 
 def _of_rows(call: Forward, rows: slice) -> Forward:
-    """The call as these rows alone would have made it; a row with padding comes alone."""
+    """The arguments of the attention module for some rows; a row with padding comes alone, without it."""
     columns: Any = slice(None) if call.valid is None else call.valid[rows.start].nonzero().flatten()
     batch = call.hidden_states.shape[0]
 
@@ -216,8 +225,7 @@ def _of_rows(call: Forward, rows: slice) -> Forward:
     if isinstance(kwargs.get("position_ids"), Tensor):
         kwargs["position_ids"] = pick(kwargs["position_ids"], 1)
     assert call.queries is not None
-    queries, hidden = pick(call.queries, 2), pick(call.hidden_states, 1)
-    return call._replace(hidden_states=hidden, queries=queries, kwargs=kwargs)
+    return call._replace(hidden_states=pick(call.hidden_states, 1), queries=pick(call.queries, 2), kwargs=kwargs)
 
 
 def _matrix(call: Forward, keys: Tensor) -> Tensor:
@@ -231,8 +239,8 @@ def _matrix(call: Forward, keys: Tensor) -> Tensor:
 
 
 @contextmanager
-def _lent(module: nn.Module, rotary: nn.Module | None) -> Generator[None]:
-    """Let a module have `rotary_emb`, as kvpress gives it, without becoming part of its tree."""
+def _with_rotary(module: nn.Module, rotary: nn.Module | None) -> Generator[None]:
+    """Set `rotary_emb` of an attention module, as kvpress does, without registering it as a submodule."""
     if rotary is None or hasattr(module, "rotary_emb"):
         yield
         return
@@ -244,13 +252,14 @@ def _lent(module: nn.Module, rotary: nn.Module | None) -> Generator[None]:
 
 
 @contextmanager
-def _budgeted(press: Any, keep: int, count: int) -> Generator[None]:
-    """Let a press have the `compression_ratio` that keeps `keep` of `count` tokens."""
+def _with_budget(press: Any, keep: int, count: int) -> Generator[None]:
+    """Set the `compression_ratio` of a press such that it keeps `keep` of `count` tokens."""
     before = getattr(press, "compression_ratio", None)
     if not isinstance(before, float | int):
         yield
         return
-    press.compression_ratio = max(0.0, 1 - (keep + 0.5) / count) if keep < count else 0.0  # int() of the rest is keep
+    # kvpress keeps int(count * (1 - ratio)) tokens; the 0.5 protects that from rounding.
+    press.compression_ratio = max(0.0, 1 - (keep + 0.5) / count) if keep < count else 0.0
     try:
         yield
     finally:

@@ -14,7 +14,13 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class Site(NamedTuple):
-    """Where one layer's attention happens."""
+    """The modules of one layer.
+
+    Attributes:
+        layer_idx: Index of the layer.
+        block: The decoder layer.
+        attention: Its attention module.
+    """
 
     layer_idx: int
     block: nn.Module
@@ -22,23 +28,30 @@ class Site(NamedTuple):
 
 
 class Sites(NamedTuple):
-    """The module whose forward takes the cache, and the layers below it."""
+    """The modules of a model that a policy is attached to.
+
+    Attributes:
+        decoder: The module whose forward takes the cache.
+        layers: Its layers, in order.
+    """
 
     decoder: nn.Module
     layers: list[Site]
 
 
 def find_sites(model: nn.Module) -> Sites:
-    """Find a model's decoder, layers and attention modules.
+    """Find the decoder, the layers and the attention modules of a model.
 
     Raises:
-        KVPolicyError: Where none is found, or one does not use transformers' attention interface.
+        KVPolicyError: If there are none, or their attention cannot be replaced.
     """
     found: list[Site] = []
     decoders: set[str] = set()
     for name, module in model.named_modules():
         if not type(module).__name__.endswith("Attention") or not isinstance(getattr(module, "layer_idx", None), int):
             continue
+        # In "model.layers.3.self_attn" the layer is the last module whose name is a number, and its list is in the
+        # decoder.
         path = name.split(".")
         depth = max((i for i, part in enumerate(path) if part.isdigit()), default=0)
         if not depth:
@@ -49,11 +62,12 @@ def find_sites(model: nn.Module) -> Sites:
         found.append(Site(int(module.layer_idx), model.get_submodule(".".join(path[: depth + 1])), module))  # pyright: ignore[reportArgumentType]
     if not found or len(decoders) != 1:
         raise no_single_stack(type(model).__name__)
-    elsewhere = any(
+    # Two attention modules of one layer index are self-attention and cross-attention.
+    not_self = any(
         getattr(site.attention, "is_causal", True) is False or "CrossAttention" in type(site.attention).__name__
         for site in found
     )
-    if elsewhere or len({site.layer_idx for site in found}) < len(found):
+    if not_self or len({site.layer_idx for site in found}) < len(found):
         raise not_causal(type(model).__name__)
     return Sites(model.get_submodule(decoders.pop()), sorted(found, key=lambda site: site.layer_idx))
 
@@ -62,6 +76,7 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
     """Weight fingerprint: `count` samples of the first attention matrix; None if it is quantized."""
     for parameter in site.attention.parameters():
         if parameter.dim() == 2 and parameter.is_floating_point() and parameter.device.type != "meta":
+            # In float64: float32 indices would be inexact in matrices of more than 2^24 elements.
             flat = parameter.detach().flatten()
             return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()].float().cpu()
     return None
@@ -70,43 +85,49 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
 def no_single_stack(name: str) -> KVPolicyError:
     """The error for a model whose attention layers cannot be found, or form several stacks."""
     return KVPolicyError(
-        f"{name} has no single stack of attention layers that a policy could be attached to: pass a decoder-only "
-        "causal language model of transformers."
+        f"The model must be a decoder-only causal language model of transformers, got {name}, which has no single "
+        "stack of attention layers."
     )
 
 
 def not_causal(name: str) -> KVPolicyError:
     """The error for a model whose attention is not causal self-attention."""
     return KVPolicyError(
-        f"{name} has attention that looks ahead or at something else than its own tokens: pass a decoder-only causal "
-        "language model of transformers."
+        f"The model must be a decoder-only causal language model of transformers, got {name}, whose attention is not "
+        "causal self-attention."
     )
 
 
 def check_attention_class(name: str, kind: type) -> None:
-    """Raise where the attention of a class cannot be replaced."""
+    """Raise KVPolicyError if the attention of a class cannot be replaced.
+
+    What a class does is read from the names that its methods use, since transformers does not declare it.
+    """
     codes = [getattr(inspect.unwrap(method), "__code__", None) for method in vars(kind).values() if callable(method)]
     used = {name for code in codes if code is not None for name in code.co_names}
     if "lambda_q1" in used:
         raise KVPolicyError(
-            f"{name} ({kind.__name__}) attends twice with one set of keys (differential attention), which a policy "
-            "cannot follow: use a model whose layers attend once."
+            f"Attention must be computed once per layer, got differential attention in {name} ({kind.__name__}), which "
+            "is not supported."
         )
     if hasattr(kind, "prepare_dynamic_mask"):
         raise KVPolicyError(
-            f"{name} ({kind.__name__}) masks tokens by their values, which a policy cannot follow: use another model."
+            f"Attention must be masked by position only, got a mask that depends on values in {name} "
+            f"({kind.__name__}), which is not supported."
         )
     known = hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
-    own = "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used  # though others in its file may have none
+    own = (
+        "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used
+    )  # other classes of the module may use the interface
     if not known or own:
         raise KVPolicyError(
-            f"{name} ({kind.__name__}) does not use transformers' attention interface, so its attention cannot be "
-            "replaced: use a model class that does, or a newer transformers."
+            f"Attention must use the attention interface of transformers to be replaced, got {name} "
+            f"({kind.__name__}), which does not; try a newer transformers."
         )
 
 
 def is_falcon(module: nn.Module) -> bool:
-    """Whether an attention module is Falcon's, which has a class table of its own."""
+    """Whether an attention module is that of Falcon, which does not use the attention interface."""
     return type(module).__name__ in ("FalconAttention", "FalconFlashAttention2")
 
 

@@ -1,4 +1,4 @@
-"""What ships with the package: a small trained model, and configs of large ones without their weights."""
+"""What ships with the package: a small trained model, and the configs of large ones."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
-"""Models whose configs ship."""
+"""Names of the configs that ship with the package."""
 
 
 def tiny(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Load the embedded model: a Llama of 8 layers that recalls, for trying policies without a download.
+    """Load the bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
 
     Args:
-        dtype: Of the weights, which are stored in bf16.
+        dtype: Dtype of the weights, which are stored in bf16.
 
     Returns:
-        The model, in evaluation mode, and its tokenizer.
+        The model in evaluation mode, and its tokenizer.
 
     Examples:
         >>> model, tokenizer = tiny()
@@ -32,22 +32,22 @@ def tiny(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError as error:
-        told = "The model needs transformers, which is not installed: pip install 'kvpolicy[hf]'."
-        raise ModuleNotFoundError(told, name=error.name) from error
+        message = "The bundled model needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
+        raise ModuleNotFoundError(message, name=error.name) from error
     with as_file(files("kvpolicy") / "assets" / "tiny") as path:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 
 
 def config_of(name: str) -> Any:
-    """Find a config by a shipped name, or as transformers does.
+    """Load a config that ships with the package, or as transformers does.
 
     Args:
-        name: `llama-2-70b`, `llama-3-70b`, `mixtral-8x7b` or `tiny`, which ship with the package; else a folder, a
-            `config.json` or the name of a model on the hub.
+        name: `llama-2-70b`, `llama-3-70b`, `mixtral-8x7b` or `tiny`, which ship with the package; or a folder, a
+            `config.json`, or the name of a model on the Hub.
 
     Raises:
-        KVPolicyError: Where none is found.
+        KVPolicyError: If there is none.
 
     Examples:
         >>> config_of("mixtral-8x7b").num_local_experts
@@ -57,7 +57,7 @@ def config_of(name: str) -> Any:
     from transformers import AutoConfig
 
     if name not in SHIPPED and _is_path(name) and not Path(name).exists():
-        raise KVPolicyError(f"There is no file or folder {name}: check the path.")
+        raise KVPolicyError(f"The config must be an existing file or folder, got {name}.")
     assets = files("kvpolicy") / "assets"
     shipped = assets / "tiny" / "config.json" if name == "tiny" else assets / "configs" / f"{name}.json"
     try:
@@ -68,7 +68,7 @@ def config_of(name: str) -> Any:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise KVPolicyError(
-            f"The config of {name} cannot be read: give {', '.join(SHIPPED)}, a folder, a config.json or a hub name "
+            f"The config must be {', '.join(SHIPPED)}, a folder, a config.json or a name on the Hub, got {name} "
             f"({reason})."
         ) from error
 
@@ -78,11 +78,11 @@ def _is_path(name: str) -> bool:
 
 
 def as_config(config: Any) -> Any:
-    """A transformers config as it is, a model's own, or the one of a name.
+    """A transformers config as it is, the one of a model, or the one of a name.
 
     Raises:
-        KVPolicyTypeError: Where it is none of these.
-        KVPolicyError: Where there is no config of that name.
+        KVPolicyTypeError: If it is none of these.
+        KVPolicyError: If there is no config of that name.
 
     Examples:
         >>> as_config("llama-2-70b").num_hidden_layers
@@ -91,6 +91,7 @@ def as_config(config: Any) -> Any:
     found: Any = config_of(config) if isinstance(config, str) else getattr(config, "config", config)
     if not hasattr(found, "get_text_config"):
         raise KVPolicyTypeError(
-            f"{config!r} is no config: give one of transformers, a model, or a name such as {SHIPPED[0]}."
+            f"config must be a transformers config, a model or a name such as {SHIPPED[0]}, got a "
+            f"{type(config).__name__}."
         )
     return found

@@ -40,6 +40,8 @@ def check_shardable(config: Any, backend: str, size: int) -> None:
     """
     check_family(config.model_type, backend)
     if getattr(config, "quantization_config", None):
-        raise KVPolicyError("Quantized weights cannot be divided: load a checkpoint in bfloat16, float16 or float32.")
+        raise KVPolicyError(
+            "Weights must not be quantized to be sharded; load a checkpoint in bfloat16, float16 or float32."
+        )
     queries = int(config.num_attention_heads)
     check_heads(config.model_type, backend, queries=queries, keys=describe(config).shape.heads, size=size)

@@ -1,4 +1,4 @@
-"""What a model is: which layers can be evicted, where their attention is, and what cannot be supported."""
+"""What a config says about a model's cache: its layers, their shapes, and what is not supported."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvpolicy.spec.errors import KVPolicyError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A model's cache as its config tells it.
+    """A model's cache, as described by its config.
 
     Attributes:
-        shape: Of one layer's keys, on one rank.
-        heads: KV heads of a layer, on all ranks.
-        evictable: Layers that a policy can keep small.
-        left_alone: Layers that bound their cache themselves, with their window.
-        alone_shapes: Of the keys of each of these.
+        shape: Shape of the keys of a layer on one rank.
+        heads: KV heads of a layer on all ranks.
+        evictable: Layers that a policy manages.
+        left_alone: Unmanaged layers, which bound their own cache, and their sliding windows.
+        alone_shapes: Shapes of the keys of each unmanaged layer.
     """
 
     shape: LayerShape
@@ -32,51 +32,62 @@ class ModelShape:
     alone_shapes: dict[int, LayerShape]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
-        """What a codec may know of the model."""
+        """What a codec may know of the model.
+
+        Args:
+            weights: The weight fingerprint of the model, if it is loaded.
+        """
         return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable))
 
     def token_bytes(self) -> int:
-        """Bytes of one token's keys and values in one layer."""
+        """Bytes of the keys and values of one token in one layer."""
         return self.shape.token_nbytes
 
     def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
-        """Bytes of each layer that is left alone, after `columns` tokens: transformers keeps its window less one."""
+        """Bytes of each unmanaged layer after `columns` tokens; transformers keeps one less than the window."""
         tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
         return {index: count * self.alone_shapes[index].token_nbytes for index, count in tokens.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
-    """Read a config.
+    """Describe a model's cache from its config.
+
+    Args:
+        config: A transformers config.
+        dtype: Dtype of keys and values; the config's own by default.
+        tp: The tensor parallel size.
 
     Raises:
-        KVPolicyError: Where the model's cache is of a kind that a policy cannot evict from.
+        KVPolicyError: If a policy does not support the model.
     """
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
-        raise KVPolicyError("Encoder-decoder models are not supported: use a decoder-only causal language model.")
+        raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
     if getattr(text, "kv_lora_rank", None):
         raise KVPolicyError(
-            f"{text.model_type} stores latent vectors instead of keys and values (MLA), which no policy can rank: "
-            "use a model with ordinary or grouped-query attention."
+            f"The model must cache keys and values, got {text.model_type}, which caches latent vectors (MLA); use a "
+            "model with multi-head or grouped-query attention."
         )
     if text.model_type == "falcon" and text.alibi:
-        raise KVPolicyError("falcon adds ALiBi to its scores, which is not supported: use a rotary Falcon.")
+        raise KVPolicyError("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
     if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
         raise not_causal(text.model_type)
     if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
         raise KVPolicyError(
-            f"This jetmoe repeats its KV heads for {text.num_experts_per_tok} experts before it attends, and a policy "
-            "would store every copy: use a model with ordinary or grouped-query attention."
+            f"A JetMoE must have one expert per token, got {text.num_experts_per_tok}: it repeats its KV heads for "
+            "each of them, and a policy would store every copy."
         )
+    # GPT-NeoX and others are causal with is_decoder=False, so it counts only for models that predict masked tokens.
     if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
         raise KVPolicyError(
-            f"{text.model_type} looks ahead and keeps no cache: use a decoder-only causal language model."
+            f"The model must be a decoder-only causal language model, got {text.model_type}, which is not causal."
         )
     if text.num_hidden_layers < 1:
         raise KVPolicyError(
-            f"This {text.model_type} has {text.num_hidden_layers} layers and nothing to cache: check its config."
+            f"The config must have at least one layer, got {text.num_hidden_layers} for {text.model_type}."
         )
-    evictable, alone = _sort_layers(text)
+    # A vision tower or other parts have configs of their own; only the text decoder has the cache.
+    evictable, windows = _sort_layers(text)
     wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):
         wanted = getattr(torch, wanted)
@@ -85,26 +96,29 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     values: int | None = getattr(text, "v_head_dim", None)
     if values is not None and any(dim != values for _, dim in kept):
         raise KVPolicyError(
-            f"The heads of this {text.model_type} have values of {values} numbers and keys of another size, which a "
-            "policy's slots cannot hold: use a model whose keys and values are alike."
+            f"Keys and values must have the same head dimension, got values of {values} and keys of another one for "
+            f"{text.model_type}."
         )
     if len(kept) > 1:
         raise KVPolicyError(
-            f"The full layers of this {text.model_type} differ in KV heads or head sizes, {sorted(kept)}, which a "
-            "policy cannot share a budget among: use a model whose full layers are alike."
+            "All layers with full attention must have the same number of KV heads and the same head dimension, since "
+            f"they share a budget, got {sorted(kept)} for {text.model_type}."
         )
     shapes = {index: LayerShape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
     return ModelShape(
-        shape=shapes[evictable[0]], heads=sizes[evictable[0]][0], evictable=evictable, left_alone=alone,
-        alone_shapes={index: shapes[index] for index in alone},
-    )  # fmt: skip
+        shape=shapes[evictable[0]],
+        heads=sizes[evictable[0]][0],
+        evictable=evictable,
+        left_alone=windows,
+        alone_shapes={index: shapes[index] for index in windows},
+    )
 
 
 def check_class(config: Any) -> None:
-    """Say from a config what attaching would say of the attention of its model's class, without building it.
+    """Check the attention classes of a config's model, as attaching does, without creating the model.
 
     Raises:
-        KVPolicyError: Where the class is one of transformers' own and cannot be attached to.
+        KVPolicyError: If it is a class of transformers whose attention cannot be replaced.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -120,16 +134,16 @@ def check_class(config: Any) -> None:
 
 
 def _layer_configs(text: Any) -> list[Any]:
-    """Each layer's own config, where layers differ; else the common one again and again."""
+    """The config of each layer, which is the common one unless layers differ."""
     if getattr(text, "is_heterogeneous", False):
         return list(text.per_layer_config)
     return [text] * text.num_hidden_layers
 
 
 def _size(text: Any) -> tuple[int, int]:
-    """KV heads and head dimension."""
+    """KV heads and head dimension of a layer."""
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if text.model_type == "falcon":
+    if text.model_type == "falcon":  # its older architecture ignores num_kv_heads
         heads = text.num_kv_heads
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
@@ -137,36 +151,39 @@ def _size(text: Any) -> tuple[int, int]:
 
 
 def _has_encoder(model_type: str) -> bool:
-    """Whether a model's decoder looks at an encoder, also where it is taken alone."""
+    """Whether a model has an encoder, also if its decoder is used alone."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
     return model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 
 def _fills_masks(model_type: str) -> bool:
-    """Whether a model is known for predicting masked tokens; some causal ones have `is_decoder=False` too."""
+    """Whether a model predicts masked tokens; `is_decoder=False` alone also occurs in causal models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
+    """The layers that a policy can manage, and the sliding windows of the others, by layer."""
     evictable: list[int] = []
-    alone: dict[int, int] = {}
+    windows: dict[int, int] = {}
+    # transformers decides the kind of each layer's cache, so ask it instead of reading `layer_types`. Its cache is
+    # empty if all layers are of the default kind.
     stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]
     for index, layer in enumerate(stock):
         if type(layer) is DynamicLayer:
             evictable.append(index)
         elif isinstance(layer, DynamicSlidingWindowLayer):
-            alone[index] = int(layer.sliding_window)
+            windows[index] = int(layer.sliding_window)
         else:
             raise KVPolicyError(
-                f"Layer {index} of {text.model_type} caches {type(layer).__name__}, which a policy cannot evict from: "
-                "use a model whose layers are full or sliding-window attention."
+                f"Every layer must have full or sliding-window attention, got {type(layer).__name__} as the cache of "
+                f"layer {index} of {text.model_type}."
             )
     if not evictable:
         raise KVPolicyError(
-            f"Every layer of this {text.model_type} (0 to {len(stock) - 1}) is a sliding window, which bounds its own "
-            "cache: there is nothing to evict; set config.sliding_window = None where the model allows it."
+            f"At least one layer must have full attention, got {len(stock)} sliding-window layers for "
+            f"{text.model_type}; try config.sliding_window = None if the model supports it."
         )
-    return evictable, alone
+    return evictable, windows

@@ -15,7 +15,7 @@ from kvpolicy.planning.notes import beyond_trained_length, remarks
 from kvpolicy.planning.planner import divide, plan_layers
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
-from kvpolicy.spec.validation import check_sizes, each_row
+from kvpolicy.spec.validation import check_size, each_row
 
 
 def plan(
@@ -60,7 +60,9 @@ def plan(
     """
     policy = Policy.of(policy)
     config = as_config(config)
-    check_sizes(batch=(batch, 1), new=(new, 0), tp=(tp, 1))
+    batch = check_size("batch", batch, 1)
+    new = check_size("new", new, 0)
+    tp = check_size("tp", tp, 1)
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     check_class(config)

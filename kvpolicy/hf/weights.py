@@ -1,4 +1,4 @@
-"""How many bytes of weights each rank of tensor parallelism holds, from a config alone."""
+"""The bytes of weights that each rank of tensor parallelism holds, from a config alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvpolicy.parallel.weights import Weights
 from kvpolicy.spec.errors import KVPolicyError
 
 BACKENDS = ("deepspeed", "hf")
-"""Who may divide a model: DeepSpeed's AutoTP as `kvpolicy_deepspeed` loads it, or transformers' own plan."""
+"""What may shard a model: DeepSpeed AutoTP, as in `kvpolicy_deepspeed`, or the plan of transformers."""
 
 
 class Held(NamedTuple):
-    """One parameter: how many numbers each rank holds of it, and whether that is all of it."""
+    """One parameter: how many elements each rank holds of it, and whether it is replicated."""
 
     held: tuple[int, ...]
     whole: bool
@@ -32,22 +32,23 @@ def weights_per_rank(
 ) -> Weights:
     """Count the weights that a rank holds, without loading or allocating any.
 
-    The model is built from its config on the meta device, and its parameters are divided as the backend would.
+    The model is created from its config on the meta device, and its parameters are sharded as the backend would.
 
-    - `deepspeed`: linears of the layers, the head and fused experts are divided; embeddings, norms and routers are
-      whole on every rank, a head that is tied to the embedding is a copy, and KV heads fewer than ranks are repeated.
-    - `hf`: what the model's own plan (`model.tp_plan`) divides, which is embedding and head too.
+    - `deepspeed`: the linear layers, the head and fused experts are sharded. Embeddings, norms and routers are
+      replicated, a head that is tied to the embedding is a copy, and KV heads are replicated if there are fewer than
+      ranks.
+    - `hf`: the plan of the model (`model.tp_plan`), which also shards the embedding and the head.
 
     Buffers, such as rotary frequencies, are not counted.
 
     Args:
         config: A transformers config.
-        tp: Ranks.
-        backend: Who divides the model, `deepspeed` or `hf`.
-        dtype: Of the weights; the config's own by default.
+        tp: The tensor parallel size.
+        backend: What shards the model, `deepspeed` or `hf`.
+        dtype: Dtype of the weights; the config's own by default.
 
     Raises:
-        KVPolicyError: Where the backend is unknown, or cannot divide this model over so many ranks.
+        KVPolicyError: If the backend is unknown, or cannot shard this model over so many ranks.
 
     Examples:
         >>> from transformers import LlamaConfig
@@ -56,14 +57,15 @@ def weights_per_rank(
         Weights(backend='hf', tp=2, replicated=640, sharded=4177920)
     """
     if backend not in BACKENDS:
-        raise KVPolicyError(f"The backend {backend!r} is not known: use {' or '.join(BACKENDS)}.")
+        raise KVPolicyError(f"backend must be {' or '.join(BACKENDS)}, got {backend!r}.")
     if tp < 1:
-        raise KVPolicyError(f"A model cannot be divided over {tp} ranks: give at least 1.")
+        raise KVPolicyError(f"tp must be at least 1, got {tp}.")
     if dtype is None:
         dtype = describe(config).shape.dtype
     model = _skeleton(config)
     rule = _whole if tp == 1 else {"deepspeed": _autotp, "hf": _own_plan}[backend]
     parts = list(rule(model, tp))
+    # Which rank holds the most depends on all parameters together, so each is counted for every rank first.
     fullest = max(range(tp), key=lambda rank: sum(part.held[rank] for part in parts))
     size = {
         whole: sum(part.held[fullest] for part in parts if part.whole is whole) * dtype.itemsize
@@ -73,7 +75,7 @@ def weights_per_rank(
 
 
 def _skeleton(config: Any) -> Any:
-    """The model without storage."""
+    """The model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -81,8 +83,8 @@ def _skeleton(config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise KVPolicyError(
-            f"transformers has no causal language model of the kind {config.model_type}, so its weights cannot be "
-            "counted: give the config of one."
+            f"The config must be of a causal language model of transformers for its weights to be counted, got "
+            f"{config.model_type}."
         ) from error
 
 
@@ -92,7 +94,7 @@ def _whole(model: nn.Module, tp: int) -> Iterator[Held]:
 
 
 def _own_plan(model: Any, tp: int) -> Iterator[Held]:
-    """As transformers divides it: the styles of the model's own plan, the first ranks having more where it is odd."""
+    """As transformers shards it: by the styles of the model's plan, with more on the first ranks if it is uneven."""
     _check_plan(model, tp)
     for name, parameter in model.named_parameters():
         style = _style(name, model.tp_plan)
@@ -100,24 +102,24 @@ def _own_plan(model: Any, tp: int) -> Iterator[Held]:
         if dim is None:
             yield Held((parameter.numel(),) * tp, True)
             continue
-        pieces = 2 if style.startswith("packed") and parameter.dim() > 1 else 1  # gate and up are cut one by one
+        pieces = 2 if style.startswith("packed") and parameter.dim() > 1 else 1  # gate and up are sharded separately
         size = parameter.shape[dim] // pieces
-        each = -(-size // tp)
+        each = -(-size // tp)  # rounded up: the last ranks hold less, or nothing
         yield _cut(parameter, dim, [pieces * max(min(each, size - each * rank), 0) for rank in range(tp)])
 
 
 def _check_plan(model: Any, tp: int) -> None:
-    """Raise where the model's plan leaves the KV heads whole, or cannot divide them."""
-    heads, kind = describe(model.config).shape.heads, model.config.model_type
+    """Raise KVPolicyError if the model's plan does not shard the KV heads, or cannot."""
+    heads = describe(model.config).shape.heads
+    alternative = "try backend='deepspeed'" if _autotp_can(model.config, tp) else "deepspeed cannot shard it either"
     projections = ("k_proj", "qkv_proj", "query_key_value")
     if not any(name.endswith(projections) and style == "colwise" for name, style in model.tp_plan.items()):
-        other = ": use the backend deepspeed" if _autotp_can(model.config, tp) else "; deepspeed cannot either"
-        raise KVPolicyError(f"transformers has no plan that divides the KV heads of a {kind} over {tp} ranks{other}.")
-    if heads % tp:
-        other = "the backend deepspeed, or " if _autotp_can(model.config, tp) else ""
         raise KVPolicyError(
-            f"transformers cannot divide {heads} KV heads over {tp} ranks: use {other}ranks that divide {heads}."
+            f"The plan of transformers must shard the KV heads of the model, got none for {model.config.model_type}; "
+            f"{alternative}."
         )
+    if heads % tp:
+        raise KVPolicyError(f"tp must divide the {heads} KV heads with backend='hf', got {tp}; {alternative}.")
 
 
 def _autotp_can(config: Any, tp: int) -> bool:
@@ -129,13 +131,14 @@ def _autotp_can(config: Any, tp: int) -> bool:
 
 
 def _style(name: str, plan: dict[str, str]) -> str:
-    """The style of a parameter: its own, or its module's."""
+    """The style of a parameter in a plan: its own, or that of its module."""
+    # Plans name layers by a wildcard: "model.layers.*.self_attn.q_proj".
     generic = re.sub(r"\.\d+(?=\.)", ".*", name)
     return plan.get(generic) or plan.get(generic.rpartition(".")[0]) or ""
 
 
 def _dim(style: str, name: str, dims: int) -> int | None:
-    """Which dimension a style of transformers cuts, or None where every rank holds all."""
+    """The dimension that a style of transformers shards; None if it replicates."""
     if style.startswith(("colwise", "packed_colwise")):
         return max(dims - 2, 0)
     if style.startswith(("rowwise", "packed_rowwise")):
@@ -144,7 +147,7 @@ def _dim(style: str, name: str, dims: int) -> int | None:
 
 
 def _autotp(model: Any, tp: int) -> Iterator[Held]:
-    """As `kvpolicy_deepspeed` lets AutoTP divide it: linears of the layers, the head, and experts that are fused."""
+    """As AutoTP shards it for `kvpolicy_deepspeed`: linear layers, the head, and fused experts."""
     check_shardable(model.config, "deepspeed", tp)
     family = FAMILIES[model.config.model_type]
     ranks = [slots(model, family, heads_of(model.config, rank, tp), rank, tp) for rank in range(tp)]

@@ -1,8 +1,4 @@
-"""Tensor parallelism: the ranks that a model's heads are divided over, and what a policy must ask all of them.
-
-A rank holds its own KV heads and knows nothing of the others'. Only what looks at all heads at once goes through here;
-on one rank every method gives back what it was given.
-"""
+"""Tensor parallelism at run time: over which ranks a model is sharded, and which heads each of them holds."""
 
 from __future__ import annotations
 
@@ -21,13 +17,13 @@ Group = Any
 
 
 class Sharing(NamedTuple):
-    """How a model is divided, before its heads are counted.
+    """How a model is sharded, before its heads are counted.
 
     Attributes:
-        group: The ranks.
-        replicas: How many of them hold each KV head.
-        twins: Name of the group that holds the same KV heads as this rank; nothing where it alone does.
-        weights: 64 numbers of the whole model, by which calibrations know it; None where they are not known.
+        group: The process group of the ranks.
+        replicas: How many ranks hold each KV head.
+        twins: Name of the group of ranks that hold the same KV heads as this one; empty if it is the only one.
+        weights: Weight fingerprint of the whole model, [64], which calibrations are compared with; None if unknown.
     """
 
     group: Group
@@ -37,18 +33,19 @@ class Sharing(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return dist.get_world_size(self.group)
 
     def resolve_ranks(self, queries: int, heads: int, device: torch.device) -> Ranks:
-        """Ask every rank for its heads: all ranks must call this.
+        """Gather the heads of every rank; all ranks must call this.
 
         Args:
             queries: Query heads on this rank.
             heads: KV heads on this rank.
-            device: Where the group communicates.
+            device: The device on which the group communicates.
         """
-        size, name = self.size, self.group.group_name
+        size = self.size
+        name = self.group.group_name
         found = gather(torch.tensor([queries, heads], device=device), size, name).tolist()
         return Ranks(
             rank=dist.get_rank(self.group),
@@ -65,42 +62,42 @@ _shared: weakref.WeakKeyDictionary[nn.Module, Sharing] = weakref.WeakKeyDictiona
 
 
 def share(model: nn.Module, group: Group = None, *, replicas: int = 1, weights: Tensor | None = None) -> None:
-    """Tell `kvpolicy.attach` that a model is one rank's part of a larger one; a loader's last act, on every rank.
+    """Declare that a model is one rank's shard of a larger one; every rank calls this at the end of loading.
 
-    What DeepSpeed or transformers divided is recognised without it. It is needed where KV heads are replicated, or
-    where a calibrated codec must know the whole model again.
+    Models that DeepSpeed or transformers sharded are recognized without it. It is required if KV heads are replicated,
+    or if a calibrated codec must identify the whole model.
 
     Args:
-        model: The part of this rank.
-        group: The `torch.distributed` group of the ranks; all by default.
-        replicas: How many ranks hold each KV head; they stand next to each other.
+        model: The shard of this rank.
+        group: The `torch.distributed` group of the ranks; all ranks by default.
+        replicas: How many consecutive ranks hold each KV head.
         weights: `kvpolicy.hf.discovery.sample_weights` of the whole model, [64].
 
     Raises:
-        KVPolicyError: Where the ranks are no multiple of `replicas`.
+        KVPolicyError: If the number of ranks is not a multiple of `replicas`.
     """
     group = dist.group.WORLD if group is None else group
     size = dist.get_world_size(group)
     if replicas < 1 or size % replicas:
-        raise KVPolicyError(f"{size} ranks cannot hold each KV head {replicas} times: give a divisor of {size}.")
+        raise KVPolicyError(f"replicas must be a divisor of the number of ranks, {size}, got {replicas}.")
     _shared[model] = Sharing(group, replicas, _twins(group, size, replicas), weights)
 
 
 def _twins(group: Group, size: int, replicas: int) -> str:
     if replicas == 1:
         return ""
-    found = ""
+    name = ""
     everyone = dist.get_process_group_ranks(group)
-    for first in range(0, size, replicas):  # every rank must take part in making every group
-        some = everyone[first : first + replicas]
-        made: Any = dist.new_group(some)
-        if dist.get_rank() in some:
-            found = made.group_name
-    return found
+    for first in range(0, size, replicas):  # new_group is collective: every rank creates every group
+        members = everyone[first : first + replicas]
+        subgroup: Any = dist.new_group(members)
+        if dist.get_rank() in members:
+            name = subgroup.group_name
+    return name
 
 
 def sharing_of(model: nn.Module) -> Sharing | None:
-    """How a model is divided over ranks; None where it is whole."""
+    """How a model is sharded over ranks; None if it is whole."""
     if model in _shared:
         sharing = _shared[model]
     else:
@@ -110,12 +107,12 @@ def sharing_of(model: nn.Module) -> Sharing | None:
 
 
 def _group_of(model: nn.Module) -> Group:
-    """The group that DeepSpeed's or transformers' tensor parallelism divided a model over."""
+    """The process group over which DeepSpeed or transformers sharded a model."""
     for module in model.modules():
-        group = vars(module).get("mp_group")  # DeepSpeed's layers
+        group = vars(module).get("mp_group")  # the layers of DeepSpeed AutoTP
         if group is not None:
             return group
-    mesh: Any = getattr(model, "_device_mesh", None)  # transformers'
+    mesh: Any = getattr(model, "_device_mesh", None)  # of transformers
     if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
         return None
     return mesh.get_group("tp") if mesh.ndim > 1 else mesh.get_group()

@@ -1,4 +1,4 @@
-"""What a plan remarks: where a policy does otherwise than its words may lead to expect."""
+"""Notes for plans whose effective behavior differs from the spec."""
 
 from __future__ import annotations
 
@@ -9,68 +9,79 @@ from torch import Tensor
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 
-MOST = 0.5
-"""A codec's exact part is remarked on where it takes more than this of the layers' bytes."""
+MAX_EXACT = 0.5
+"""A full-precision buffer that takes a larger fraction of the layers' bytes is noted."""
 
-FEW = 16
-"""A share that leaves a layer fewer tokens than these on average is remarked on; nobody wrote that number."""
+MIN_TOKENS = 16
+"""A budget that is not given in tokens, and keeps fewer than these per layer on average, is noted."""
 
 
 def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: Tensor, *, measured: bool = True) -> str:
-    """Everything to be remarked, or nothing.
+    """All notes on a plan, or an empty string.
 
     Args:
         policy: The policy.
         layers: Its plan.
         keep: Tokens per layer, [B, L].
-        prompt: Tokens of each row's prompt, [B].
-        measured: Whether the layers were measured that the allocator metrics.
+        prompt: Prompt length of each row, [B].
+        measured: Whether the allocator has measured its layer metric.
     """
-    even = _even(policy, keep, prompt) if measured else ""
-    return "; ".join(filter(None, (_few(policy, keep, prompt), even, _exact(policy, layers))))
+    even = _even_layers(policy, keep, prompt) if measured else ""
+    return "; ".join(filter(None, (_few_tokens(policy, keep, prompt), even, _mostly_exact(policy, layers))))
 
 
 def beyond_trained_length(prompt: Tensor, new: int, trained: int | None) -> str:
-    """Rows whose text goes behind the positions that a rotary embedding was trained for."""
-    late = prompt + new > (trained or prompt + new)
-    if not bool(late.any()):
+    """Rows that exceed the context length that the model was trained for.
+
+    Args:
+        prompt: Prompt length of each row, [B].
+        new: Tokens to be generated.
+        trained: The number of positions that the rotary embedding was trained for; None if it is not limited.
+    """
+    if not trained:
         return ""
-    most = f"prompt and answer, {int(prompt.max()) + new:,} tokens at most"
-    return f"{_rows(late)}: {most}, go behind the {trained:,} positions that the model was trained for"
+    beyond = prompt + new > trained
+    if not bool(beyond.any()):
+        return ""
+    longest = int(prompt.max()) + new
+    return (
+        f"{_rows(beyond)}: prompt and new tokens, up to {longest:,}, exceed the {trained:,} positions that the model "
+        "was trained for"
+    )
 
 
-def _few(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
-    """Rows of which a budget that is no number of tokens leaves hardly any."""
+def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
+    """Rows of which a budget that is not given in tokens keeps only a few."""
     mean = keep.double().mean(-1)
-    few = (mean < FEW) & (mean < prompt)
+    few = (mean < MIN_TOKENS) & (mean < prompt)
     if isinstance(policy.budget, int) or not bool(few.any()):
         return ""
     row = int(mean.masked_fill(~few, float("inf")).argmin())
-    left = f"{mean[row]:.3g} of {int(prompt[row]):,} prompt tokens per layer"
-    return f"{_rows(few)}: a budget of {policy.budget} leaves as few as {left}, so give one in tokens"
+    kept = f"{mean[row]:.3g} of {int(prompt[row]):,} prompt tokens per layer"
+    return f"{_rows(few)}: the budget {policy.budget} keeps as few as {kept}, so consider a budget in tokens"
 
 
-def _even(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
-    """Rows whose layers share evenly although the allocator measured them."""
+def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
+    """Rows whose layers have equal budgets although the allocator measured them."""
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
     if not policy.allocator.layer_metric or not bool(even.any()):
         return ""
-    return f"{_rows(even)}: layers share evenly, since fewer than three, or too few that differ, were measured"
+    return f"{_rows(even)}: all layers have the same budget, since fewer than three distinct metrics were measured"
+
+
+def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:
+    """A codec that encodes few or no tokens, since its full-precision buffer holds most of them."""
+    if not policy.codec.stages:
+        return ""
+    if not any(sum(layer.layout.coded) for layer in layers):
+        return "no token is encoded, since all fit into the codec's full-precision buffer"
+    exact = sum(layer.nbytes["exact"] for layer in layers) / sum(sum(layer.nbytes.values()) for layer in layers)
+    if exact <= MAX_EXACT:
+        return ""
+    return f"the codec's full-precision buffer, whose length its parameters set, takes {exact:.0%} of the bytes"
 
 
 def _rows(flags: Tensor) -> str:
     if len(flags) > 1 and bool(flags.all()):
         return "every row"
     return f"row(s) {', '.join(str(row) for row in flags.nonzero().flatten().tolist())}"
-
-
-def _exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:
-    """A codec that codes little or nothing, since its exact part holds most."""
-    if not policy.codec.stages:
-        return ""
-    if not any(sum(layer.layout.coded) for layer in layers):
-        return "no token is coded, since the codec's exact part has room for all"
-    exact = sum(layer.nbytes["exact"] for layer in layers) / sum(sum(layer.nbytes.values()) for layer in layers)
-    if exact <= MOST:
-        return ""
-    return f"the codec's exact part, whose length its parameters set, takes {exact:.2f} of the bytes"

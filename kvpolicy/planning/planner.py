@@ -1,4 +1,4 @@
-"""Dividing a policy's budget among layers, and the bytes that this makes."""
+"""Dividing a policy's budget among layers, and the bytes that follow from it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
 
-START = 4096
-"""Tokens behind the prompt that have slots at once, where the budget is larger and nobody said how many will come."""
+INITIAL_SLOTS = 4096
+"""Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
+
+_EPSILON = 1e-9  # so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999... rounded down
 
 
 class Tokens(NamedTuple):
-    """A division of tokens among layers.
+    """A division of a budget among layers.
 
     Attributes:
         keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
-        room: What it may add later without evicting, [B] int64.
-        ends: The most that each row of a layer ever holds, [B, L] int64.
+        room: Tokens that each row may add later without evicting, [B] int64.
+        ends: The most tokens that each row of a layer ever holds, [B, L] int64.
     """
 
     keep: Tensor
@@ -35,48 +37,58 @@ class Tokens(NamedTuple):
 
     @property
     def most(self) -> tuple[int, ...]:
-        """The most that any row of a layer ever holds, one number per layer."""
+        """The most tokens that any row of a layer ever holds, one number per layer."""
         return tuple(self.ends.amax(0).tolist())
 
 
 def divide(
-    policy: Policy, metrics: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], other: int = 0
+    policy: Policy,
+    metrics: Tensor | None,
+    prompt: Tensor,
+    end: Tensor | None,
+    shapes: list[LayerShape],
+    unmanaged_nbytes: int = 0,
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
     Args:
         policy: The policy.
-        metrics: What its allocator asked for, [B, L], or None.
-        prompt: Tokens of each row's prompt, [B] int64.
-        end: Tokens of each row once the last is generated, [B] int64; None where unknown.
-        shapes: The layers.
-        other: Bytes of layers that the policy leaves alone; they count in a budget of bytes.
+        metrics: The layer metric of the allocator, [B, L], or None.
+        prompt: Prompt length of each row, [B] int64.
+        end: Length of each row after the last new token, [B] int64; None if unknown.
+        shapes: The layers under the policy.
+        unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
 
     Raises:
-        KVPolicyError: Where the budget is too small; it names the smallest that works.
+        KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
     if isinstance(policy.budget, str):
-        return _divide_bytes(policy, metrics, prompt, end, shapes, other)
+        return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes)
     floor = policy.selector.min_tokens
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
     else:
-        base = (prompt.double() * policy.budget + 1e-9).long().clamp_min(1)
-    base = torch.where(prompt <= floor, base.clamp_min(floor), base)  # so short that nothing is dropped
+        base = (prompt.double() * policy.budget + _EPSILON).long().clamp_min(1)
+    # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
+    base = torch.where(prompt <= floor, base.clamp_min(floor), base)
     _check_floor(policy, base, prompt)
-    return _divide_tokens(policy, metrics, base, prompt, end, len(shapes), START)
+    return _divide_tokens(policy, metrics, base, prompt, end, len(shapes), INITIAL_SLOTS)
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
     floor = policy.selector.min_tokens
     short = base < floor
-    if bool(short.any()):
-        row = int(prompt.masked_fill(~short, torch.iinfo(torch.int64).max).argmin())  # what works for it works for all
-        tokens, length = int(base[row]), int(prompt[row])
-        raise KVPolicyError(
-            f"A budget of {policy.budget} leaves {tokens} of {length} prompt tokens, too few for {policy.selector}: "
-            f"the smallest that works is {floor} tokens, a share of {-(-(10**6) * floor // length) / 10**6}."
-        )
+    if not bool(short.any()):
+        return
+    # The shortest of these prompts needs the largest fraction, so what works for it works for all rows.
+    row = int(prompt.masked_fill(~short, torch.iinfo(torch.int64).max).argmin())
+    tokens = int(base[row])
+    length = int(prompt[row])
+    fraction = -(-(10**6) * floor // length) / 10**6  # rounded up to six decimals
+    raise KVPolicyError(
+        f"The budget must be at least {floor} tokens for {policy.selector}, got {policy.budget}, which is {tokens} of "
+        f"{length} prompt tokens; try {floor} or {fraction}."
+    )
 
 
 def _divide_tokens(
@@ -86,39 +98,49 @@ def _divide_tokens(
     prompt: Tensor,
     end: Tensor | None,
     layers: int,
-    start: int,
+    initial_slots: int,
 ) -> Tokens:
-    """The same, where each layer has `base` tokens on average, and `start` behind the prompt if the end is unknown."""
+    """Divide `base` [B] tokens per layer, with `initial_slots` beyond the prompt if the end is unknown."""
     grows = policy.decode == "grow"
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
-    floor = policy.selector.min_tokens
-    keep = policy.allocator.budgets(metrics, base * layers, floor, ceiling, layers)
+    keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
     room = torch.zeros_like(prompt)
     if grows:
         room = growth(prompt) if end is None else (end - prompt).clamp_min(0)
-    last = prompt + start if end is None else torch.maximum(end, prompt)
+    # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
+    last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
     return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
 
 
 def _divide_bytes(
-    policy: Policy, metrics: Tensor | None, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], other: int
+    policy: Policy,
+    metrics: Tensor | None,
+    prompt: Tensor,
+    end: Tensor | None,
+    shapes: list[LayerShape],
+    unmanaged_nbytes: int,
 ) -> Tokens:
-    """The most tokens per layer whose bytes fit, by bisection."""
+    """Find the most tokens per layer whose bytes fit into the budget, by bisection."""
     limit = bytes_of(str(policy.budget))
+    batch = len(prompt)
 
-    def attempt(base: int, start: int = MAX_SIZE) -> tuple[Tokens, int]:  # all that it may ever hold must fit
-        tokens = _divide_tokens(policy, metrics, torch.full_like(prompt, base), prompt, end, len(shapes), start)
+    def attempt(base: int, initial_slots: int = MAX_SIZE) -> tuple[Tokens, int]:
+        # By default with all slots that the cache may ever have, so that it stays within the budget as it grows.
+        each = torch.full_like(prompt, base)
+        tokens = _divide_tokens(policy, metrics, each, prompt, end, len(shapes), initial_slots)
         layouts = [policy.codec.layout(most) for most in tokens.most]
-        sizes = [sum(layer_bytes(policy, len(prompt), s, at).values()) for s, at in zip(shapes, layouts, strict=True)]
-        return tokens, other + DIGEST_NBYTES * len(prompt) + sum(sizes)
+        pairs = zip(shapes, layouts, strict=True)
+        sizes = [sum(layer_bytes(policy, batch, shape, layout).values()) for shape, layout in pairs]
+        return tokens, unmanaged_nbytes + DIGEST_NBYTES * batch + sum(sizes)
 
     low = policy.selector.min_tokens
-    _, size = attempt(low)
-    if size > limit:
+    _, smallest = attempt(low)
+    if smallest > limit:
         raise KVPolicyError(
-            f"A budget of {policy.budget} is too small for {len(prompt)} row(s) of this model under {policy.selector}: "
-            f"the smallest that works is {size}B, {low} token(s) per layer."
+            f"The budget must be at least {smallest}B for {batch} row(s) of this model under {policy.selector}, which "
+            f"is {low} token(s) per layer, got {policy.budget}."
         )
+    # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
     high = min(limit, MAX_SIZE) if end is None else int(end.max())
     while low < high:
         middle = (low + high + 1) // 2
@@ -126,13 +148,21 @@ def _divide_bytes(
             low = middle
         else:
             high = middle - 1
-    return attempt(low, START)[0]
+    return attempt(low, INITIAL_SLOTS)[0]
 
 
 def plan_layers(
     policy: Policy, tokens: Tokens, shapes: list[LayerShape], indices: list[int], batch: int
 ) -> tuple[LayerPlan, ...]:
-    """The plan of each layer."""
+    """The plan of each layer.
+
+    Args:
+        policy: The policy.
+        tokens: The division of its budget.
+        shapes: The layers under the policy.
+        indices: Their indices in the model.
+        batch: Number of rows.
+    """
     plans: list[LayerPlan] = []
     for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
         layout = policy.codec.layout(most)

@@ -1,4 +1,4 @@
-"""What a plan says: tokens and bytes of each layer, of the whole cache, and of the weights beside it."""
+"""A plan: tokens and bytes of each layer and of the whole cache, and optionally the weights of the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvpolicy.protocols import Layout
 from kvpolicy.spec.tables import byte_cells, count, format_bytes, layer_table, resident_note, section, size_summary
 
 NOT_MEASURED = (
-    "layers are shown alike: the allocator measures them in the prompt; a row's tokens add up to the same, but bytes "
-    "may differ with a codec, and be more with several rows, since a layer has slots for the row with the most"
+    "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "
+    "the same number, but bytes may differ with a codec or several rows, since a layer has slots for the row that "
+    "keeps the most"
 )
-"""The note of a plan whose allocator has yet to measure."""
+"""The note of a plan whose allocator has not measured a prompt yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +23,7 @@ class LayerPlan:
     """One layer of a plan.
 
     Attributes:
-        layer_idx: Which layer of the model.
+        layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
         nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters.
@@ -39,16 +40,17 @@ class CachePlan:
     """Tokens and bytes of a cache, per rank.
 
     Attributes:
-        policy: Whose plan it is.
-        batch: Rows.
+        policy: The policy.
+        batch: Number of rows.
         layers: The layers under the policy.
-        left_alone: Bytes of layers that the policy leaves as they are (sliding windows), by layer.
-        full_nbytes: Bytes of the stock cache beside it.
-        measured: False where the allocator has yet to measure a prompt, so that layers are shown alike.
-        note: What was decided otherwise than the policy may lead to expect, or nothing.
-        resident_nbytes: Bytes of calibrated tensors that belong to the model: in no budget, and not in `nbytes`.
-        tp: Ranks of tensor parallelism; all bytes are those of the fullest rank.
-        weights: The model's weights on that rank, where the plan was asked to count them.
+        left_alone: Bytes of unmanaged (sliding-window) layers, by layer.
+        full_nbytes: Bytes of the stock cache for the same tokens.
+        measured: False if the allocator has not measured a prompt yet, so that all layers have the same budget.
+        note: Where the effective behavior differs from the spec; empty if it does not.
+        resident_nbytes: Bytes of calibration tensors, which belong to the model: they count in no budget, and not in
+            `nbytes`.
+        tp: The tensor parallel size; all bytes are those of the rank that holds the most.
+        weights: The weights of the model on that rank, if they were counted.
     """
 
     policy: Policy
@@ -73,19 +75,20 @@ class CachePlan:
         for layer in self.layers:
             for kind, size in layer.nbytes.items():
                 kinds[kind] = kinds.get(kind, 0) + size
-        return kinds | ({"left alone": sum(self.left_alone.values())} if self.left_alone else {})
+        return kinds | ({"unmanaged": sum(self.left_alone.values())} if self.left_alone else {})
 
     def largest_batch(self, memory: int) -> int:
         """The most rows like these whose cache fits into `memory` bytes of a rank.
 
-        Where the plan has counted weights, they and the calibrated tensors take their place first. Activations, and a
-        prompt's own cache before it is compressed, are not counted. Under a budget in bytes, rows are one row's.
+        If the plan has counted weights, they and the calibration tensors are subtracted from `memory` first.
+        Activations, and the uncompressed cache of a prompt during its forward, are not counted. With a budget in
+        bytes, every row is assumed to take as much as a row of this plan.
         """
-        beside = self.weights.nbytes + self.resident_nbytes if self.weights else 0
-        return _rows(memory - beside, self.nbytes, self.batch)
+        used = self.weights.nbytes + self.resident_nbytes if self.weights else 0
+        return _rows(memory - used, self.nbytes, self.batch)
 
     def full_largest_batch(self, memory: int) -> int:
-        """The same for the stock cache, which keeps everything."""
+        """The most rows whose stock cache, which keeps every token, fits into `memory` bytes of a rank."""
         return _rows(memory - (self.weights.nbytes if self.weights else 0), self.full_nbytes, self.batch)
 
     def __repr__(self) -> str:
@@ -102,7 +105,7 @@ class CachePlan:
         for layer in self.layers:
             kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
             lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
-        lines += [f"layer {index}: left alone, {size:,} bytes" for index, size in self.left_alone.items()]
+        lines += [f"layer {index}: unmanaged, {size:,} bytes" for index, size in self.left_alone.items()]
         if not self.measured:
             lines.append(NOT_MEASURED)
         if self.resident_nbytes:
@@ -123,7 +126,7 @@ def plan_html(plan: CachePlan) -> str:
     full = (plan.full_nbytes - sum(plan.left_alone.values())) // max(1, len(plan.layers))
     rows = [(layer.layer_idx, (f"{layer.tokens:,}", *byte_cells(layer.nbytes, kinds, full))) for layer in plan.layers]
     for index, size in plan.left_alone.items():
-        rows.append((index, ("left alone", *byte_cells({"left alone": size}, kinds, 0))))
+        rows.append((index, ("unmanaged", *byte_cells({"unmanaged": size}, kinds, 0))))
     head = ("layer", "budget", *kinds, "total", "of full")
     last = ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
     notes = [] if plan.measured else [NOT_MEASURED]
@@ -139,5 +142,5 @@ def plan_html(plan: CachePlan) -> str:
 
 
 def _rows(memory: int, nbytes: int, batch: int) -> int:
-    """How many rows fit where `batch` of them take `nbytes`."""
+    """The number of rows that fit if `batch` of them take `nbytes`."""
     return max(memory, 0) * batch // nbytes

@@ -1,7 +1,7 @@
-"""The ranks that share a model's heads, and what a policy must ask all of them.
+"""The ranks over which a model's heads are sharded, and the reductions over all of them that a policy needs.
 
-A rank holds its own KV heads and knows nothing of the others'. Whatever looks at all heads goes through `Ranks`; on a
-single rank every method returns its input.
+A rank holds its own KV heads only. Whatever depends on all heads goes through `Ranks`; on a single rank every method
+returns its input.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The ranks that hold one model's heads, as one of them knows them; alone by default.
+    """The ranks that hold the heads of a model, as seen from one of them; a single rank by default.
 
-    What is summed is gathered and then added in the order of the ranks, so that all have the same bits. Every method
-    that asks the others must be called by all ranks, equally often and with equal shapes, whatever their data.
+    Sums are gathered and then added in the order of the ranks, so that all ranks get the same bits. Every method that
+    communicates must be called by all ranks, equally often and with equal shapes, regardless of their data.
 
     Attributes:
-        rank: Which of them this is.
-        size: How many there are.
-        group: Name of their process group; nothing where there is one.
+        rank: This rank.
+        size: The number of ranks.
+        group: Name of their process group; empty for a single rank.
         replicas: How many ranks hold each KV head.
-        twins: Name of the group of ranks that hold the same KV heads; nothing where there is one.
-        queries: Query heads on each rank; nothing where there is one.
-        heads: KV heads on each rank, likewise. A rank that has none is given a phantom one by the engine, so that it
-            does as the others do; no sum counts it.
+        twins: Name of the group of ranks that hold the same KV heads; empty if no other rank does.
+        queries: Query heads on each rank; empty for a single rank.
+        heads: KV heads on each rank; empty for a single rank. A rank without heads gets a phantom one from the engine,
+            so that it runs the same collectives as the others; it is left out of all sums.
     """
 
     rank: int = 0
@@ -40,12 +40,12 @@ class Ranks:
 
     @property
     def phantom(self) -> bool:
-        """Whether this rank has no head but the phantom one."""
+        """Whether this rank has only a phantom head."""
         return bool(self.heads) and not self.heads[self.rank]
 
     @property
     def held(self) -> slice:
-        """Which of the model's KV heads are held here."""
+        """The KV heads of the model that this rank holds."""
         if not self.heads:
             return slice(None)
         if self.phantom:
@@ -54,22 +54,22 @@ class Ranks:
         return slice(first, first + self.heads[self.rank])
 
     def most_heads(self, own: int) -> int:
-        """KV heads of the fullest rank, where this one has `own`; a budget of bytes is the same on all."""
+        """The largest number of KV heads of any rank, where this one has `own`."""
         return max(self.heads, default=own)
 
     def query_heads(self, own: int) -> int:
-        """Query heads of the whole model, of which `own` are here."""
+        """Query heads of the whole model, of which this rank has `own`."""
         return sum(self.queries) or own
 
     def mine(self, line: Tensor) -> Tensor:
-        """This rank's part of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
+        """This rank's slice of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
         if not self.queries:
             return line
         first = 0 if self.phantom else sum(self.queries[: self.rank])
         return line[first : first + max(self.queries[self.rank], 1)]
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, of any shape and of whole numbers or fp64."""
+        """The sum of `x` over all ranks, for integers or fp64 of any shape."""
         if self.size == 1:
             return x
         return gather(torch.zeros_like(x) if self.phantom else x, self.size, self.group).sum(0, dtype=x.dtype)
@@ -87,11 +87,11 @@ class Ranks:
         return (total / (x.shape[2] * self.replicas)).to(x.dtype)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The largest of each number over the ranks that hold the same KV heads."""
+        """The elementwise maximum over the ranks that hold the same KV heads."""
         return gather(x, self.replicas, self.twins).amax(0) if self.twins else x
 
     def agree(self, x: Tensor) -> bool:
-        """Whether `x` is the same on all ranks, to the bit."""
+        """Whether `x` is bitwise equal on all ranks."""
         return self.size == 1 or bool((gather(x, self.size, self.group) == x).all())
 
 
@@ -100,7 +100,7 @@ SINGLE_RANK = Ranks()
 
 
 def gather(x: Tensor, size: int, group: str) -> Tensor:
-    """Every rank's `x`, [size, ...], in their order; stays inside a compiled graph."""
-    ops = torch.ops._c10d_functional  # what torch.compile turns torch.distributed's own calls into
+    """The `x` of every rank, [size, ...], in order; it does not break a compiled graph."""
+    ops = torch.ops._c10d_functional  # the functional collectives, which torch.compile traces
     got = ops.all_gather_into_tensor(x.detach().contiguous()[None], size, group)
     return ops.wait_tensor(got)

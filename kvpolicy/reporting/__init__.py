@@ -1,1 +1,1 @@
-"""Reports, notebook tables, plots and log messages."""
+"""Reports, HTML tables, plots and log messages."""

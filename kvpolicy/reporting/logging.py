@@ -1,11 +1,11 @@
-"""What kvpolicy tells besides results: a logger that is silent until asked, and warnings of a category of their own.
+"""The logger `kvpolicy`, which is silent by default, and the warnings of kvpolicy.
 
     >>> import logging
     >>> logging.getLogger("kvpolicy").level == logging.NOTSET
     True
 
-`logging.basicConfig(level="INFO")` shows when a policy is attached and detached; `DEBUG` adds each prompt's budgets and
-every extension of a cache. Nothing is logged from within a compiled step.
+`logging.basicConfig(level="INFO")` shows when a policy is attached and detached. `DEBUG` adds the budgets of each
+prompt and every extension of a cache. A compiled step logs nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log.addHandler(logging.NullHandler())
 
 
 def tell_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
-    """Log that a policy was attached, and which layers it leaves alone."""
-    alone = f", {len(shape.left_alone)} sliding-window layers left alone" if shape.left_alone else ""
-    log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), alone)
+    """Log that a policy was attached, and how many layers it does not manage."""
+    unmanaged = f", {len(shape.left_alone)} sliding-window layers unmanaged" if shape.left_alone else ""
+    log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), unmanaged)
 
 
 def tell_detached(model: Any, policy: Policy) -> None:
@@ -34,13 +34,13 @@ def tell_detached(model: Any, policy: Policy) -> None:
 
 
 def tell_settled(cache: CacheSource) -> None:
-    """Log the tokens of each layer after a prompt, and the bytes."""
+    """Log the tokens and bytes of each layer after a prompt."""
     plan = cache.plan
     if plan is not None and log.isEnabledFor(logging.DEBUG):
         tokens = [layer.tokens for layer in plan.layers]
         note = f"; {plan.note}" if plan.note else ""
-        words = "%s settled: at most %s tokens in the layers of %d row(s), %s bytes, the full cache %s%s"
-        log.debug(words, plan.policy, tokens, plan.batch, f"{plan.nbytes:,}", f"{plan.full_nbytes:,}", note)
+        message = "%s compressed a prompt: at most %s tokens in the layers of %d row(s), %s bytes, the full cache %s%s"
+        log.debug(message, plan.policy, tokens, plan.batch, f"{plan.nbytes:,}", f"{plan.full_nbytes:,}", note)
 
 
 def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
@@ -50,20 +50,20 @@ def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
 
 
 def tell_behind(model: Any, limit: int) -> None:
-    """Warn that a text goes behind the positions that a rotary embedding was trained for."""
+    """Warn that a text exceeds the positions that a rotary embedding was trained for."""
     warnings.warn(
-        f"The text is longer than the {limit:,} positions that {type(model).__name__} was trained for, and a policy "
-        "does not move the tokens that stay: expect worse answers, and end the text before.",
+        f"The text exceeds the {limit:,} positions that {type(model).__name__} was trained for, and a policy keeps the "
+        "positions of its tokens, so expect worse answers; end the text earlier.",
         KVPolicyWarning,
         stacklevel=2,
     )
 
 
 def check_caching(model: Any) -> None:
-    """Warn the caller of `attach` where `generate` makes no cache, so that a policy would change nothing."""
+    """Warn the caller of `attach` if `generate` does not use a cache, so that the policy would have no effect."""
     if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
         warnings.warn(
-            f"{type(model).__name__} generates without a cache, so the policy changes nothing there: set "
+            f"{type(model).__name__} generates without a cache, so the policy has no effect there; set "
             "model.generation_config.use_cache = True.",
             KVPolicyWarning,
             stacklevel=3,

@@ -1,4 +1,4 @@
-"""What a cache holds, told to a person or a program."""
+"""Reports: the budgets, tokens and bytes of a cache, as text, HTML or JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
+
+from torch import Tensor
 
 from kvpolicy.policy import Policy
 from kvpolicy.reporting.sources import CacheSource, HandleSource
@@ -24,7 +26,7 @@ from kvpolicy.spec.tables import (
 )
 
 FORMAT = 1
-"""Version of what `Report.as_dict` gives."""
+"""Version of the format of `Report.as_dict`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +34,12 @@ class LayerReport:
     """One layer of a report.
 
     Attributes:
-        layer_idx: Which layer of the model.
+        layer_idx: Index of the layer in the model.
         budget: The most tokens of each row.
         kept: Tokens held of each row, the most of any head.
-        seen: Tokens each row has seen.
+        seen: Tokens that each row has seen.
         nbytes: Bytes by kind.
-        note: Why the layer is not under the policy, where it is not.
+        note: Why the layer is not under the policy, or empty.
     """
 
     layer_idx: int
@@ -50,15 +52,15 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """A cache's budgets, tokens and bytes.
+    """The budgets, tokens and bytes of a cache.
 
     Attributes:
-        policy: The cache's policy.
+        policy: The policy of the cache.
         layers: One entry per layer.
-        nbytes: Every byte held.
-        full_nbytes: Bytes that a stock cache would hold of the same tokens.
-        note: What was decided otherwise than the policy may lead to expect, or nothing.
-        resident_nbytes: Bytes of calibrated tensors that belong to the model, not to the cache.
+        nbytes: All bytes held.
+        full_nbytes: Bytes of a stock cache of the same tokens.
+        note: Where the effective behavior differs from the spec; empty if it does not.
+        resident_nbytes: Bytes of calibration tensors, which belong to the model and not to the cache.
     """
 
     policy: Policy
@@ -69,12 +71,17 @@ class Report:
     resident_nbytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON, with the version of kvpolicy and of the format."""
+        """Plain numbers and strings for JSON, with the versions of kvpolicy and of the format."""
         names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
-        layers = [{name: getattr(layer, name) for name in names} for layer in self.layers]
-        head = {"policy": str(self.policy), "nbytes": self.nbytes, "full_nbytes": self.full_nbytes, "note": self.note}
-        head |= {"resident_nbytes": self.resident_nbytes}
-        return stamp(FORMAT) | head | {"layers": layers}
+        return {
+            **stamp(FORMAT),
+            "policy": str(self.policy),
+            "nbytes": self.nbytes,
+            "full_nbytes": self.full_nbytes,
+            "note": self.note,
+            "resident_nbytes": self.resident_nbytes,
+            "layers": [{name: getattr(layer, name) for name in names} for layer in self.layers],
+        }
 
     def __repr__(self) -> str:
         """One line: policy, layers and bytes."""
@@ -105,6 +112,7 @@ def report_html(report: Report) -> str:
     kinds = [kind for kind, size in totals.items() if size]
     managed = [layer for layer in report.layers if layer.budget]
     unmanaged = sum(sum(layer.nbytes.values()) for layer in report.layers if not layer.budget)
+    # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
     rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
@@ -132,14 +140,14 @@ def cache_of(source: Any) -> CacheSource:
     """The cache of a handle, or a cache itself.
 
     Raises:
-        KVPolicyError: Where there is none yet, or it has seen no prompt.
-        KVPolicyTypeError: Where it is neither.
+        KVPolicyError: If there is none yet, or it has seen no prompt.
+        KVPolicyTypeError: If it is neither.
     """
     cache: Any = source.cache if isinstance(source, HandleSource) else source
     if cache is not None and not isinstance(cache, CacheSource):
-        raise KVPolicyTypeError(f"A {type(source).__name__} holds no tokens: give a Handle or a PolicyCache.")
+        raise KVPolicyTypeError(f"The source must be a Handle or a PolicyCache, got a {type(source).__name__}.")
     if cache is None or not any(layer.is_initialized for layer in cache.policy_layers):
-        raise KVPolicyError("The cache has seen no prompt yet: run the model first.")
+        raise KVPolicyError("The cache must have seen a prompt; run the model first.")
     return cache
 
 
@@ -151,15 +159,22 @@ def make_report(cache: CacheSource) -> Report:
     for index, stock in enumerate(cache.layers):
         layer = managed.get(index)
         if layer is None:  # a sliding-window layer of transformers
-            note = f"left alone: a sliding window of {stock.sliding_window}"
+            note = f"unmanaged: a sliding window of {stock.sliding_window}"
             layers.append(LayerReport(layer_idx=index, nbytes={"window": unmanaged.get(index, 0)}, note=note))
         elif not layer.is_initialized:
             layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
         else:
+            # Heads of a row may keep different numbers of tokens, but never more than the budget.
             kept = (layer.positions >= 0).sum(-1).amax(-1)
-            rows = (tuple(int(n) for n in t.tolist()) for t in (layer.budget, kept, layer.length))
-            budget, held, seen = rows
-            layers.append(LayerReport(layer_idx=index, budget=budget, kept=held, seen=seen, nbytes=layer.held()))
+            layers.append(
+                LayerReport(
+                    layer_idx=index,
+                    budget=_integers(layer.budget),
+                    kept=_integers(kept),
+                    seen=_integers(layer.length),
+                    nbytes=layer.held(),
+                )
+            )
     return Report(
         policy=cache.policy,
         layers=tuple(layers),
@@ -168,3 +183,7 @@ def make_report(cache: CacheSource) -> Report:
         note="" if cache.plan is None else cache.plan.note,
         resident_nbytes=cache.resident_nbytes,
     )
+
+
+def _integers(values: Tensor) -> tuple[int, ...]:
+    return tuple(int(value) for value in values.tolist())

@@ -1,4 +1,4 @@
-"""How a text's tokens are drawn, wherever that is: shades, lines, and signs for what would not be seen."""
+"""Rendering of tokens, for terminals, HTML and plots: shades, line breaks, and symbols for invisible characters."""
 
 from __future__ import annotations
 
@@ -8,57 +8,62 @@ from collections.abc import Iterable, Sequence
 from kvpolicy.reporting.token_spans import Span
 
 SHADES = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
-"""Viridis in six steps, for a terminal, whose background is not known: from the fewest heads to all of them."""
+"""Viridis in six steps, from few heads to all, for terminals, whose background is unknown."""
 LIGHT = ("#dfebf7", "#bcd7ee", "#8fbde0", "#5b9bcf", "#2b75b3", "#084a8c")
-"""Blues for a light page; the further from the page, the more heads."""
+"""Blues for light pages: the darker, the more heads."""
 DARK = ("#12304d", "#17497a", "#1f68a8", "#3f8fd0", "#7dbbea", "#c9e5fa")
-"""Blues for a dark page."""
-WHITE, BLACK = "#ffffff", "#000000"
+"""Blues for dark pages: the lighter, the more heads."""
+WHITE = "#ffffff"
+BLACK = "#000000"
 NAMES = ("none", "under 20%", "20% or more", "40% or more", "60% or more", "80% or more", "all")
-"""Of the levels, from none to all."""
+"""The names of the levels, from none to all."""
 TAB = 4
-"""Columns of a tab."""
-SHORT = 16
-"""Letters of a line, on the average, below which a text's lines run on."""
+"""Columns of a tab character."""
+MIN_LINE = 16
+"""Average characters per line; the lines of a text with fewer are joined."""
 _SIGNS = {"\r": "␍", "\t": "⇥".ljust(TAB), "\x7f": "␡", "\u200b": "·", "\ufeff": "·"}
-_TURNS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
-"""What Unicode calls the signs that set a direction of writing."""
+_DIRECTIONS = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+"""The Unicode classes of characters that set a writing direction."""
 
 Piece = tuple[str, Span]
-"""Letters to draw on one line, and the token that they belong to."""
+"""Characters on one line, and the token that they belong to."""
 
 
 def level(share: float) -> int:
-    """Which of the shades a share is drawn in: 0 for none, 1 to 5 in steps of 20%, 6 for all.
+    """The shade of a fraction: 0 for none, 1 to 5 in steps of 20%, 6 for all.
 
-    >>> level(0.0), level(0.01), level(0.5), level(0.99), level(1.0)
-    (0, 1, 3, 5, 6)
+    Examples:
+        >>> level(0.0), level(0.01), level(0.5), level(0.99), level(1.0)
+        (0, 1, 3, 5, 6)
     """
     return 0 if share <= 0 else min(1 + int(share * 5 + 1e-9), 6)
 
 
 def ink(shade: str) -> str:
-    """Black or white, whichever is read more easily on a shade.
+    """Black or white, whichever has more contrast on a shade.
 
-    >>> ink("#fde725"), ink("#440154")
-    ('#000000', '#ffffff')
+    Examples:
+        >>> ink("#fde725"), ink("#440154")
+        ('#000000', '#ffffff')
     """
     parts = (int(shade[at : at + 2], 16) / 255 for at in (1, 3, 5))
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # The contrast ratio of WCAG 2: to black on the left, to white on the right.
     return BLACK if (light + 0.05) / 0.05 >= 1.05 / (light + 0.05) else WHITE
 
 
 def share_of(span: Span, layer: int | None = None) -> float:
-    """The share that keeps a token, in one of the layers or in all."""
+    """The fraction of heads that keep a token, in one layer or in all."""
     return span.kept if layer is None else span.layers[layer]
 
 
 def visible(text: str) -> str:
-    r"""Show what would not be seen: an arrow before each newline, signs for tabs and control characters.
+    r"""Replace invisible characters: an arrow before each newline, symbols for tabs and control characters.
 
-    >>> visible("a" + chr(10) + chr(27) + "b")
-    'a↵\n␛b'
+    Examples:
+        >>> visible("a" + chr(10) + chr(27) + "b")
+        'a↵\n␛b'
     """
     return "".join("↵\n" if letter == "\n" else _sign(letter) for letter in text)
 
@@ -68,16 +73,17 @@ def _sign(letter: str) -> str:
         return _SIGNS[letter]
     if ord(letter) < 32:
         return chr(0x2400 + ord(letter))
-    if unicodedata.bidirectional(letter) in _TURNS:  # it would turn the letters after it around
+    if unicodedata.bidirectional(letter) in _DIRECTIONS:  # it would reverse the characters after it
         return "·"
     return "\ufffd" if unicodedata.category(letter) in ("Cc", "Cs") or letter in "\u2028\u2029" else letter
 
 
 def cells(text: str) -> int:
-    """Columns that a text takes in a terminal.
+    """The number of terminal columns of a text.
 
-    >>> cells("ab"), cells("中")
-    (2, 2)
+    Examples:
+        >>> cells("ab"), cells("中")
+        (2, 2)
     """
     return sum(_cell(letter) for letter in text)
 
@@ -89,12 +95,12 @@ def _cell(letter: str) -> int:
 
 
 def wrapped(spans: Sequence[Span], width: int) -> list[list[Piece]]:
-    """Cut a text into lines, between words where it can be done.
+    """Break a text into lines, between words if possible.
 
-    A text of very short lines, such as a list, runs on: its newlines are shown as arrows and end no line.
+    The lines of a text with very short ones, such as a list, are joined: its newlines are shown as arrows only.
 
     Args:
-        spans: Of the text.
+        spans: The tokens of the text.
         width: Columns of a line.
     """
     shown = [(visible(span.text), span) for span in spans]
@@ -111,25 +117,27 @@ def wrapped(spans: Sequence[Span], width: int) -> list[list[Piece]]:
 
 
 def runs_on(spans: Sequence[Span]) -> bool:
-    """Whether the lines of a text are so short that a page would be mostly empty."""
+    """Whether the lines of a text are so short that they are joined."""
     text = "".join(span.text for span in spans)
-    return len(text) < SHORT * text.count("\n")
+    return len(text) < MIN_LINE * text.count("\n")
 
 
 def _cut(text: str, width: int) -> Iterable[str]:
-    """Parts of a token that fit on a line each."""
-    start, taken = 0, 0
+    """The parts of a token that each fit on a line."""
+    start = 0
+    taken = 0
     for at, letter in enumerate(text):
         if taken + _cell(letter) > width:
             yield text[start:at]
-            start, taken = at, 0
+            start = at
+            taken = 0
         taken += _cell(letter)
     if text[start:]:
         yield text[start:]
 
 
 def _add(lines: list[list[Piece]], piece: Piece, width: int) -> None:
-    """Put a piece on the last line, or on a new one with the word that it goes on with."""
+    """Append a piece to the last line, or move the word that it continues to a new line."""
     last = lines[-1]
     if sum(cells(text) for text, _ in last) + cells(piece[0]) <= width:
         last.append(piece)
@@ -139,12 +147,13 @@ def _add(lines: list[list[Piece]], piece: Piece, width: int) -> None:
         inside = range(1, len(last))
         start = max((at for at in inside if _begins(last[at][0], last[at - 1][0])), default=len(last))
     word = [*last[start:], piece]
-    if sum(cells(text) for text, _ in word) > width:  # one long word
-        start, word = len(last), [piece]
+    if sum(cells(text) for text, _ in word) > width:  # one long word is broken
+        start = len(last)
+        word = [piece]
     del last[start:]
     lines.append(word)
 
 
 def _begins(text: str, before: str) -> bool:
-    """Whether a word begins here."""
+    """Whether a word begins with `text`."""
     return text[:1] in (" ", "⇥") or before[-1:] in (" ", "↵", "⇥")

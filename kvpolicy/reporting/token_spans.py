@@ -1,4 +1,4 @@
-"""A text's tokens, each with the share of layers and heads that keep it: what every view of a text is made from."""
+"""The tokens of a text, each with the fraction of layers and heads that keep it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.validation import place_of
+from kvpolicy.spec.validation import check_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,10 +21,10 @@ class Span:
 
     Attributes:
         text: Its part of the text.
-        position: Its place in the row, from 0, padding left out.
-        kept: Share of all layers' KV heads that keep it.
-        layers: The same of each layer under the policy.
-        seen: False of a token that the cache was never given, such as the last one generated.
+        position: Its position in the row, from 0, without padding.
+        kept: Fraction of the KV heads of all layers that keep it.
+        layers: The same for each layer under the policy.
+        seen: False for a token that the cache has not seen, such as the last one generated.
     """
 
     text: str
@@ -35,16 +35,16 @@ class Span:
 
 
 def spans(source: HandleSource | CacheSource, tokens: Sequence[str], *, row: int = 0) -> list[Span]:
-    """Say of each token of a text which share of the KV heads keeps it, over all layers and in each.
+    """The fraction of KV heads that keep each token of a text, over all layers and in each.
 
     Args:
-        source: The cache, or a handle for its newest one.
-        tokens: Every token of the row as text, padding left out; see `pieces`.
-        row: Which row of the batch.
+        source: A cache, or a handle, whose newest cache is read.
+        tokens: Every token of the row as text, without padding; see `pieces`.
+        row: Index of the row in the batch.
 
     Raises:
-        KVPolicyError: Where the cache is empty, has no such row, or has seen more tokens than are given.
-        KVPolicyTypeError: Where the row is no whole number.
+        KVPolicyError: If the cache is empty, has no such row, or has seen more tokens than are given.
+        KVPolicyTypeError: If the row is not an integer.
 
     Examples:
         >>> import torch, kvpolicy
@@ -59,30 +59,31 @@ def spans(source: HandleSource | CacheSource, tokens: Sequence[str], *, row: int
     shares, seen = shares_kept(cache, row)
     if seen > len(tokens):
         raise KVPolicyError(
-            f"The cache has seen {seen:,} tokens of row {row}, and {len(tokens):,} are given: "
-            "give every token of the row, without padding."
+            f"tokens must be all {seen:,} tokens that row {row} of the cache has seen, without padding, got "
+            f"{len(tokens):,}."
         )
-    none = (0.0,) * len(shares)
     by_token: list[tuple[float, ...]] = list(zip(*(layer.tolist() for layer in shares), strict=True))
-    rows = by_token + [none] * (len(tokens) - seen)
-    pairs = enumerate(zip(tokens, rows, strict=True))
-    return [Span(text, at, sum(row) / len(row), row, at < seen) for at, (text, row) in pairs]
+    by_token += [(0.0,) * len(shares)] * (len(tokens) - seen)  # not seen yet, so not kept
+    return [
+        Span(text, position, sum(layers) / len(layers), layers, position < seen)
+        for position, (text, layers) in enumerate(zip(tokens, by_token, strict=True))
+    ]
 
 
 def shares_kept(cache: CacheSource, row: int = 0) -> tuple[list[Tensor], int]:
-    """The share of KV heads that keep each position, [N] float64 of each layer, and how many tokens N were seen.
+    """The fraction of KV heads that keep each position, [N] float64 per layer, and the number of tokens N seen.
 
     Args:
         cache: A cache that has seen a prompt.
-        row: Which row of the batch.
+        row: Index of the row in the batch.
 
     Raises:
-        KVPolicyError: Where the cache is empty, or has no such row.
-        KVPolicyTypeError: Where the row is no whole number.
+        KVPolicyError: If the cache is empty, or has no such row.
+        KVPolicyTypeError: If the row is not an integer.
     """
     import torch
 
-    row = place_of("row", row, cache.batch_size)
+    row = check_index("row", row, cache.batch_size)
     seen = int(cache.policy_layers[0].length[row])
     shares: list[Tensor] = []
     for layer in cache.policy_layers:
@@ -93,13 +94,13 @@ def shares_kept(cache: CacheSource, row: int = 0) -> tuple[list[Tensor], int]:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Cut a text into its tokens: what each adds to the text before it.
+    """Split a text into its tokens: what each adds to the text before it.
 
-    Where several tokens make one character, the last carries it and the others show their bytes, as `<E4>`.
+    If several tokens form one character, the last one has it, and the others show their bytes, as `<E4>`.
 
     Args:
-        tokenizer: Of transformers.
-        ids: Of one row, without padding.
+        tokenizer: A tokenizer of transformers.
+        ids: Token ids of one row, without padding.
 
     Examples:
         >>> import kvpolicy
@@ -111,8 +112,9 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     before: list[int] = []
     for group, text in _whole(tokenizer, ids):
         piece = text
-        if before:  # in its place: a tokenizer may drop the space that a text begins with
-            start, both = _decode(tokenizer, before), _decode(tokenizer, [*before, *group])
+        if before:  # decoded in context, because a tokenizer may drop a leading space
+            start = _decode(tokenizer, before)
+            both = _decode(tokenizer, [*before, *group])
             piece = both[len(start) :] if both.startswith(start) else text
         found += [*(_bytes(tokenizer, token) for token in group[:-1]), piece]
         before = group
@@ -120,15 +122,15 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def _whole(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[list[int], str]]:
-    """Groups of tokens whose text is whole; of bytes that make no character, each for itself."""
+    """Groups of tokens that form whole characters; each byte of an invalid character is a group of its own."""
     group: list[int] = []
     for token in ids:
         group.append(int(token))
         text = _decode(tokenizer, group)
-        if not text.endswith("\ufffd"):
+        if not text.endswith("\ufffd"):  # the replacement character marks an incomplete sequence of bytes
             yield group, text
             group = []
-        elif len(group) == 4:  # no character has more bytes
+        elif len(group) == 4:  # no UTF-8 character has more bytes
             yield group[:1], _bytes(tokenizer, group[0])
             group = group[1:]
     yield from (([token], _bytes(tokenizer, token)) for token in group)
@@ -139,16 +141,16 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
 
 
 def _bytes(tokenizer: Any, token: int) -> str:
-    """A token that is part of a character, by its bytes."""
+    """The bytes of a token that is part of a character."""
     name = str(tokenizer.convert_ids_to_tokens(token))
-    if name.startswith("<0x"):  # SentencePiece's bytes
+    if name.startswith("<0x"):  # a byte token of SentencePiece
         return f"<{name[3:5]}>"
     table = _byte_level()
     return f"<{' '.join(f'{table[c]:02X}' for c in name)}>" if all(c in table for c in name) else "\ufffd"
 
 
 def _byte_level() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones are themselves, the others come after 255 in their order."""
+    """The characters of GPT-2 for bytes: printable bytes are themselves, the others follow after 255 in order."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,7 +1,8 @@
 """The errors and the warning category of kvpolicy.
 
-Every error that a user can correct is a `KVPolicyError`, so that one `except` clause catches all of them. Its twins are
-also what Python raises in the same situation, so that code which catches `TypeError` or `RuntimeError` works too.
+Every error that a user can correct is a `KVPolicyError`, so that one `except` clause catches all of them. Its
+subclasses are also the exception that Python raises in the same situation, so that `except TypeError` and
+`except RuntimeError` work too.
 
     >>> try:
     ...     import kvpolicy

@@ -1,4 +1,4 @@
-"""Versions of what is written for other programs: which kvpolicy wrote it, and in which form."""
+"""Format versions of files and JSON output: which kvpolicy wrote them, and in which format."""
 
 from __future__ import annotations
 
@@ -6,45 +6,43 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.version import __version__
 
 
 def stamp(number: int) -> dict[str, Any]:
-    """What every file and dictionary begins with.
+    """The first entries of every file and dictionary that kvpolicy writes.
 
     Args:
-        number: Of the format; one more whenever a reader of the old one would misread the new one.
+        number: Version of the format; it grows whenever a reader of the old format would misread the new one.
 
     Examples:
         >>> sorted(stamp(1))
         ['format', 'kvpolicy']
     """
-    from kvpolicy import __version__
-
     return {"format": number, "kvpolicy": __version__}
 
 
 def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
-    """Refuse what a newer kvpolicy wrote; what has no number is older than the numbers.
+    """Refuse content that a newer kvpolicy wrote; content without a number is older than format versions.
 
     Args:
         content: What was read.
-        newest: The newest format that this kvpolicy reads.
-        what: What to call it.
+        newest: The newest format that this version reads.
+        what: Its name, for the message.
 
     Raises:
-        KVPolicyError: Where the format is newer, or no whole number.
+        KVPolicyError: If the format is newer, or not an integer.
 
     Examples:
-        >>> check_format({"format": 3, "kvpolicy": "9.0"}, 2, "a.json")  # doctest: +ELLIPSIS
+        >>> check_format({"format": 3, "kvpolicy": "9.0"}, 2, "a.json")
         Traceback (most recent call last):
-        kvpolicy.KVPolicyError: a.json has format 3, written by ...
+        kvpolicy.KVPolicyError: a.json must have format 2 or older, got 3, written by kvpolicy 9.0; update kvpolicy.
     """
     number = content.get("format", 0)
     if not isinstance(number, int) or isinstance(number, bool):
-        raise KVPolicyError(f"{what} has the format {number!r}, and a whole number was expected: write it anew.")
+        raise KVPolicyError(f"{what} must have an integer as its format, got {number!r}; create it again.")
     if number > newest:
-        writer = content.get("kvpolicy", "of a later version")
+        writer = content.get("kvpolicy", "(a newer version)")
         raise KVPolicyError(
-            f"{what} has format {number}, written by kvpolicy {writer}, and this kvpolicy reads up to {newest}: update "
-            "kvpolicy."
+            f"{what} must have format {newest} or older, got {number}, written by kvpolicy {writer}; update kvpolicy."
         )

@@ -1,12 +1,12 @@
-"""The words of a policy: `squeeze:share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2`.
+"""The grammar of policy specs: `squeeze:share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2`.
 
     policy = part {"+" part} ["@" budget]
     part   = term {"/" term}                  the left wraps the right, through its field `base`
     term   = name {":" key "=" value}
 
-Parts come in any order, at most one of each kind. No comma and nothing that a shell would interpret. The types of
-values are those of the strategy's fields; a text value may hold slashes where its strategy wraps nothing, and `%`
-escapes for everything outside letters, digits and `_.-/`.
+Parts come in any order, at most one of each kind. A spec contains no comma and no character that a shell would
+interpret. The type of a value is that of the strategy's field. A string value may contain slashes if its strategy wraps
+no other one, and `%` escapes for everything except letters, digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
@@ -27,36 +27,44 @@ from urllib.parse import quote, unquote
 from kvpolicy.registry import Kind, kinds, lookup, name_of, suggest
 from kvpolicy.spec.budget import Budget, format_budget, parse_budget
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.tables import shorten
 
-_MAX_TERMS = 8  # in one part; keeps a hostile text from nesting without end
+_MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
 _NAME = re.compile(r"[^:/=]*")
 _INT = re.compile(r"-?[0-9]{1,1000}")
 _FLOAT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
 _TEXT = re.compile(r"[A-Za-z0-9_.\-/%]*")
-_NEEDED: dict[type, str] = {int: "a whole number", float: "a number", str: "a text of letters, digits and _.-/%"}
+_TYPES: dict[type, str] = {int: "an integer", float: "a number", str: "a string of letters, digits and _.-/%"}
 
 
 def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
     """Read a policy's parts and its budget.
 
     Args:
-        text: What the module's first lines describe.
+        text: A spec, as described at the top of this module.
 
     Returns:
-        The strategies named, by kind, and the budget or None.
+        The strategies by kind, and the budget or None.
 
     Raises:
-        KVPolicyError: Where the text is not a policy.
+        KVPolicyError: If the text is not a valid spec.
 
     >>> parse("pyramid:beta=10@512MiB")
     ({'allocator': Pyramid(beta=10.0)}, '512MiB')
     """
     body, at, amount = text.partition("@")
     parts: dict[Kind, Any] = {}
-    for words in body.split("+"):
-        kind, strategy = _part(words)
+    for part in body.split("+"):
+        if not part.strip():
+            raise KVPolicyError(
+                f"The parts of a policy must not be empty, got {shorten(text)!r}; try a spec such as 'snapkv@0.2'."
+            )
+        kind, strategy = _part(part)
         if kind in parts:
-            raise KVPolicyError(f"The policy {text!r} names two {kind}s: keep one, or wrap one in the other with '/'.")
+            raise KVPolicyError(
+                f"A policy must have at most one {kind}, got {shorten(text)!r}; remove one, or wrap one in the other "
+                "with '/'."
+            )
         parts[kind] = strategy
     return parts, parse_budget(amount) if at else None
 
@@ -65,92 +73,110 @@ def show(parts: Mapping[Kind, object], budget: Budget | None) -> str:
     """Write parts so that `parse` reads them back: only what differs from the defaults.
 
     Raises:
-        KVPolicyError: Where a strategy is not registered.
+        KVPolicyError: If a strategy is not registered.
     """
-    words = "+".join(_show_term(parts[kind]) for kind in kinds() if kind in parts)
-    return words if budget is None else f"{words}@{format_budget(budget)}"
+    spec = "+".join(_show_term(parts[kind]) for kind in kinds() if kind in parts)
+    return spec if budget is None else f"{spec}@{format_budget(budget)}"
 
 
-def _part(words: str) -> tuple[Kind, Any]:
+def _part(text: str) -> tuple[Kind, Any]:
     terms: list[tuple[str, Kind, type[Any], dict[str, Any]]] = []
-    rest: str | None = words
+    rest: str | None = text
     while rest is not None:
         name, kind, cls, options, rest = _term(rest)
         if terms and terms[0][1] != kind:
-            raise KVPolicyError(f"{terms[0][0]!r} wraps {terms[0][1]}s, and {name!r} is of the kind {kind}: use '+'.")
+            raise KVPolicyError(
+                f"{terms[0][0]!r} must wrap a {terms[0][1]}, got the {kind} {name!r}; use '+' between parts."
+            )
         terms.append((name, kind, cls, options))
         if len(terms) > _MAX_TERMS:
-            raise KVPolicyError(f"The part {words[:40]!r}... wraps more than {_MAX_TERMS} strategies: use fewer.")
+            raise KVPolicyError(f"A part must nest at most {_MAX_TERMS} strategies, got {shorten(text)!r}.")
+    # From the innermost term outwards, since a strategy is created with its base.
     inner: dict[str, Any] = {}
     for name, _, cls, options in reversed(terms):
         inner = {"base": _build(name, cls, options | inner)}
     return terms[0][1], inner["base"]
 
 
-def _term(words: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
-    """The first term of `words`, and what it wraps."""
-    match = _NAME.match(words)
+def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
+    """The first term of a part: its name, kind, class and options, and the text that it wraps."""
+    match = _NAME.match(text)
     name = match.group() if match else ""
+    if not name.strip():
+        raise KVPolicyError(f"The name of a strategy must not be empty, got {shorten(text)!r}; try 'kvcrush/h2o'.")
     kind, cls = lookup(name)
-    rest, inner = words[len(name) :], None
+    rest = text[len(name) :]
+    inner: str | None = None
     if "base" in _fields(cls):
         rest, slash, after = rest.partition("/")
         inner = after if slash else None
-    elif rest.startswith("/"):
-        raise KVPolicyError(f"{name!r} wraps nothing, so no '/' may follow it: put '+' between parts.")
+    elif rest.startswith("/"):  # not an option, since the values of options come after ':'
+        raise KVPolicyError(
+            f"The left side of '/' must be a strategy that wraps another, got {name!r}; use '+' between parts."
+        )
     if rest and not rest.startswith(":"):
-        raise KVPolicyError(f"{words!r} is not understood: write {name}:key=value.")
+        raise KVPolicyError(f"An option must be written as {name}:key=value, got {shorten(text)!r}.")
     return name, kind, cls, _options(name, cls, rest[1:]), inner
 
 
-def _options(name: str, cls: type[Any], words: str) -> dict[str, Any]:
+def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     known = {key: hint for key, hint in _hints(cls).items() if key != "base"}
     aliases: Mapping[str, str] = getattr(cls, "ALIASES", {})
     value_aliases: Mapping[str, Mapping[str, str]] = getattr(cls, "VALUE_ALIASES", {})
-    for word in words.split(":") if words else []:
-        key, equals, value = word.partition("=")
+    for option in text.split(":") if text else []:
+        key, equals, value = option.partition("=")
         key = aliases.get(key, key)
         if key not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            hint = "; its base is what follows '/'." if key == "base" else suggest(key, known)
-            raise KVPolicyError(f"{name!r} has no option {key!r}, {has}{hint}")
+            raise KVPolicyError(_unknown_option(name, key, list(known)))
         if key in result:
             former = "".join(f" (formerly {old!r})" for old, new in aliases.items() if new == key)
-            raise KVPolicyError(f"{name!r} is given its option {key!r}{former} twice: keep one.")
+            raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r}{former} twice.")
         if not equals:
-            raise KVPolicyError(f"The option {key!r} of {name!r} has no value: write {key}=value.")
+            raise KVPolicyError(f"The option {key!r} of {name!r} must have a value; write {key}=value.")
         value = value_aliases.get(key, {}).get(value, value)
         result[key] = _value(f"{name}:{key}", known[key], value)
     return result
+
+
+def _unknown_option(name: str, key: str, known: list[str]) -> str:
+    got = repr(shorten(key))
+    if key == "base":
+        return f"The base of {name!r} must be written after '/', got the option 'base'; try {name}/h2o."
+    if not known:
+        return f"{name!r} must be given without options, got {got}; try {name}."
+    return f"The options of {name!r} must be among {', '.join(known)}, got {got}{suggest(key, known)}"
 
 
 def _build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:
     try:
         return cls(**options)
     except TypeError as error:
-        raise KVPolicyError(f"{name!r} cannot be built: {error}") from error
+        raise KVPolicyError(f"The strategy {name!r} could not be created: {error}") from error
 
 
 def _value(where: str, hint: Any, text: str) -> Any:
     """A value of the field type `hint`."""
-    constants, kinds_of = _choices(hint)
+    # Constants come first: in a field of type `str | None`, "none" is None, and "%6Eone" is the string.
+    constants, value_types = _choices(hint)
     for constant in constants:
         if _show_constant(constant) == text:
             return constant
-    if int in kinds_of and _INT.fullmatch(text):
+    if int in value_types and _INT.fullmatch(text):
         return int(text)
-    if float in kinds_of and _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+    if float in value_types and _FLOAT.fullmatch(text) and math.isfinite(float(text)):
         return float(text)
-    if str in kinds_of and _TEXT.fullmatch(text):
+    if str in value_types and _TEXT.fullmatch(text):
         return unquote(text, errors="surrogateescape")
-    words = [_show_constant(constant) for constant in constants]
-    needed = " or ".join([_NEEDED[kind] for kind in kinds_of] + words)
-    raise KVPolicyError(f"The value {text!r} of {where} is not {needed or 'allowed in a text'}{suggest(text, words)}")
+    names = [_show_constant(constant) for constant in constants]
+    allowed = " or ".join([_TYPES[kind] for kind in value_types] + names)
+    if not allowed:  # a field that holds an object
+        raise KVPolicyError(f"The option {where} must be set in Python, since a spec cannot express its type.")
+    raise KVPolicyError(f"The option {where} must be {allowed}, got {shorten(text)!r}{suggest(text, names)}")
 
 
 def _choices(hint: Any) -> tuple[list[Any], list[type]]:
-    """The single values, and the types, that a field of type `hint` admits."""
+    """The constants and the types that a field of type `hint` accepts."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         each = [_choices(option) for option in typing.get_args(hint)]
         return [value for values, _ in each for value in values], [kind for _, found in each for kind in found]
@@ -160,12 +186,13 @@ def _choices(hint: Any) -> tuple[list[Any], list[type]]:
         return [None], []
     if hint is bool:
         return [True, False], []
-    return [], [hint] if hint in _NEEDED else []
+    return [], [hint] if hint in _TYPES else []
 
 
 def _show_term(strategy: object) -> str:
     cls = type(strategy)
-    words, base = [name_of(cls)], ""
+    terms = [name_of(cls)]
+    base = ""
     for key, field in _fields(cls).items():
         value = getattr(strategy, key)
         if value == _default(field):
@@ -173,8 +200,8 @@ def _show_term(strategy: object) -> str:
         if key == "base":
             base = f"/{_show_term(value)}"
         else:
-            words.append(f"{key}={_show_value(value, _hints(cls)[key], slash='base' not in _fields(cls))}")
-    return ":".join(words) + base
+            terms.append(f"{key}={_show_value(value, _hints(cls)[key], slash='base' not in _fields(cls))}")
+    return ":".join(terms) + base
 
 
 def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
@@ -186,14 +213,17 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
     if isinstance(value, int):
         return str(value)
     if not isinstance(value, str):
-        raise KVPolicyError(f"The value {value!r} of type {type(value).__name__} cannot be written in a policy's text.")
+        raise KVPolicyError(
+            f"An option must be a number, a bool, a string or None to be written in a spec, got a "
+            f"{type(value).__name__}; keep the policy as an object."
+        )
     text = quote(value, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
-    taken = text in [_show_constant(constant) for constant in constants]  # the file "none" is not None
+    taken = text in [_show_constant(constant) for constant in constants]  # a file called "none" is not None
     return f"%{ord(text[0]):02X}{text[1:]}" if taken else text
 
 
 def _show_constant(constant: Any) -> str:
-    """A value that a field's type lists: none, true, false, or a word of a Literal."""
+    """The text of a constant: none, true, false, or a member of a Literal."""
     return str(constant).lower() if constant is None or isinstance(constant, bool) else str(constant)
 
 

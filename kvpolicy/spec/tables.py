@@ -113,7 +113,7 @@ def resident_note(size: str) -> str:
     Args:
         size: Their bytes, as text.
     """
-    return f"beside the cache, calibrated and the model's own: {size}"
+    return f"calibration tensors, not counted in the cache: {size}"
 
 
 def layer_table(head: Cells, rows: Iterable[tuple[int, Cells]], last: Cells) -> str:

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,36 +22,54 @@ MAX_FIELD = 2**31
 MAX_SIZE = 2**40
 """The largest number of tokens, rows or ranks; larger ones would overflow when multiplied by the bytes of a layer."""
 
-_KINDS: dict[str, tuple[type, Callable[[Any], Any], str]] = {
-    "int": (Integral, int, "a whole number"),
-    "float": (Real, lambda value: float(value) + 0.0, "a number"),
-    "bool": (bool, bool, "True or False"),
+
+class _Kind(NamedTuple):
+    """What a field of one annotation accepts: the type, the conversion to it, and its name in messages."""
+
+    accepts: type
+    convert: Callable[[Any], Any]
+    name: str
+
+
+# The abstract types of `numbers` also cover the scalars of NumPy. Adding 0.0 turns -0.0 into 0.0.
+_KINDS = {
+    "int": _Kind(Integral, int, "an integer"),
+    "float": _Kind(Real, lambda value: float(value) + 0.0, "a number"),
+    "bool": _Kind(bool, bool, "True or False"),
 }
-"""By annotation: what a value must be, what makes it one of its form, and what to ask for."""
 
 
 def check_instance(what: str, part: object) -> None:
-    """Raise KVPolicyTypeError where a class stands in the place of an instance; `what` is what it should be.
+    """Check that an instance was given, and not its class.
+
+    Args:
+        what: The name of the argument, for the message.
+        part: The argument.
+
+    Raises:
+        KVPolicyTypeError: If it is a class.
 
     Examples:
         >>> check_instance("codec", int)
         Traceback (most recent call last):
-        kvpolicy.KVPolicyTypeError: The codec is the class int: give an instance, int().
+        kvpolicy.KVPolicyTypeError: The codec must be an instance, got the class int; try int().
     """
     if isinstance(part, type):
-        raise KVPolicyTypeError(f"The {what} is the class {part.__name__}: give an instance, {part.__name__}().")
+        raise KVPolicyTypeError(
+            f"The {what} must be an instance, got the class {part.__name__}; try {part.__name__}()."
+        )
 
 
 def check_fields(strategy: Any) -> None:
-    """Check the fields that are annotated `int`, `float` or `bool`, and give equal numbers one form.
+    """Check the fields that are annotated `int`, `float` or `bool`, and normalize equal values.
 
-    So equal strategies have equal words: of a field that is a float, 1 becomes 1.0 and -0.0 becomes 0.0; where a
-    `Literal` lists whole numbers, 4.0 becomes 4. Annotations are read as they were written, in a module that begins
-    with `from __future__ import annotations`.
+    Equal strategies then have equal spec strings: 1 becomes 1.0 and -0.0 becomes 0.0 in a float field, and 4.0 becomes
+    4 where a `Literal` lists integers. Annotations are read as strings, so the module of the strategy must begin with
+    `from __future__ import annotations`.
 
     Raises:
-        KVPolicyTypeError: Where a value is of another type.
-        KVPolicyError: Where a whole number is too large for any use.
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If an integer is out of range.
 
     Examples:
         >>> from kvpolicy import H2O, StreamingLLM
@@ -59,69 +77,78 @@ def check_fields(strategy: Any) -> None:
         H2O(recent=1.0, decode='evict')
         >>> StreamingLLM(sinks=2.5)
         Traceback (most recent call last):
-        kvpolicy.KVPolicyTypeError: StreamingLLM's sinks is 2.5: give a whole number.
+        kvpolicy.KVPolicyTypeError: StreamingLLM's sinks must be an integer, got 2.5.
     """
     for field in fields(strategy):
-        annotation, value = str(field.type), getattr(strategy, field.name)
+        annotation = str(field.type)
+        value = getattr(strategy, field.name)
         if annotation in _KINDS:
-            value = _in_form(annotation, value, f"{type(strategy).__name__}'s {field.name}")
+            value = _normalized(annotation, value, f"{type(strategy).__name__}'s {field.name}")
         elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
             value = int(value)
         object.__setattr__(strategy, field.name, value)
 
 
-def _in_form(annotation: str, value: Any, name: str) -> Any:
-    kind, make, words = _KINDS[annotation]
-    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        raise KVPolicyTypeError(f"{name} is {value!r}: give {words}.")
+def _normalized(annotation: str, value: Any, name: str) -> Any:
+    kind = _KINDS[annotation]
+    # bool is a subclass of int, but True is not a number of tokens.
+    if not isinstance(value, kind.accepts) or isinstance(value, bool) != (annotation == "bool"):
+        raise KVPolicyTypeError(f"{name} must be {kind.name}, got {value!r}.")
     if annotation == "int" and not -MAX_FIELD <= value < MAX_FIELD:
-        raise KVPolicyError(f"{name} is {value!r}: give a number below 2^31.")
-    return make(value)
+        raise KVPolicyError(f"{name} must be below 2^31 in magnitude, got {value!r}.")
+    return kind.convert(value)
 
 
-def check_sizes(**sizes: tuple[object, int]) -> None:
-    """Raise unless each is a whole number in range; every name has its number and the least that it may be.
+def check_size(name: str, size: object, least: int) -> int:
+    """A number of tokens, rows or ranks as a plain int.
+
+    Args:
+        name: The name of the argument, for the message.
+        size: The argument.
+        least: The smallest value allowed.
 
     Raises:
-        KVPolicyTypeError: Where one is no whole number.
-        KVPolicyError: Where one is out of range.
+        KVPolicyTypeError: If it is not an integer.
+        KVPolicyError: If it is out of range.
 
     Examples:
-        >>> check_sizes(batch=(1, 1), new=(0, 0))
+        >>> check_size("batch", 2, 1)
+        2
     """
-    for name, (size, least) in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise KVPolicyTypeError(f"{name} is {size!r} and no whole number: give one such as {max(least, 1)}.")
-        if not least <= size <= MAX_SIZE:
-            raise KVPolicyError(f"{name} is {size} and out of range: give a number from {least} to 2^40.")
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise KVPolicyTypeError(f"{name} must be an integer, got {size!r}; try {max(least, 1)}.")
+    number = int(size)
+    if not least <= number <= MAX_SIZE:
+        raise KVPolicyError(f"{name} must be between {least} and 2^40, got {number}.")
+    return number
 
 
-def place_of(what: str, number: Any, count: int) -> int:
-    """A row's or a head's place among `count`.
+def check_index(what: str, index: Any, count: int) -> int:
+    """The index of a row or a head, among `count`.
 
     Raises:
-        KVPolicyTypeError: Where it is no whole number.
-        KVPolicyError: Where there are not so many.
+        KVPolicyTypeError: If it is not an integer.
+        KVPolicyError: If it is out of range.
 
     Examples:
-        >>> place_of("row", 1, 2)
+        >>> check_index("row", 1, 2)
         1
     """
     try:
-        place = operator.index(number)
+        found = operator.index(index)
     except TypeError:
-        raise KVPolicyTypeError(f"{what} is {number!r} and no whole number: give one such as 0.") from None
-    if not 0 <= place < count:
-        raise KVPolicyError(f"There is no {what} {place}: the cache has {count}, counted from 0.")
-    return place
+        raise KVPolicyTypeError(f"{what} must be an integer, got {index!r}; try 0.") from None
+    if not 0 <= found < count:
+        raise KVPolicyError(f"{what} must be between 0 and {count - 1}, got {found}.")
+    return found
 
 
 def each_row(prompt: int | Sequence[int], batch: int) -> list[int]:
-    """Tokens of each row's prompt, from one number or one per row.
+    """The prompt length of each row, from one number or one per row.
 
     Raises:
-        KVPolicyError: Where a number is out of range, or there is not one per row.
-        KVPolicyTypeError: Where one is no whole number.
+        KVPolicyError: If a length is out of range, or there is not one per row.
+        KVPolicyTypeError: If a length is not an integer.
 
     Examples:
         >>> each_row(7, 2), each_row([3, 4], 2)
@@ -129,37 +156,43 @@ def each_row(prompt: int | Sequence[int], batch: int) -> list[int]:
     """
     lengths: list[int] = list(prompt) if isinstance(prompt, Sequence) else [prompt] * batch
     if len(lengths) != batch:
-        raise KVPolicyError(
-            f"There are {len(lengths)} prompt lengths for {batch} rows: give one number or one per row."
-        )
-    for length in lengths:
-        check_sizes(prompt=(length, 0))
-    return lengths
+        raise KVPolicyError(f"prompt must be one length or one per row, got {len(lengths)} lengths for {batch} rows.")
+    return [check_size("prompt", length, 0) for length in lengths]
 
 
 def expected(prompt: Tensor | Sequence[int] | int | None, new: int | None) -> tuple[Tensor | None, int | None]:
-    """What a cache is told to expect: tokens of each row's prompt, [B] or [] int64, and how many will be generated.
+    """The lengths that a cache is told to expect.
+
+    Args:
+        prompt: Prompt length of each row, or one for all; None if unknown.
+        new: Tokens to be generated; None if unknown.
+
+    Returns:
+        The prompt lengths, [B] or [] int64, and `new` as a plain int.
 
     Raises:
-        KVPolicyError: Where a number is out of range.
-        KVPolicyTypeError: Where one is no whole number.
+        KVPolicyError: If a number is out of range.
+        KVPolicyTypeError: If a number is not an integer.
 
     Examples:
         >>> expected([3, 4], 5), expected(7, None)
         ((tensor([3, 4]), 5), (tensor(7), None))
     """
     if new is not None:
-        check_sizes(new=(new, 0))
+        new = check_size("new", new, 0)
     if prompt is None:
         return None, new
     given: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt  # pyright: ignore[reportUnknownMemberType]
-    for length in given if isinstance(given, list | tuple) else [given]:
-        check_sizes(prompt=(length, 0))
-    return torch.tensor(given, dtype=torch.int64), new
+    if isinstance(given, list | tuple):
+        lengths = [check_size("prompt", length, 0) for length in given]
+        return torch.tensor(lengths, dtype=torch.int64), new
+    return torch.tensor(check_size("prompt", given, 0), dtype=torch.int64), new
 
 
 def longest(told: Tensor | None, prompt: Tensor | None) -> Tensor | None:
-    """The longer of two expected prompts, [B] or []; the newer one where they are of other rows, as for beams.
+    """The larger of two expected prompt lengths, each [B] or [].
+
+    If their rows do not match, as after a beam search with another number of beams, the newer one counts.
 
     Examples:
         >>> longest(torch.tensor(7), torch.tensor([9, 4])), longest(None, torch.tensor(3))
@@ -173,16 +206,15 @@ def longest(told: Tensor | None, prompt: Tensor | None) -> Tensor | None:
 
 
 def at_least(length: Tensor, prompt: Tensor | None) -> Tensor:
-    """Tokens of each row [B], or those of its expected prompt, [B] or [], where these are more.
+    """The length of each row [B], or the expected length of its prompt, [B] or [], if that is larger.
 
     Raises:
-        KVPolicyError: Where as many rows were not expected.
+        KVPolicyError: If another number of rows was expected.
     """
     if prompt is None:
         return length
     if prompt.dim() and len(prompt) != len(length):
         raise KVPolicyError(
-            f"The cache expects prompts of {len(prompt)} rows and was given {len(length)}: make it with one length for "
-            "all, or one per row."
+            f"prompt must be one length or one per row, got {len(prompt)} lengths for {len(length)} rows."
         )
     return torch.maximum(length, prompt)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.policy import Policy, lacking, missing
+from kvpolicy.policy import Policy, describe_missing, missing
 from kvpolicy.protocols import Allocator, Codec, Selector
 from kvpolicy.registry import Kind, kinds
 from kvpolicy.selectors.h2o import H2O
@@ -84,7 +84,7 @@ def _lacking(part: object) -> str:
         return len(missing(part, kind)) / len(missing(object(), kind))
 
     nearest = min(sorted(kinds()), key=share)
-    return "see kvpolicy.protocols" if share(nearest) == 1 else lacking(part, nearest)
+    return "see kvpolicy.protocols" if share(nearest) == 1 else describe_missing(part, nearest)
 
 
 def _behave(part: Any, policy: Policy) -> None:

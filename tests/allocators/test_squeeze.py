@@ -105,7 +105,7 @@ def test_profile_is_read_again_when_it_changes(tmp_path: Path) -> None:
         ("[1]", "must have a list of finite numbers called cosine, got NoneType"),
         ('{"cosine": ["a"], "version": 1}', "must have a list of finite numbers called cosine, got list"),
         ('{"cosine": [NaN, 1], "version": 1}', "must have a list of finite numbers called cosine, got list"),
-        ('{"cosine": [0.1, 0.2]}', "has the format None"),
+        ('{"cosine": [0.1, 0.2]}', "must have an integer as its format, got None"),
         ('{"cosine": [0.1, 0.2], "version": 2}', "update kvpolicy"),
         ('{"cosine": [0.1, 0.2], "format": 2, "kvpolicy": "9"}', "written by kvpolicy 9"),
         ('{"cosine": [0.1, 0.2, 0.3], "version": 1}', "must be of a model with 2 layers, got 3"),

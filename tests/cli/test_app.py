@@ -136,7 +136,7 @@ def test_a_type_error_inside_kvpolicy_is_internal() -> None:
 def test_a_type_error_of_kvpolicy_is_one_sentence() -> None:
     with pytest.raises(TypeError) as caught:
         kvpolicy.Policy(selector=kvpolicy.H2O)  # pyright: ignore[reportArgumentType]
-    assert "give an instance" in sentence(caught.value)
+    assert "must be an instance" in sentence(caught.value)
 
 
 def test_a_missing_deepspeed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_the_checks_see_a_difference() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("bench nonsense", "no strategy called"),
+        ("bench nonsense", "got 'nonsense'"),
         ("bench full --model no/such/folder", "'no/such/folder' cannot be loaded"),
         (
             "bench full --device nonsense",
@@ -72,7 +72,7 @@ def test_the_checks_see_a_difference() -> None:
             "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
         ),
         ("bench full --rounds 0", "--rounds"),
-        (f"bench streaming:sinks=90@0.5 {FEW}", "too few for"),
+        (f"bench streaming:sinks=90@0.5 {FEW}", "budget must be at least 91 tokens for"),
     ],
 )
 def test_error_messages(line: str, message: str, run: Run) -> None:

@@ -80,13 +80,13 @@ def test_a_selector_that_cannot_rank_unseen_tokens(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "no strategy called"),
+        ("nonsense", "got 'nonsense'"),
         ("tiny snapkv", "POLICY must be a policy spec, got the model 'tiny'; try kvpolicy explain POLICY tiny."),
-        ("kivi@0.2", "no selector says which to keep"),
-        ("streaming@3", "the smallest that works is 5"),
-        ("window@0.2 no/such/model", "config of no/such/model"),
+        ("kivi@0.2", "must have a selector"),
+        ("streaming@3", "at least 5 tokens"),
+        ("window@0.2 no/such/model", "got no/such/model"),
         ("csr llama-2-70b", "made for another model"),
-        ("window@1B", "too small"),
+        ("window@1B", "budget must be at least"),
         ("full tiny --dtype int8", "--dtype must be one of bfloat16, float16, float32, float64, got 'int8'"),
         ("full tiny --dtype Tensor", "--dtype must be one of bfloat16, float16, float32, float64, got 'Tensor'"),
     ],

@@ -186,8 +186,8 @@ def test_interrupted(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a --policy nonsense", "no strategy called 'nonsense'"),
-        ("a --compare nonsense", "no strategy called 'nonsense'"),
+        ("a --policy nonsense", "got 'nonsense'"),
+        ("a --compare nonsense", "got 'nonsense'"),
         ("a --model FOLDER", "cannot be loaded"),
         ("a --model llama-3-70b", "because only its config ships; try kvpolicy plan llama-3-70b."),
         ("a --model FOLDER/t5", "cannot be loaded: only decoder-only causal language models are supported."),

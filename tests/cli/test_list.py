@@ -91,7 +91,7 @@ def test_plug_ins_are_listed_even_if_one_is_broken(plugins: list[EntryPoint], ru
     registry._table.cache_clear()
     found = {entry["name"]: entry for entry in facts("list codecs")["strategies"]}
     assert found["mine"]["summary"] == found["plain"]["summary"]
-    assert "cannot be imported" in found["broken"]["error"]
+    assert "could not be imported" in found["broken"]["error"]
     assert "Cannot be loaded" in run("list codecs") and "kivi" in found
 
 

@@ -55,7 +55,7 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output("plan", capsys).splitlines()
     assert lines[:2] == ["model   tiny in bfloat16, on one rank", "policy  squeeze+kvcrush@0.2"]
-    assert any(line.startswith("Layers are shown alike") for line in lines)
+    assert any(line.startswith("Layers are shown with equal budgets") for line in lines)
 
 
 def test_the_middle_of_a_long_table_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +95,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("llama-3-70b nonsense", "no strategy called 'nonsense'"),
+        ("llama-3-70b nonsense", "got 'nonsense'"),
         (
             "llama-3-70b full --memory 80",
             "--memory must be a number of bytes with a unit, got '80'; try 80GB or 80GiB.",
@@ -105,13 +105,16 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
             "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
         ),
         ("snapkv@0.2", "MODEL must be a model, got the policy 'snapkv@0.2'; try kvpolicy plan MODEL snapkv@0.2."),
-        ("llama-3-70b full --backend nccl", "backend 'nccl'"),
-        ("llama-3-70b full --backend hf --tp 16", "8 KV heads over 16 ranks"),
+        ("llama-3-70b full --backend nccl", "deepspeed or hf, got 'nccl'"),
+        (
+            "llama-3-70b full --backend hf --tp 16",
+            "tp must divide the 8 KV heads with backend='hf', got 16; try backend='deepspeed'",
+        ),
         ("llama-3-70b csr", "made for another model"),
-        ("FOLDER full", "config of"),
-        ("FOLDER/gpt2.json full --tp 2", "not with gpt2"),
-        ("FOLDER/gpt2.json full --tp 2 --backend hf", "KV heads of a gpt2 over 2 ranks; deepspeed cannot either"),
-        ("FOLDER/vit.json full", "no causal language model of the kind vit"),
+        ("FOLDER full", "a config.json or a name on the Hub, got"),
+        ("FOLDER/gpt2.json full --tp 2", "got gpt2; no other backend"),
+        ("FOLDER/gpt2.json full --tp 2 --backend hf", "got none for gpt2; deepspeed cannot shard it either"),
+        ("FOLDER/vit.json full", "for its weights to be counted, got vit"),
         ("FOLDER/odd.json full", "not a multiple"),
         ("FOLDER/bad.json full", "not a valid JSON"),
     ],

@@ -56,7 +56,7 @@ def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
     """It holds the page of the newest token and what the base always keeps first; the slow reference agrees."""
     policy = f"kvcrush:page={page}/{base}"
     floor = Policy.parse(policy + "@1.0").selector.min_tokens
-    with pytest.raises(ValueError, match=f"the smallest that works is {floor}"):
+    with pytest.raises(ValueError, match=f"must be at least {floor} tokens"):
         Policy.parse(f"{policy}@{floor - 1}")
     for budget in (floor, floor + page // 2):
         bench = Bench(f"{policy}@{budget}", [budget])

@@ -146,13 +146,13 @@ def test_families_that_are_not_tested_are_refused() -> None:
     native = [transformers.Phi3Config(), transformers.OPTConfig(), llama(num_key_value_heads=1)]
     for backend, configs in {"deepspeed": many, "hf": native}.items():
         for config in configs:
-            with pytest.raises(ValueError, match=r"use|no other backend"):
+            with pytest.raises(ValueError, match=r"try|no other backend|must be at most"):
                 check_shardable(config, backend, 2)
     falcon = transformers.FalconConfig(num_attention_heads=71, multi_query=True, alibi=False, hidden_size=71 * 64)
-    with pytest.raises(ValueError, match="a number of ranks that divides 71"):
+    with pytest.raises(ValueError, match="must divide the 71 query heads"):
         check_shardable(falcon, "deepspeed", 2)
     quantized: Any = llama()
     quantized.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ValueError, match="Quantized weights cannot be divided"):
+    with pytest.raises(ValueError, match="must not be quantized"):
         check_shardable(quantized, "deepspeed", 2)
     assert check_dtype("bfloat16", "deepspeed") is torch.bfloat16 and check_dtype("auto", "hf") is None

@@ -73,7 +73,10 @@ def _compare(
     for policy in policies:
         one, logits = _play(alone, policy)
         some, others = _play(model, policy)
-        found[policy] = (*_share_of(one, some, some.policy_layers[0].store.ranks.held), float((logits - others).abs().max()))
+        found[policy] = (
+            *_share_of(one, some, some.policy_layers[0].store.ranks.held),
+            float((logits - others).abs().max()),
+        )
         planned = kvpolicy.plan(
             alone.config, policy, batch=2, prompt=[PROMPT, PROMPT - PROMPT // 2], new=STEPS, tp=world,
             dtype=getattr(torch, dtype),

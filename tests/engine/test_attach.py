@@ -248,5 +248,5 @@ def test_report_tells_budgets_and_bytes() -> None:
         report = handle.report()
     assert report.nbytes < report.full_nbytes
     assert [layer.budget for layer in report.layers] == [(), (10, 6)] * 3
-    assert all(word in str(report) for word in ("left alone", "kept [10, 6] of [20, 13]", "window@0.5"))
+    assert all(word in str(report) for word in ("unmanaged", "kept [10, 6] of [20, 13]", "window@0.5"))
     assert report.as_dict()["layers"][1]["kept"] == (10, 6)

@@ -147,7 +147,7 @@ def test_left_alone_layers_count() -> None:
     cache = run("gemma3", "window@0.5", [PROMPT])
     notes = [layer.note for layer in cache.report().layers]
     assert [bool(note) for note in notes] == [True, False] * 3
-    assert "left alone" in notes[0] and str(model.config.sliding_window) in notes[0]
+    assert "unmanaged" in notes[0] and str(model.config.sliding_window) in notes[0]
 
 
 def test_largest_batch() -> None:

@@ -19,7 +19,7 @@ def test_reason_for_an_even_division() -> None:
     with torch.no_grad(), kvpolicy.attach(model.eval(), "squeeze+window@0.5") as handle:
         model(torch.arange(20)[None], use_cache=True)
         report = handle.report()
-    assert "row(s) 0: layers share evenly" in str(report)
+    assert "row(s) 0: all layers have the same budget" in str(report)
     assert [layer.budget for layer in report.layers] == [(10,), (10,)]
 
 
@@ -37,9 +37,12 @@ def test_no_reason_where_layers_differ() -> None:
     ("words", "told"),
     [
         ("window@40", ""),
-        ("window+kivi@40", "no token is coded"),
+        ("window+kivi@40", "no token is encoded"),
         ("window+tokenwise:residual_length=0:block_size=4@40", ""),
-        ("window+tokenwise:residual_length=8:block_size=8@40", "exact part, whose length its parameters set, takes 0."),
+        (
+            "window+tokenwise:residual_length=8:block_size=8@40",
+            "full-precision buffer, whose length its parameters set, takes ",
+        ),
     ],
 )
 def test_a_codec_that_codes_little_is_remarked_on(words: str, told: str) -> None:
@@ -61,7 +64,7 @@ def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bo
     with torch.no_grad(), kvpolicy.attach(model, words) as handle:
         model(torch.arange(40)[None], use_cache=True)
     assert handle.report().note == before
-    assert ("row(s) 0: a budget of 0.2 leaves as few as 8 of 40 prompt tokens" in before) == told
+    assert ("row(s) 0: the budget 0.2 keeps as few as 8 of 40 prompt tokens" in before) == told
 
 
 @pytest.mark.parametrize(("prompt", "new", "rows"), [([9, 60], 4, ""), ([9, 61], 4, "row(s) 1"), (65, 0, "every row")])
@@ -69,7 +72,7 @@ def test_a_text_behind_the_trained_positions_is_remarked_on(prompt: int | list[i
     """The plan says so; when it is fed, a warning does."""
     config = LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, max_position_embeddings=64)
     note = kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note
-    told = f"{rows}: prompt and answer, 65 tokens at most, go behind the 64 positions"
+    told = f"{rows}: prompt and new tokens, up to 65, exceed the 64 positions"
     assert note.startswith(told) if rows else not note
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert not kvpolicy.plan(config, "window@32", batch=2, prompt=prompt, new=new).note, "reaches further by itself"
@@ -82,6 +85,6 @@ def test_both_remarks() -> None:
         model(torch.arange(40)[None], use_cache=True)
     assert handle.plan is not None
     assert [part.split(",")[0] for part in handle.plan.note.split("; ")] == [
-        "row(s) 0: layers share evenly",
-        "no token is coded",
+        "row(s) 0: all layers have the same budget",
+        "no token is encoded",
     ]

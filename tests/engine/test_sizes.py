@@ -18,15 +18,15 @@ CONFIG = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2,
 @pytest.mark.parametrize(
     ("sizes", "error", "named"),
     [
-        ({"prompt": -3}, ValueError, "prompt is -3"),
-        ({"prompt": 2**63}, ValueError, "prompt is"),
-        ({"prompt": 3.5}, TypeError, "prompt is 3.5"),
-        ({"prompt": [4, -1], "batch": 2}, ValueError, "prompt is -1"),
-        ({"prompt": [4, True], "batch": 2}, TypeError, "prompt is True"),
-        ({"prompt": [4], "batch": 2}, ValueError, "1 prompt lengths for 2 rows"),
-        ({"batch": 0}, ValueError, "batch is 0"),
-        ({"new": -1}, ValueError, "new is -1"),
-        ({"tp": 0}, ValueError, "tp is 0"),
+        ({"prompt": -3}, ValueError, "prompt must be between 0 and 2\\^40, got -3"),
+        ({"prompt": 2**63}, ValueError, "prompt must be"),
+        ({"prompt": 3.5}, TypeError, "prompt must be an integer, got 3.5"),
+        ({"prompt": [4, -1], "batch": 2}, ValueError, "prompt must be .*, got -1"),
+        ({"prompt": [4, True], "batch": 2}, TypeError, "prompt must be an integer, got True"),
+        ({"prompt": [4], "batch": 2}, ValueError, "got 1 lengths for 2 rows"),
+        ({"batch": 0}, ValueError, "batch must be .*, got 0"),
+        ({"new": -1}, ValueError, "new must be .*, got -1"),
+        ({"tp": 0}, ValueError, "tp must be .*, got 0"),
     ],
 )
 def test_plan(policy: str, sizes: dict[str, Any], error: type[Exception], named: str) -> None:
@@ -34,11 +34,18 @@ def test_plan(policy: str, sizes: dict[str, Any], error: type[Exception], named:
         kvpolicy.plan(CONFIG, policy, **sizes)
 
 
+def test_plan_of_numpy_integers() -> None:
+    numpy = pytest.importorskip("numpy")
+    planned = kvpolicy.plan(CONFIG, "window@8", batch=numpy.int64(2), prompt=numpy.int32(50), new=numpy.int64(3))
+    assert planned == kvpolicy.plan(CONFIG, "window@8", batch=2, prompt=50, new=3)
+    assert type(planned.batch) is int
+
+
 def test_plan_of_no_causal_model() -> None:
     """GPT-NeoX has `is_decoder=False` too, and is one."""
-    with pytest.raises(ValueError, match="bert looks ahead"):
+    with pytest.raises(ValueError, match="got bert, which is not causal"):
         kvpolicy.plan(BertConfig(), "window@0.2")
-    with pytest.raises(ValueError, match="has 0 layers"):
+    with pytest.raises(ValueError, match="at least one layer, got 0 for llama"):
         kvpolicy.plan(LlamaConfig(num_hidden_layers=0), "window@0.2")
     assert kvpolicy.plan(GPTNeoXConfig(), "window@0.2").nbytes > 0
     assert kvpolicy.plan(BertConfig(is_decoder=True), "window@0.2").nbytes > 0
@@ -55,7 +62,7 @@ def test_plan_of_no_causal_model() -> None:
 )
 def test_cache(sizes: dict[str, Any], error: type[Exception]) -> None:
     model = build("llama")
-    with kvpolicy.attach(model, "window@0.5"), pytest.raises(error, match=f"{next(iter(sizes))} is"):
+    with kvpolicy.attach(model, "window@0.5"), pytest.raises(error, match=f"{next(iter(sizes))} must be"):
         kvpolicy.PolicyCache(model, **sizes)
 
 
@@ -75,6 +82,6 @@ def test_other_rows_than_expected() -> None:
     model = build("llama")
     with torch.no_grad(), kvpolicy.attach(model, "window@0.5"):
         cache = kvpolicy.PolicyCache(model, prompt=[30, 40])
-        with pytest.raises(ValueError, match="expects prompts of 2 rows and was given 3"):
+        with pytest.raises(ValueError, match="one length or one per row, got 2 lengths for 3 rows"):
             model(torch.arange(20).expand(3, -1), past_key_values=cache)
         model(torch.arange(20)[None])  # the model itself is as before

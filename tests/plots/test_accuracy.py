@@ -82,14 +82,20 @@ def test_a_policy_that_lacks_a_task_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([], "have no row"),
-        ([{"accuracy": 1, "share": 1}], "lack policy"),
-        ([{"policy": "full", "share": 1}], "lack accuracy or value"),
-        ([{"policy": "full", "accuracy": 1}], "lack share or kv_share"),
-        ([{"policy": "full", "accuracy": "high", "share": 1}], "have 'high' under accuracy: give a number"),
-        ([{"policy": "full", "accuracy": 1, "share": 1, "higher_is_better": False}], "no accuracy to draw"),
-        ([ROWS[0] | {"model": "a"}, ROWS[0] | {"model": "b"}], "several models: say model='a'"),
-        ("nothing/here.csv", "There is no file"),
+        ([], "at least one row"),
+        ([{"accuracy": 1, "share": 1}], "must have policy in every row"),
+        ([{"policy": "full", "share": 1}], "must have accuracy or value"),
+        ([{"policy": "full", "accuracy": 1}], "must have share or kv_share"),
+        ([{"policy": "full", "accuracy": "high", "share": 1}], "must have numbers under accuracy, got 'high'"),
+        (
+            [{"policy": "full", "accuracy": 1, "share": 1, "higher_is_better": False}],
+            "a measured metric of which more is better",
+        ),
+        (
+            [ROWS[0] | {"model": "a"}, ROWS[0] | {"model": "b"}],
+            "must be given for results of several models; try one of",
+        ),
+        ("nothing/here.csv", "must be a CSV or JSON lines file"),
     ],
 )
 def test_what_is_missing_is_said(rows: Any, said: str) -> None:
@@ -100,9 +106,9 @@ def test_what_is_missing_is_said(rows: Any, said: str) -> None:
 def test_a_broken_file_and_an_unknown_model_are_said(tmp_path: Path) -> None:
     path = tmp_path / "table.jsonl"
     path.write_text("{not json}\n")
-    with pytest.raises(ValueError, match="is no table in CSV"):
+    with pytest.raises(ValueError, match="must be CSV"):
         plots.accuracy_against_bytes(path)
-    with pytest.raises(ValueError, match="no model 'c': choose from a"):
+    with pytest.raises(ValueError, match="model must be one of a, got 'c'"):
         plots.accuracy_against_bytes([row | {"model": "a"} for row in ROWS], model="c")
 
 
@@ -126,7 +132,7 @@ def test_a_length_that_was_not_measured_is_never_chosen() -> None:
         head | {"metric": "4096", "value": 0.5},
     ]
     assert [point.accuracy for point in read_points(rows)] == [0.5]
-    with pytest.raises(ValueError, match="No measured metric"):
+    with pytest.raises(ValueError, match="a measured metric"):
         read_points(rows[:1])
 
 
@@ -144,7 +150,7 @@ def test_rows_of_one_policy_and_task_count_as_their_mean() -> None:
 
 def test_policies_without_a_common_task_are_said() -> None:
     rows = [row | {"task": row["policy"]} for row in ROWS[:2]]
-    with pytest.raises(ValueError, match=r"no policy with all of the tasks full, h2o@0\.2: give rows"):
+    with pytest.raises(ValueError, match=r"a policy with a row for each of the tasks full, h2o@0\.2"):
         plots.accuracy_against_bytes(rows)
 
 
@@ -154,5 +160,5 @@ def test_files_of_other_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(text, encoding="utf-8-sig")
     assert [point.policy for point in read_points(tmp_path / "a.csv")] == ["ä"]
     (tmp_path / "b.csv").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=r"b\.csv is no table in CSV"):
+    with pytest.raises(ValueError, match=r"must be CSV .*, got .*b\.csv"):
         read_points(tmp_path / "b.csv")

@@ -43,13 +43,16 @@ def test_similarity_is_what_was_measured(squeezed: Handle) -> None:
 
 
 def test_similarity_of_nothing_says_so(coded: Handle, model: Any) -> None:
-    with pytest.raises(ValueError, match=r"measures no layers: attach one whose allocator does"):
+    with pytest.raises(ValueError, match="must measure layers, got h2o"):
         plots.layer_similarity(coded)
-    with pytest.raises(ValueError, match="give a row for each prompt"):
+    with pytest.raises(ValueError, match="must have a row per prompt"):
         plots.layer_similarity([[0.1, 0.2], [0.3]])
-    with pytest.raises(ValueError, match="2 names for 1 prompts"):
+    with pytest.raises(ValueError, match="got 2 for 1 prompts"):
         plots.layer_similarity([[0.1]], names=["a", "b"])
-    with kvpolicy.attach(model, "squeeze+h2o@0.4") as handle, pytest.raises(ValueError, match="seen no prompt yet"):
+    with (
+        kvpolicy.attach(model, "squeeze+h2o@0.4") as handle,
+        pytest.raises(ValueError, match="must have seen a prompt"),
+    ):
         plots.layer_similarity(handle)
 
 
@@ -76,18 +79,18 @@ def test_budgets_of_several_are_lines(model: Any) -> None:
     for words, plan in found.items():
         assert lines[words] == [layer.tokens for layer in plan.layers] and len(lines[words]) == 80
     assert [name for name in legend(figure) if name.startswith("even")] == [
-        f"even share: {tokens:,} tokens" for tokens in (found["kivi"].layers[0].tokens, 200)
+        f"even division: {tokens:,} tokens" for tokens in (found["kivi"].layers[0].tokens, 200)
     ]
 
 
 def test_layers_left_alone_are_marked_and_have_no_number(sliding: Handle) -> None:
     figure = plots.budgets(sliding)
-    assert "left alone (sliding window)" in legend(figure)
+    assert "unmanaged (sliding window)" in legend(figure)
     places = {round(patch.get_x() + patch.get_width() / 2) for patch in first(figure).patches}
     assert places == set(range(6))
     held = image(plots.kept(sliding))
     assert [bool(row.mask.all()) for row in held] == [at not in (2, 5) for at in range(6)]
-    assert "left alone" in legend(plots.bytes_by_kind(sliding))
+    assert "unmanaged" in legend(plots.bytes_by_kind(sliding))
 
 
 @pytest.mark.parametrize("row", range(3))
@@ -103,7 +106,7 @@ def test_kept_is_the_share_of_heads(squeezed: Handle, row: int) -> None:
     assert image(figure).tolist() == wanted.tolist() and wanted.sum() > 0
     axes = first(figure)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("position, tokens", "layer")
-    assert figure.axes[1].get_ylabel() == "share of KV heads"
+    assert figure.axes[1].get_ylabel() == "fraction of KV heads"
     assert axes.images[0].get_extent() == [0, LENGTHS[row], 3.5, -0.5]
 
 
@@ -114,7 +117,7 @@ def test_kept_of_one_head(coded: Handle) -> None:
     assert set(np.flatnonzero(image(figure)[2]).tolist()) == held
     wrong: list[dict[str, Any]] = [{"head": 2}, {"row": 3}, {"row": -1}]
     for words in wrong:
-        with pytest.raises(ValueError, match=r"There is no (row|head) .*: the cache has \d, counted from 0"):
+        with pytest.raises(ValueError, match=r"(row|head) must be between 0 and \d, got"):
             plots.kept(coded, **words)
 
 
@@ -182,14 +185,14 @@ def test_reports_plans_caches_and_handles_draw_alike(squeezed: Handle) -> None:
 def test_what_cannot_be_drawn_is_refused(draw: Any, model: Any) -> None:
     with kvpolicy.attach(model, "h2o@0.4") as handle:
         for source in (handle, kvpolicy.PolicyCache(model)):
-            with pytest.raises(ValueError, match="seen no prompt yet: run the model first"):
+            with pytest.raises(ValueError, match="must have seen a prompt; run the model first"):
                 draw(source)
-    with pytest.raises(TypeError, match=r"^A str (has no budgets|holds no tokens): give a Handle"):
+    with pytest.raises(TypeError, match=r"^The source must be a Handle.*, got a str\.$"):
         draw("h2o@0.4")
 
 
 def test_an_empty_dictionary_is_refused() -> None:
-    with pytest.raises(ValueError, match="the dictionary is empty"):
+    with pytest.raises(ValueError, match="dictionary of sources must not be empty"):
         plots.budgets({})
 
 
@@ -213,10 +216,10 @@ def test_figures_draw_into_axes_and_leave_no_state(squeezed: Handle) -> None:
 
 @pytest.mark.parametrize("cosines", [None, 3, "h2o", [0.5, 0.6], [["a"]]])
 def test_what_is_no_table_of_cosines(cosines: Any) -> None:
-    with pytest.raises(ValueError, match="The cosines are no table: give a row for each prompt"):
+    with pytest.raises(ValueError, match="cosines must have a row per prompt"):
         plots.layer_similarity(cosines)
 
 
 def test_a_result_that_is_no_mapping() -> None:
-    with pytest.raises(ValueError, match="a row that is no mapping"):
+    with pytest.raises(ValueError, match="must be a mapping"):
         plots.accuracy_against_bytes([3])  # pyright: ignore[reportArgumentType]

@@ -91,7 +91,7 @@ def test_layers_left_alone_are_told(sliding: Handle) -> None:
     assert sliding.plan is not None
     for thing in (sliding.report(), sliding.plan):
         rows = table(thing)[1:-1]
-        assert [(row[0], row[1] == "left alone") for row in rows] == [
+        assert [(row[0], row[1] == "unmanaged") for row in rows] == [
             ("0 to 1", True), ("2", False), ("3 to 4", True), ("5", False),
         ]  # fmt: skip
 

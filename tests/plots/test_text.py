@@ -86,5 +86,5 @@ def test_layers_are_those_of_the_model() -> None:
         model(torch.arange(8)[None])
     tokens = list("abcdefgh")
     assert [wide for _, wide in shades(plots.token_text(handle, tokens, layer=3))] == [1] * 4
-    with pytest.raises(ValueError, match="no layer 2 under the policy: there are 1, 3"):
+    with pytest.raises(ValueError, match="layer must be one of 1, 3 under the policy, got 2"):
         plots.token_text(handle, tokens, layer=2)

@@ -1,4 +1,4 @@
-"""How a model is sharded over ranks: one table, which plans count with and loading fills from."""
+"""How a model is sharded over ranks: one table, from which plans count bytes and loaders fill parameters."""
 
 from kvpolicy.parallel.sharding.families import FAMILIES, SUMMED, Family, check_family, check_heads
 from kvpolicy.parallel.sharding.heads import Heads, aligned, even

@@ -1,4 +1,4 @@
-"""The families of models that can be divided, and what is refused."""
+"""The model families that can be sharded, and checks of what cannot."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Literal
 from kvpolicy.spec.errors import KVPolicyError
 
 Kind = Literal["queries", "keys", "stacked", "by_group", "even", "halves", "from_queries", "from_even"]
-"""How a matrix is divided. Its outputs: by query heads, by KV heads, queries then keys then values, per KV head its
-queries with key and value, evenly, or evenly in each half. Its inputs, the outputs being summed over the ranks:
-by query heads, or evenly."""
+"""How a matrix is sharded.
+
+Over its outputs: by query heads (`queries`), by KV heads (`keys`), a fused matrix of all queries, keys and values
+(`stacked`), a fused matrix with the queries, key and value of each KV head (`by_group`), evenly, or evenly in each of
+two halves. Over its inputs, with the outputs summed over the ranks: by query heads (`from_queries`), or evenly.
+"""
 
 
 SUMMED = ("from_queries", "from_even")
-"""The kinds whose outputs are summed over the ranks."""
+"""The kinds that are sharded over their inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How the layers of a kind of model are divided.
+    """How the layers of a model family are sharded.
 
     Attributes:
-        matrices: By name inside a layer.
-        native: Whether transformers' own tensor parallelism divides its heads.
-        renames: What its checkpoints call otherwise: pattern and replacement.
-        experts: How checkpoints name one expert's matrices: gate, up, down.
+        matrices: The kind of each matrix, by its name in a layer.
+        native: Whether the tensor parallelism of transformers shards its heads.
+        renames: Names that differ in its checkpoints: patterns and replacements.
+        experts: Names of the gate, up and down matrix of an expert in its checkpoints.
     """
 
     matrices: dict[str, Kind]
@@ -35,13 +38,13 @@ class Family:
     experts: tuple[str, str, str] | None = None
 
     def rename(self, key: str) -> str:
-        """A checkpoint's name of a tensor, as the model has it."""
+        """The name in the model of a tensor in a checkpoint."""
         for old, new in self.renames.items():
             key = re.sub(old, new, key)
         return key
 
     def expert(self, key: str) -> tuple[str, int, int] | None:
-        """Of one expert's matrix, the name of all experts' module, which expert, and which of its three matrices."""
+        """The experts' module, the expert and the index of its matrix that a key names; None for other tensors."""
         found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", key)
         if found is None or self.experts is None or found[3] not in self.experts:
             return None
@@ -102,23 +105,25 @@ FAMILIES: dict[str, Family] = {
         native=False,
     ),
 }
-"""Families whose division is tested, by the `model_type` of their configs."""
+"""The families whose sharding is tested, by the `model_type` of their configs."""
 
 
 def check_family(model_type: str, backend: str) -> None:
-    """Raise KVPolicyError where a backend is not tested with a family of models.
+    """Raise KVPolicyError if a backend is not tested with a model family.
 
     Examples:
         >>> check_family("llama", "hf")
     """
     known = sorted(name for name, family in FAMILIES.items() if backend == "deepspeed" or family.native)
     if model_type not in known:
-        other = ': use backend="deepspeed".' if model_type in FAMILIES else "; no other backend divides it either."
-        raise KVPolicyError(f'backend="{backend}" is tested with {", ".join(known)}, and not with {model_type}{other}')
+        advice = 'try backend="deepspeed"' if model_type in FAMILIES else "no other backend shards it"
+        raise KVPolicyError(
+            f'The model type must be one of {", ".join(known)} with backend="{backend}", got {model_type}; {advice}.'
+        )
 
 
 def check_heads(model_type: str, backend: str, *, queries: int, keys: int, size: int) -> None:
-    """Raise KVPolicyError where a backend cannot shard so many heads over so many ranks.
+    """Raise KVPolicyError if a backend cannot shard the heads of a model over the ranks.
 
     Args:
         model_type: The family.
@@ -132,13 +137,13 @@ def check_heads(model_type: str, backend: str, *, queries: int, keys: int, size:
     """
     if backend == "hf" and keys % size:
         raise KVPolicyError(
-            f"transformers cannot divide {keys} KV heads over {size} ranks: use "
-            'backend="deepspeed", which replicates them, or another number of ranks.'
+            f'The number of ranks must divide the {keys} KV heads with backend="hf", got {size}; try '
+            'backend="deepspeed", which replicates heads.'
         )
     if model_type == "falcon" and keys < size and (size % keys or queries % size):
         raise KVPolicyError(
-            f"A Falcon with {queries} query heads and {keys} KV head(s) cannot be divided over {size} ranks: use a "
-            f"number of ranks that divides {queries} and is a multiple of {keys}."
+            f"The number of ranks must divide the {queries} query heads of this Falcon and be a multiple of its {keys} "
+            f"KV head(s), got {size}."
         )
     if queries < size:
-        raise KVPolicyError(f"{queries} query heads cannot be divided over {size} ranks: use at most {queries} ranks.")
+        raise KVPolicyError(f"The number of ranks must be at most {queries}, the number of query heads, got {size}.")

@@ -1,8 +1,8 @@
-"""Pictures of what a policy does; they need matplotlib, from the extra `plots`.
+"""Plots of what a policy does; they require matplotlib, from the extra `plots`.
 
 Each function takes the handle of an attached policy, a cache, a plan or a table of results, and returns a
-`matplotlib.figure.Figure`, which shows itself in a notebook and has `savefig`. None touches the state of pyplot, none
-shows or saves anything, and each draws into `axes` where these are given.
+`matplotlib.figure.Figure`, which notebooks display. None changes the state of pyplot, and none shows or saves a figure.
+Each draws into `axes` if these are given.
 
     >>> from kvpolicy import plan, plots
     >>> from kvpolicy.embedded import config_of
@@ -29,17 +29,17 @@ _LAZY = {
     "token_text": "kvpolicy.reporting.plots.text",
     "kept": "kvpolicy.reporting.plots.tokens",
 }
-"""Where each name is, imported when it is first used: matplotlib is not loaded before."""
+"""The module of each name, which is imported on first use, so that matplotlib is not loaded before."""
 
 
-if not TYPE_CHECKING:  # or a type checker would take every misspelt name for an Any
+if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
     def __getattr__(name: str) -> Any:
         import importlib
 
         if name not in _LAZY:
             raise AttributeError(f"module 'kvpolicy.reporting.plots' has no attribute {name!r}")
-        importlib.import_module("kvpolicy.reporting.plots._style")  # where matplotlib is missing, it says so
+        importlib.import_module("kvpolicy.reporting.plots._style")  # raises the error for a missing matplotlib
         value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value

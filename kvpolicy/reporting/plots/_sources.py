@@ -1,4 +1,4 @@
-"""What pictures and tables are made of: a handle, a cache, its report, or a plan."""
+"""The sources of plots: a handle, a cache, its report, or a plan."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 Source: TypeAlias = HandleSource | CacheSource | Report | CachePlan
-"""Whatever knows the tokens and bytes of a cache."""
+"""Objects that have the tokens and bytes of a cache."""
 
-UNMANAGED = "left alone"
-"""The kind of the bytes of layers that a policy leaves as they are."""
+UNMANAGED = "unmanaged"
+"""The kind of the bytes of layers that are not under the policy."""
 
 
 class LayerTokens(NamedTuple):
     """Budgets of a cache.
 
     Attributes:
-        policy: Whose.
-        tokens: By layer, the most tokens of each row; of a plan, those of its longest row.
-        alone: Layers that the policy leaves as they are.
+        policy: The policy.
+        tokens: The most tokens of each row, by layer; for a plan, those of its longest row.
+        unmanaged: Layers that are not under the policy.
     """
 
     policy: Policy
     tokens: dict[int, tuple[int, ...]]
-    alone: tuple[int, ...]
+    unmanaged: tuple[int, ...]
 
 
-def settled(source: Any) -> Report | CachePlan:
-    """A plan or a report, that of a handle's or of a cache's where one of these is given.
+def resolve(source: Any) -> Report | CachePlan:
+    """A plan or a report as it is, or the report of a handle or a cache.
 
     Raises:
-        KVPolicyError: Where the cache has seen no prompt yet.
-        KVPolicyTypeError: Where the source is none of these.
+        KVPolicyError: If the cache has seen no prompt yet.
+        KVPolicyTypeError: If the source is of another type.
     """
     if isinstance(source, CachePlan):
         return source
@@ -46,30 +46,30 @@ def settled(source: Any) -> Report | CachePlan:
             return make_report(cache_of(source))
         except TypeError:
             raise KVPolicyTypeError(
-                f"A {type(source).__name__} has no budgets: give a Handle, a PolicyCache, a Report, a CachePlan, or a "
-                "dictionary of these by name."
+                "The source must be a Handle, a PolicyCache, a Report, a CachePlan or a dictionary of these, got a "
+                f"{type(source).__name__}."
             ) from None
     if all(layer.note == "empty" for layer in source.layers):
-        raise KVPolicyError("The report is of a cache that has seen no prompt yet: run the model first.")
+        raise KVPolicyError("The cache of the report must have seen a prompt; run the model first.")
     return source
 
 
 def named(source: Any) -> dict[str, Report | CachePlan]:
-    """Every source by its name, which is its policy where it is given alone.
+    """The sources by name; a single one has its policy as its name.
 
     Raises:
-        KVPolicyError: Where there is none.
+        KVPolicyError: If there is none.
     """
     if not isinstance(source, Mapping):
-        one = settled(source)
+        one = resolve(source)
         return {str(one.policy): one}
     if not source:
-        raise KVPolicyError("There is nothing to draw: the dictionary is empty.")
-    return {str(name): settled(one) for name, one in source.items()}
+        raise KVPolicyError("The dictionary of sources must not be empty.")
+    return {str(name): resolve(one) for name, one in source.items()}
 
 
 def layer_tokens(source: Report | CachePlan) -> LayerTokens:
-    """Budgets by layer."""
+    """The budgets of a plan or a report."""
     if isinstance(source, CachePlan):
         tokens = {layer.layer_idx: (layer.tokens,) for layer in source.layers}
         return LayerTokens(source.policy, tokens, tuple(source.left_alone))
@@ -78,7 +78,7 @@ def layer_tokens(source: Report | CachePlan) -> LayerTokens:
 
 
 def by_kind(source: Report | CachePlan) -> dict[str, int]:
-    """Bytes by kind; kinds that take none are left out."""
+    """Bytes by kind, without kinds that have none."""
     if isinstance(source, CachePlan):
         return {kind: size for kind, size in source.by_kind().items() if size}
     kinds: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""How pictures look: colours that the colour-blind can tell apart, and figures that leave no state behind."""
+"""The style of plots: colors for color-blind readers, and figures that do not change the state of matplotlib."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
-    raise ImportError("Pictures need matplotlib, which is not installed: pip install 'kvpolicy[plots]'.") from error
+    raise ImportError("Plots need matplotlib, which is not installed; run pip install 'kvpolicy[plots]'.") from error
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#A0522D")
-"""Okabe and Ito's, and in place of black and yellow, which white or dark would swallow, a brown."""
+"""The palette of Okabe and Ito, with a brown in place of black and yellow, which some backgrounds hide."""
 MARKERS = "osD^vPX"
 GREY = "#8a8a8a"
 SEQUENTIAL = "viridis"
 DIVERGING = "PuOr"
 INK = "#222222"
 PALE = "#dddddd"
-"""What a policy leaves alone, or what was not measured."""
+"""Unmanaged layers, and values that were not measured."""
 
 KINDS = {
     "full cache": "#b5b5b5",
@@ -36,9 +36,9 @@ KINDS = {
     "statistics": PALETTE[3],
     "counters": PALETTE[4],
     "waiting prompt": PALETTE[6],
-    "left alone": PALE,
+    "unmanaged": PALE,
 }
-"""The colour of each kind of bytes, in the order in which they are stacked."""
+"""The color of each kind of bytes, in stacking order."""
 
 RC: Any = {
     "font.family": "sans-serif",
@@ -52,16 +52,16 @@ RC: Any = {
     "legend.frameon": False,
     "legend.fontsize": 8,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    # White behind and around it, so that it can be read on a dark page too.
+    # A white background, so that figures are readable on dark pages too.
     "axes.facecolor": "white",
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
 }
-"""Settings of matplotlib under which a figure of our own is drawn."""
+"""The matplotlib settings of new figures."""
 
 
 class Picture(Figure):
-    """A figure that notebooks show, whether or not pyplot was ever loaded."""
+    """A figure that notebooks display, whether or not pyplot is loaded."""
 
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
@@ -71,11 +71,11 @@ class Picture(Figure):
 
 @contextmanager
 def canvas(axes: Axes | None, size: tuple[float, float]) -> Generator[Axes, None, None]:
-    """Where to draw: the axes given, under the settings that the caller has, or new ones under ours.
+    """The axes to draw into: those given, with the caller's settings, or new ones with ours.
 
     Args:
-        axes: To draw into, or None.
-        size: Of a new figure, in inches.
+        axes: The axes, or None.
+        size: Size of a new figure, in inches.
     """
     if axes is not None:
         yield axes
@@ -83,26 +83,27 @@ def canvas(axes: Axes | None, size: tuple[float, float]) -> Generator[Axes, None
     with matplotlib.rc_context(RC):
         figure = Picture(figsize=size, layout="constrained")
         own = figure.add_subplot()
-        own.tick_params(color=INK, labelcolor=INK)  # ticks are made when drawn, under other settings
+        own.tick_params(color=INK, labelcolor=INK)  # ticks are created on drawing, when these settings have ended
         yield own
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Put ticks at whole numbers only: there is no half a layer."""
+    """Put ticks at integers only."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def legend_above(axes: Axes, own: bool, columns: int = 5) -> None:
-    """Write the names of what was drawn above the axes, where they hide nothing; bars first.
+    """Add a legend, bars first: above new axes, or at the best place of axes that the caller gave.
 
     Args:
-        axes: Drawn into.
-        own: Whether they are alone in a figure of ours; else the legend is left to the place that suits it best.
-        columns: The most names on a line.
+        axes: The axes.
+        own: Whether they are new.
+        columns: The most names in a row.
     """
     handles, names = axes.get_legend_handles_labels()
     order = sorted(range(len(names)), key=lambda at: not isinstance(handles[at], Container))
-    handles, names = [handles[at] for at in order], [names[at] for at in order]
+    handles = [handles[at] for at in order]
+    names = [names[at] for at in order]
     columns = max(1, min(len(names), columns, 120 // (7 + max(map(len, names)))))
     if own:
         figure_of(axes).legend(handles, names, loc="outside upper left", ncols=columns)
@@ -111,6 +112,6 @@ def legend_above(axes: Axes, own: bool, columns: int = 5) -> None:
 
 
 def figure_of(axes: Axes) -> Figure:
-    """The whole figure that axes are in."""
+    """The figure of axes, also if these are in a subfigure."""
     figure: Any = axes.figure
     return figure if isinstance(figure, Figure) else figure.figure

@@ -1,4 +1,4 @@
-"""Accuracy against bytes: what a policy costs in answers, and what it saves."""
+"""Accuracy against bytes."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 def accuracy_against_bytes(results: Results, *, model: str | None = None, axes: Axes | None = None) -> Figure:
-    """Draw accuracy against the share of the full cache's bytes, with intervals and the Pareto front.
+    """Plot accuracy against bytes as a fraction of the full cache, with intervals and the Pareto front.
 
-    A point is a policy, its colour the method; one whose layers have budgets of their own is hollow. Over several
-    tasks it is their mean, and widths of intervals add as squares, since tasks share no examples. A policy that lacks
-    a task of the others is left out. No other policy answers as well as one on the front with fewer
-    bytes, or better with as few.
+    Each point is a policy, and its color is the method; hollow points have layer budgets. The accuracy over several
+    tasks is their mean, and the squares of the intervals' widths are added, since tasks share no examples. A policy
+    that lacks a task of the others is omitted. A policy is on the Pareto front if no other one has at least its
+    accuracy with fewer bytes, or a higher accuracy with at most its bytes.
 
     Args:
-        results: Rows with `policy`, `accuracy`, `share` of the full cache's bytes, and if known `low` and `high`, the
-            ends of accuracy's interval; or with a sweep's names of columns: `method`, `budget`, `value`, `kv_share`.
-            Or a sweep's folder, or a file of such rows in CSV or JSON lines.
-        model: Whose rows, where a table has several models.
-        axes: To draw into, in place of a new figure; the legend is then the caller's.
+        results: Rows with `policy`, `accuracy`, `share` (the fraction of the full cache's bytes), and optionally `low`
+            and `high`, the ends of the interval of the accuracy. The column names of a sweep work too: `method`,
+            `budget`, `value`, `kv_share`. Or a sweep's folder, or a file of such rows in CSV or JSON lines.
+        model: The model, if the table has several.
+        axes: Axes to draw into, instead of a new figure; they get no legend.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where columns or results are missing, or nobody said which model.
+        KVPolicyError: If columns or results are missing, or a table of several models was given without `model`.
 
     Examples:
         >>> figure = accuracy_against_bytes(

@@ -1,4 +1,4 @@
-"""Bytes: what a cache is made of, beside the full one."""
+"""Bytes of a cache by kind, next to the full cache."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ FULL = "full cache"
 
 
 def bytes_by_kind(source: Source | Mapping[str, Source], *, axes: Axes | None = None) -> Figure:
-    """Draw the bytes of a cache by kind, and the full cache that it stands for.
+    """Plot the bytes of a cache by kind, next to those of the full cache.
 
-    Kinds are keys and values in full precision (`exact`), their `codes` and `scales`, and what is needed to know them
-    again and to choose among them: `positions`, `statistics`, `counters`. What a plan counts in weights is left out.
+    The kinds are keys and values in full precision (`exact`), the `codes` and `scales` of the codec, and the
+    bookkeeping: `positions`, `statistics` and `counters`. The weights of a plan are not included.
 
     Args:
-        source: A handle, a cache, a report or a plan; or a dictionary of these by name, a bar for each.
-        axes: To draw into, in place of a new figure.
+        source: A handle, a cache, a report or a plan; or a dictionary of these by name, with a bar for each.
+        axes: Axes to draw into, instead of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where a cache has seen no prompt yet.
+        KVPolicyError: If a cache has seen no prompt yet.
 
     Examples:
         >>> from kvpolicy import plan
         >>> from kvpolicy.hf.embedded import config_of
         >>> policies, config = ["h2o@0.2", "kivi:bits=4", "h2o+kivi:bits=4@0.2"], config_of("llama-3-70b")
-        >>> figure = bytes_by_kind({words: plan(config, words, prompt=4096, new=512) for words in policies})
+        >>> figure = bytes_by_kind({spec: plan(config, spec, prompt=4096, new=512) for spec in policies})
         >>> [label.get_text() for label in figure.axes[0].get_yticklabels()]
         ['full cache', 'h2o@0.2', 'kivi:bits=4', 'h2o+kivi:bits=4@0.2']
         >>> figure.axes[0].get_xlabel()
@@ -63,7 +63,7 @@ def bytes_by_kind(source: Source | Mapping[str, Source], *, axes: Axes | None = 
 
 
 def _bars(found: dict[str, Report | CachePlan]) -> list[tuple[str, dict[str, int]]]:
-    """Name and bytes by kind of every bar: the full cache first, once where it is the same for all."""
+    """Name and bytes by kind of each bar; a full cache that is the same for all comes first, once."""
     fulls = {one.full_nbytes for one in found.values()}
     bars = [(FULL, {FULL: size}) for size in fulls if len(fulls) == 1]
     for name, one in found.items():
@@ -86,7 +86,7 @@ def _draw(axes: Axes, bars: list[dict[str, int]], size: int) -> None:
 
 
 def _fold(name: str, width: int = 32) -> str:
-    """Long words of a policy on several lines, broken before a part or a parameter."""
+    """A long spec on several lines, broken before a part or a parameter."""
     lines = [""]
     for piece in re.split(r"(?=[+/:@,])", name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:

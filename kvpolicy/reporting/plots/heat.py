@@ -1,4 +1,4 @@
-"""Numbers as coloured fields."""
+"""Heat maps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from matplotlib.axes import Axes
 
 from kvpolicy.reporting.plots._style import PALE, figure_of
 
-MOST_NUMBERS = 20
-"""Up to so many columns, the numbers stand in their fields."""
+MAX_NUMBERS = 20
+"""The most columns of a heat map that shows its numbers."""
 
 
 def field(
@@ -24,14 +24,14 @@ def field(
     high: float,
     extent: tuple[float, float, float, float] | None = None,
 ) -> Any:
-    """Draw an image of numbers, in which what is NaN is pale.
+    """Draw numbers as an image, with NaN in a pale gray.
 
     Args:
-        axes: To draw into.
+        axes: The axes.
         rows: [rows][columns] of numbers.
-        colors: Name of the colour map.
-        low: Where it begins.
-        high: Where it ends.
+        colors: Name of the color map.
+        low: The number at its lower end.
+        high: The number at its upper end.
         extent: Left, right, bottom and top, as in `imshow`.
 
     Returns:
@@ -39,9 +39,8 @@ def field(
     """
     scale = matplotlib.colormaps[colors].with_extremes(bad=PALE)
     values = np.asarray(rows, dtype=float)
-    image = axes.imshow(
-        values, aspect="auto", cmap=scale, vmin=low, vmax=high, interpolation="nearest", extent=extent
-    )  # fmt: skip
+    limits: Any = {"vmin": low, "vmax": high, "extent": extent}
+    image = axes.imshow(values, aspect="auto", cmap=scale, interpolation="nearest", **limits)
     axes.grid(visible=False)
     return image
 
@@ -55,30 +54,32 @@ def heat(
     number: str = ".2f",
     middle: float | None = None,
 ) -> Any:
-    """Draw rows of numbers with a bar of colours, and the numbers in their fields where there is room.
+    """Draw a heat map with a color bar, and with its numbers if there is room.
 
     Args:
-        axes: To draw into.
-        rows: A row of numbers for each name; NaN where there is none.
-        names: Of the rows.
-        colors: Name of the colour map.
-        label: Of the bar.
-        number: How a number is written.
-        middle: The number in the middle of the colours; else they go from the least to the most.
+        axes: The axes.
+        rows: A row of numbers for each name; NaN if there is none.
+        names: Names of the rows.
+        colors: Name of the color map.
+        label: Label of the color bar.
+        number: Format of the numbers.
+        middle: The number in the middle of the color map; by default it covers the smallest to the largest number.
 
     Returns:
         The image.
     """
     values = [value for row in rows for value in row if not math.isnan(value)] or [0.0]
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if middle is not None:
         reach = max(0.05, *(abs(value - middle) for value in values))
-        low, high = middle - reach, middle + reach
+        low = middle - reach
+        high = middle + reach
     image = field(axes, rows, colors, low, high)
     every = math.ceil(len(names) / 40)
     axes.set_yticks(range(0, len(names), every), names[::every], fontsize=8)
-    axes.set_xticks(range(0, len(rows[0]), math.ceil(len(rows[0]) / MOST_NUMBERS)))
-    if len(rows[0]) <= MOST_NUMBERS and len(rows) <= 2 * MOST_NUMBERS:
+    axes.set_xticks(range(0, len(rows[0]), math.ceil(len(rows[0]) / MAX_NUMBERS)))
+    if len(rows[0]) <= MAX_NUMBERS and len(rows) <= 2 * MAX_NUMBERS:
         _write(axes, rows, image, number)
     bar = figure_of(axes).colorbar(image, ax=axes, pad=0.01)
     bar.set_label(label, fontsize=8)

@@ -35,22 +35,22 @@ def layer_similarity(
     names: Sequence[str] | None = None,
     axes: Axes | None = None,
 ) -> Figure:
-    """Draw how similar each layer's residual stream is before and after attention: SqueezeAttention's Figure 2.
+    """Plot the similarity of each layer's residual stream before and after attention: Figure 2 of SqueezeAttention.
 
-    A cosine near 1 means that attention changes little there, so that the layer can do with fewer tokens. Layers that
-    a policy leaves alone are not measured, and are grey.
+    A cosine near 1 means that attention changes little in a layer, so that the layer needs fewer tokens. Unmanaged
+    layers are not measured, and gray.
 
     Args:
-        cosines: A handle or a cache, whose last prompt was measured by its allocator, one row for each of the batch;
-            or cosines [prompts, layers], of which `kvpolicy.profile` returns a row.
-        names: Of the prompts; their numbers by default.
-        axes: To draw into, in place of a new figure.
+        cosines: A handle or a cache, whose last prompt was measured by its allocator, with a row for each row of the
+            batch; or cosines [prompts, layers], of which `kvpolicy.profile` returns a row.
+        names: Names of the prompts; their numbers by default.
+        axes: Axes to draw into, instead of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where nothing was measured, rows differ in length, or names do not fit the rows.
+        KVPolicyError: If nothing was measured, rows differ in length, or the number of names differs from the rows.
 
     Examples:
         >>> figure = layer_similarity([[0.3, 0.9, 0.99], [0.2, 0.8, 0.97]], names=["recall", "chat"])
@@ -60,7 +60,7 @@ def layer_similarity(
     rows = _rows(cosines)
     labels = [str(number) for number in range(len(rows))] if names is None else [str(name) for name in names]
     if len(labels) != len(rows):
-        raise KVPolicyError(f"There are {len(labels)} names for {len(rows)} prompts: give one for each.")
+        raise KVPolicyError(f"names must have one name per prompt, got {len(labels)} for {len(rows)} prompts.")
     with canvas(axes, (8.0, min(1.0 + 0.3 * len(rows), 9.0))) as own:
         heat(own, rows, labels, SEQUENTIAL, "cosine")
         own.set(xlabel="layer", ylabel="prompt" if names is None else "")
@@ -68,20 +68,20 @@ def layer_similarity(
 
 
 def budgets(source: Source | Mapping[str, Source], *, axes: Axes | None = None) -> Figure:
-    """Draw how many tokens each layer may keep, beside the even share.
+    """Plot how many tokens each layer may keep, and the even division.
 
-    Where the rows of a batch have budgets of their own, bars are their mean and thin lines reach from the least to the
-    most. A plan shows its longest row.
+    If the rows of a batch have different budgets, bars show their mean, and thin lines reach from the smallest to the
+    largest. A plan shows its longest row.
 
     Args:
         source: A handle, a cache, a report or a plan; or a dictionary of these by name, drawn as lines.
-        axes: To draw into, in place of a new figure.
+        axes: Axes to draw into, instead of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where a cache has seen no prompt yet.
+        KVPolicyError: If a cache has seen no prompt yet.
 
     Examples:
         >>> from kvpolicy import plan
@@ -97,8 +97,8 @@ def budgets(source: Source | Mapping[str, Source], *, axes: Axes | None = None) 
             _lines(own, found)
         else:
             _bars(own, next(iter(found.values())))
-        _grey(own, {layer for one in found.values() for layer in one.alone})
-        most = max(max(one.tokens.keys() | set(one.alone)) for one in found.values())
+        _mark_unmanaged(own, {layer for one in found.values() for layer in one.unmanaged})
+        most = max(max(one.tokens.keys() | set(one.unmanaged)) for one in found.values())
         own.set(xlabel="layer", xlim=(-0.6, most + 0.6))
         own.margins(y=0.08)
         own.set_ylim(bottom=0)
@@ -121,7 +121,7 @@ def _rows(cosines: Any) -> list[list[float]]:
     except (TypeError, ValueError):
         rows = list[list[float]]()
     if not rows or not rows[0] or any(len(row) != len(rows[0]) for row in rows):
-        raise KVPolicyError("The cosines are no table: give a row for each prompt, and in it a number for each layer.")
+        raise KVPolicyError("cosines must have a row per prompt, and in each row a number per layer.")
     return rows
 
 
@@ -129,12 +129,12 @@ def _measured(source: HandleSource | CacheSource) -> list[list[float]]:
     policy = source.policy
     if not policy.allocator.layer_metric:
         raise KVPolicyError(
-            f"The policy {policy} measures no layers: attach one whose allocator does, such as squeeze+h2o@0.2, or "
-            "give the cosines that kvpolicy.profile returns."
+            f"The allocator of the policy must measure layers, got {policy}; try squeeze+h2o@0.2, or pass the cosines "
+            "that kvpolicy.profile returns."
         )
     cache = cache_of(source)
     if cache.plan is None:
-        raise KVPolicyError("The cache has seen no whole prompt yet: run the model first.")
+        raise KVPolicyError("The cache must have seen a whole prompt; run the model first.")
     table = [[float("nan")] * len(cache.layers) for _ in range(cache.batch_size)]
     for row, values in zip(table, cache.cosines().tolist(), strict=True):
         for layer, value in zip(cache.policy_layers, values, strict=True):
@@ -154,28 +154,30 @@ def _bars(axes: Axes, found: LayerTokens) -> None:
     means = [_mean(rows) for rows in found.tokens.values()]
     axes.bar(list(found.tokens), means, width=0.8, color=PALETTE[0], label=str(found.policy))
     if any(min(rows) < max(rows) for rows in found.tokens.values()):
-        least, most = ([pick(rows) for rows in found.tokens.values()] for pick in (min, max))
-        axes.vlines(list(found.tokens), least, most, color=INK, linewidth=1, label="least to most of the rows")
-    _share(axes, _even(found), INK)
+        smallest = [min(rows) for rows in found.tokens.values()]
+        largest = [max(rows) for rows in found.tokens.values()]
+        axes.vlines(list(found.tokens), smallest, largest, color=INK, linewidth=1, label="range over the rows")
+    _even_line(axes, _even(found), INK)
 
 
 def _lines(axes: Axes, found: Mapping[str, LayerTokens]) -> None:
     for number, (name, one) in enumerate(found.items()):
         means = [_mean(rows) for rows in one.tokens.values()]
-        color, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
-        wide = 1.4 + 0.8 * min(len(found) - 1 - number, 3)  # so that of equal lines every one is seen
-        shown: Any = {"marker": marker if len(means) <= 40 else "", "markersize": 2.6 + wide}
-        axes.plot(list(one.tokens), means, color=color, linewidth=wide, label=name, **shown)
-    shares = {round(_even(one)): number for number, one in reversed(list(enumerate(found.values())))}
-    for share, number in shares.items():
-        _share(axes, share, INK if len(shares) == 1 else PALETTE[number % len(PALETTE)])
+        color = PALETTE[number % len(PALETTE)]
+        marker = MARKERS[number % len(MARKERS)] if len(means) <= 40 else ""
+        width = 1.4 + 0.8 * min(len(found) - 1 - number, 3)  # decreasing, so that equal lines stay visible
+        shown: Any = {"marker": marker, "markersize": 2.6 + width}
+        axes.plot(list(one.tokens), means, color=color, linewidth=width, label=name, **shown)
+    divisions = {round(_even(one)): number for number, one in reversed(list(enumerate(found.values())))}
+    for tokens, number in divisions.items():
+        _even_line(axes, tokens, INK if len(divisions) == 1 else PALETTE[number % len(PALETTE)])
 
 
-def _share(axes: Axes, tokens: float, color: str) -> None:
-    axes.axhline(tokens, color=color, linestyle="--", linewidth=1.2, label=f"even share: {tokens:,.0f} tokens")
+def _even_line(axes: Axes, tokens: float, color: str) -> None:
+    axes.axhline(tokens, color=color, linestyle="--", linewidth=1.2, label=f"even division: {tokens:,.0f} tokens")
 
 
-def _grey(axes: Axes, layers: set[int]) -> None:
+def _mark_unmanaged(axes: Axes, layers: set[int]) -> None:
     for number, layer in enumerate(sorted(layers)):
-        label = None if number else "left alone (sliding window)"
+        label = None if number else "unmanaged (sliding window)"
         axes.axvspan(layer - 0.5, layer + 0.5, facecolor=PALE, edgecolor=GREY, hatch="//", alpha=0.5, lw=0, label=label)

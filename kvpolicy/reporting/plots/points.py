@@ -1,4 +1,4 @@
-"""Points that stand for policies: one colour for a method, and the front of the best."""
+"""Points of policies in one color per method, and their Pareto front."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STAR: dict[str, Any] = {"marker": "*", "markersize": 11, "linestyle": "none"}
-"""Of the full cache, in the colour of text."""
+"""The style of the full cache."""
 FRONT: dict[str, Any] = {"color": GREY, "linewidth": 5, "alpha": 0.3}
-"""Of the line through the points that no other beats."""
+"""The style of the Pareto front."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Of a method's points and line.
+    """The style of a method's points and line.
 
     Attributes:
-        color: The same for a selector with and without layer budgets.
-        marker: Changes where colours come round again.
-        dashed: Whether layers differ in budget: a dashed line and a hollow marker.
+        color: The color, which a selector has with and without layer budgets.
+        marker: The marker, which changes when colors repeat.
+        dashed: Whether the method has layer budgets: a dashed line and hollow markers.
     """
 
     color: str
@@ -35,17 +35,17 @@ class Look:
 
     @property
     def drawn(self) -> dict[str, Any]:
-        """Words for matplotlib."""
+        """Keyword arguments of `Axes.plot`."""
         fill = "none" if self.dashed else self.color
         style = "--" if self.dashed else "-"
         return {"color": self.color, "marker": self.marker, "markerfacecolor": fill, "linestyle": style}
 
 
 def looks(methods: Iterable[str]) -> dict[str, Look]:
-    """A look for each method; `full` has none.
+    """A style for each method; `full` has none.
 
     Args:
-        methods: Words of policies without budgets; a name that is no policy counts as a method of its own.
+        methods: Policy specs without budgets; a name that is not a policy counts as a method of its own.
 
     Examples:
         >>> found = looks(["full", "h2o", "squeeze+h2o", "snapkv"])
@@ -58,6 +58,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
         family, layered = _family(method)
         if not family:
             continue
+        # A family keeps its color; when the colors repeat, the markers shift, so that no style occurs twice.
         number = families.setdefault(family, len(families))
         at = number % len(PALETTE)
         found[method] = Look(PALETTE[at], MARKERS[(at + number // len(PALETTE)) % len(MARKERS)], layered)
@@ -65,7 +66,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
 
 
 def _family(method: str) -> tuple[str, bool]:
-    """Selector and codec of a method, nothing for `full`, and whether it has layer budgets."""
+    """Selector and codec of a method, empty for `full`, and whether it has layer budgets."""
     from kvpolicy.allocators.uniform import Uniform
     from kvpolicy.policy import Policy
 
@@ -80,35 +81,35 @@ def _family(method: str) -> tuple[str, bool]:
 
 
 def dot(axes: Axes, x: float, y: float, low: float, high: float, look: Look | None, ink: str = INK) -> Any:
-    """Draw a point with its interval, which is NaN where there is none.
+    """Draw a point and its interval.
 
     Args:
-        axes: To draw into.
-        x: Where.
-        y: Where.
-        low: Lower end of the interval.
-        high: Upper end.
-        look: Of its method, None for the full cache.
-        ink: The colour of text.
+        axes: The axes.
+        x: Its horizontal coordinate.
+        y: Its vertical coordinate.
+        low: Lower end of the interval; NaN if there is none.
+        high: Upper end of the interval.
+        look: The style of its method; None for the full cache.
+        ink: The color of the full cache.
 
     Returns:
         The marker.
     """
-    words: Any = look.drawn if look else STAR | {"color": ink}
+    style: Any = look.drawn if look else STAR | {"color": ink}
     if not math.isnan(low):
-        axes.plot([x, x], [low, high], color=words["color"], linewidth=1, alpha=0.45, zorder=2)
-    (mark,) = axes.plot([x], [y], **words | {"linestyle": "none"}, zorder=3)
+        axes.plot([x, x], [low, high], color=style["color"], linewidth=1, alpha=0.45, zorder=2)
+    (mark,) = axes.plot([x], [y], **style | {"linestyle": "none"}, zorder=3)
     return mark
 
 
 def front_line(axes: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
-    """Draw the front through points that go from few bytes to many."""
+    """Draw the Pareto front through points in ascending order."""
     if len(xs) > 1:
         axes.step(xs, ys, where="post", **FRONT, zorder=1)
 
 
 def percent_axis(axes: Axes, values: Sequence[float]) -> None:
-    """Make the axis logarithmic, with plain numbers, where the percentages on it are far apart."""
+    """Make the axis logarithmic, with plain tick labels, if its percentages differ by more than a factor of 3."""
     if values and max(values) > 3 * min(values) > 0:
         axes.set_xscale("log")
         ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 40, 60, 100) if min(values) / 1.6 <= tick <= max(values) * 1.2]
@@ -117,19 +118,19 @@ def percent_axis(axes: Axes, values: Sequence[float]) -> None:
 
 
 def legend_below(figure: Figure, names: Iterable[str], styles: dict[str, Look], last: dict[str, Any]) -> None:
-    """Write names below a figure, in as many columns as they are short, and make it so much higher.
+    """Add a legend below a figure, and make the figure taller by its height.
 
     Args:
-        figure: With a constrained layout.
-        names: Of methods; one comes once, and one without a look not at all.
-        styles: Their looks.
-        last: Words for matplotlib of what else is named.
+        figure: A figure with a constrained layout.
+        names: Names of methods; duplicates, and those without a style, are omitted.
+        styles: The styles of the methods.
+        last: Further entries: their names and keyword arguments of `Axes.plot`.
     """
     from matplotlib.lines import Line2D
 
     shown = list(dict.fromkeys(name for name in names if name in styles))
     handles = [Line2D([], [], **styles[name].drawn) for name in shown]
-    handles += [Line2D([], [], **words) for words in last.values()]
+    handles += [Line2D([], [], **style) for style in last.values()]
     shown += last
     columns = max(1, min(4, 190 // (7 + max(map(len, shown)))))
     width, height = figure.get_size_inches()

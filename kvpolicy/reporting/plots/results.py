@@ -1,4 +1,4 @@
-"""A table of results: accuracy and bytes of policies, read from rows or from a sweep's files."""
+"""Tables of results: accuracy and bytes of policies, from rows or from the files of a sweep."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from typing import Any, NamedTuple, TypeVar
 from kvpolicy.spec.errors import KVPolicyError
 
 Results = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""Rows, or a file that has them."""
+"""Rows of results, or a file of them."""
 
 T = TypeVar("T")
 _Row = Mapping[str, Any]
 
 
 class Point(NamedTuple):
-    """One policy's result.
+    """The result of a policy.
 
     Attributes:
-        method: Its words without a budget.
-        policy: Its words.
-        share: Bytes held, as a share of the full cache.
+        method: Its spec without the budget.
+        policy: Its spec.
+        share: Bytes held, as a fraction of the full cache.
         accuracy: Mean over tasks.
-        low: Lower end of its interval, NaN where there is none.
-        high: Upper end.
+        low: Lower end of the interval; NaN if there is none.
+        high: Upper end of the interval.
     """
 
     method: str
@@ -42,20 +42,21 @@ class Point(NamedTuple):
 
 
 def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], float]) -> list[T]:
-    """Find what nothing else beats in cost and worth both, from the cheapest on; of equals, all.
+    """The Pareto front, in ascending order of cost; equal items are all included.
 
     Args:
-        items: Among which.
-        cost: What is better when lower.
-        worth: What is better when higher.
+        items: The items.
+        cost: A value of which less is better.
+        worth: A value of which more is better.
 
     Returns:
-        The front.
+        The items that no other one dominates.
 
     Examples:
         >>> pareto([(0.1, 0.5), (0.2, 0.4), (0.4, 0.9)], cost=lambda one: one[0], worth=lambda one: one[1])
         [(0.1, 0.5), (0.4, 0.9)]
     """
+    # In this order an item is dominated if and only if the last one on the front has at least its worth.
     chosen = list[T]()
     for item in sorted(items, key=lambda item: (cost(item), -worth(item))):
         last = chosen[-1] if chosen else item
@@ -65,26 +66,26 @@ def pareto(items: Iterable[T], cost: Callable[[T], float], worth: Callable[[T], 
 
 
 def read_points(results: Results, model: str | None = None) -> list[Point]:
-    """Read each policy's mean accuracy over all tasks, and its share of bytes.
+    """Read the mean accuracy of each policy over all tasks, and its fraction of bytes.
 
     Args:
         results: See `accuracy_against_bytes`.
-        model: Whose rows, where there are several models.
+        model: The model, if the table has several.
 
     Returns:
-        The policies, in the table's order. One that lacks a task of the others is left out; of several rows of one
-        policy and task it is their mean.
+        The policies in the order of the table, without those that lack a task of the others. Several rows of the same
+        policy and task are averaged.
 
     Raises:
-        KVPolicyError: Where columns or results are missing, or nobody said which model.
+        KVPolicyError: If columns or results are missing, or a table of several models was given without `model`.
     """
     rows = _read(results)
     if not all(isinstance(row, Mapping) for row in rows):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise KVPolicyError("The results have a row that is no mapping: give rows with policy, accuracy and share.")
+        raise KVPolicyError("Every row of the results must be a mapping with policy, accuracy and share.")
     rows = [row for row in rows if row.get("status", "done") == "done"]
     if not rows:
         raise KVPolicyError(
-            "The results have no row: give rows with policy, accuracy and share, or a sweep's table.csv."
+            "The results must have at least one row; give rows with policy, accuracy and share, or a sweep's table.csv."
         )
     found = defaultdict[tuple[str, str], dict[str, list[_Row]]](dict)
     tasks = _by_task(_of_model(rows, model))
@@ -93,9 +94,7 @@ def read_points(results: Results, model: str | None = None) -> list[Point]:
             found[_policy(row)].setdefault(task, []).append(row)
     points = [_point(*key, list(of.values())) for key, of in found.items() if len(of) == len(tasks)]
     if not points:
-        raise KVPolicyError(
-            f"The results have no policy with all of the tasks {', '.join(tasks)}: give rows for each task."
-        )
+        raise KVPolicyError(f"The results must have a policy with a row for each of the tasks {', '.join(tasks)}.")
     return points
 
 
@@ -105,27 +104,29 @@ def _read(results: Results) -> list[_Row]:
     path = Path(results)
     path = path / "table.csv" if path.is_dir() else path
     if not path.is_file():
-        raise KVPolicyError(f"There is no file {path}: give a table in CSV or JSON lines, such as a sweep's table.csv.")
+        raise KVPolicyError(f"The results must be a CSV or JSON lines file, such as a sweep's table.csv, got {path}.")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Excel writes a mark first
+        text = path.read_text(encoding="utf-8-sig")  # Excel writes a byte order mark
         if path.suffix == ".csv":
             return list(csv.DictReader(text.splitlines()))
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise KVPolicyError(f"{path} is no table in CSV (.csv) or JSON lines (any other ending): {error}.") from error
+        raise KVPolicyError(
+            f"The results must be CSV (.csv) or JSON lines (any other ending), got {path}: {error}."
+        ) from error
 
 
 def _of_model(rows: list[_Row], model: str | None) -> list[_Row]:
     models = list(dict.fromkeys(str(row.get("model", "")) for row in rows))
     if model is None and len(models) > 1:
-        raise KVPolicyError(f"The results are of several models: say model={models[0]!r}, or another of {models[1:]}.")
+        raise KVPolicyError(f"model must be given for results of several models; try one of {models}.")
     if model is not None and model not in models:
-        raise KVPolicyError(f"The results have no model {model!r}: choose from {', '.join(models)}.")
+        raise KVPolicyError(f"model must be one of {', '.join(models)}, got {model!r}.")
     return [row for row in rows if model is None or str(row.get("model", "")) == model]
 
 
 def _by_task(rows: list[_Row]) -> dict[str, list[_Row]]:
-    """The rows of each task's best metric: better when higher, and if possible with an interval."""
+    """The rows of one metric per task: one of which more is better, and with an interval if possible."""
     tasks = defaultdict[str, list[_Row]](list)
     for row in rows:
         tasks[str(row.get("task", ""))].append(row)
@@ -135,7 +136,7 @@ def _by_task(rows: list[_Row]) -> dict[str, list[_Row]]:
         if _higher(best) and _measured(best):
             chosen[task] = [row for row in of_task if _metric(row) == _metric(best)]
     if not chosen:
-        raise KVPolicyError("No measured metric of the results is better when higher: there is no accuracy to draw.")
+        raise KVPolicyError("The results must have a measured metric of which more is better.")
     return chosen
 
 
@@ -144,7 +145,7 @@ def _higher(row: _Row) -> bool:
 
 
 def _measured(row: _Row) -> bool:
-    """Whether a row is none of a length that RULER marks as not measured, with -1."""
+    """Whether a row was measured; RULER marks lengths that were not with -1."""
     return -1 not in (_number(row, "accuracy"), _number(row, "value"))
 
 
@@ -153,19 +154,21 @@ def _metric(row: _Row) -> tuple[str, str]:
 
 
 def _policy(row: _Row) -> tuple[str, str]:
-    """The words of a row's policy, without its budget and with it."""
+    """The spec of a row's policy, without and with its budget."""
     if "policy" in row:
         return str(row["policy"]).partition("@")[0], str(row["policy"])
     if "method" not in row:
         raise _lacks("policy")
-    method, budget = str(row["method"]), str(row.get("budget") or "")
+    method = str(row["method"])
+    budget = str(row.get("budget") or "")
     return method, f"{method}@{budget}" if budget else method
 
 
 def _point(method: str, policy: str, tasks: list[list[_Row]]) -> Point:
-    """The mean of a policy's tasks; their examples are independent, so that widths add as squares.
+    """The mean over the tasks of a policy.
 
-    Rows of one task may share examples: their widths do not shrink.
+    Tasks have independent examples, so the squares of their intervals' widths are added. The rows of one task may share
+    examples, so their intervals are averaged.
     """
     values = [fmean(_needed(row, "accuracy", "value") for row in rows) for rows in tasks]
     share = fmean(fmean(_needed(row, "share", "kv_share") for row in rows) for rows in tasks)
@@ -183,15 +186,15 @@ def _needed(row: _Row, *names: str) -> float:
 
 
 def _number(row: _Row, name: str) -> float:
-    """A cell as a number, NaN where it is empty."""
+    """A cell as a number, or NaN if it is empty."""
     value = row.get(name)
     try:
         return float("nan") if value is None or value == "" else float(value)
     except ValueError:
-        raise KVPolicyError(f"The results have {value!r} under {name}: give a number, or nothing.") from None
+        raise KVPolicyError(f"The results must have numbers under {name}, got {value!r}.") from None
 
 
 def _lacks(name: str) -> KVPolicyError:
     return KVPolicyError(
-        f"The results lack {name}: give every row policy, accuracy and share of the full cache's bytes."
+        f"The results must have {name} in every row; give policy, accuracy and share of the full cache's bytes."
     )

@@ -1,4 +1,4 @@
-"""The text itself, its tokens shaded by the share of layers and heads that keep them."""
+"""A text with its tokens shaded by the fraction of layers and heads that keep them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.path import Path
 
 COLUMNS = 80
-"""Letters of a line."""
-WIDE, HIGH = 0.602, 1.5
-"""Of a letter's field, in heights of the font: DejaVu Sans Mono's width, and the distance of lines."""
+"""Characters of a line."""
+WIDE = 0.602
+"""Width of a character of DejaVu Sans Mono, in font sizes."""
+HIGH = 1.5
+"""Distance of lines, in font sizes."""
 POINTS = 9.0
+"""Font size."""
 FAINT = "#767676"
-"""Of tokens that no head keeps: the darkest grey that is read as well on white as on a dark page."""
+"""The color of tokens that no head keeps: a gray with equal contrast on white and on dark pages."""
 UNKNOWN = "□"
-"""In place of a letter that the font does not have."""
+"""Shown for characters that the font lacks."""
 
 
 def token_text(
@@ -36,23 +39,23 @@ def token_text(
     row: int = 0,
     axes: Axes | None = None,
 ) -> Figure:
-    """Draw a text with its tokens shaded by the share of the KV heads that keep them.
+    """Plot a text with its tokens shaded by the fraction of KV heads that keep them.
 
-    A token that none keeps has no shade. Lines break between words; the newlines of the text are shown as arrows. A
-    letter that matplotlib's own monospaced font lacks, such as a Chinese one, is drawn as a box.
+    A token that no head keeps has no shade. Lines break between words, and the newlines of the text are shown as
+    arrows. Characters that the monospaced font of matplotlib lacks, such as Chinese ones, are drawn as boxes.
 
     Args:
-        source: A handle or a cache, as it is now: after a prompt, or after some steps.
+        source: A handle or a cache, in its current state: after a prompt, or after some steps.
         tokens: Every token of the row as text, without padding: `kvpolicy.spans.pieces(tokenizer, ids)`.
-        layer: One layer of the model, in place of all that are under the policy.
-        row: Of the batch.
-        axes: To draw into, in place of a new figure.
+        layer: Index of one layer under the policy, instead of all.
+        row: Index of the row in the batch.
+        axes: Axes to draw into, instead of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where the cache has seen no prompt, has no such row or layer, or has seen more tokens.
+        KVPolicyError: If the cache has seen no prompt, has no such row or layer, or has seen more tokens.
 
     Examples:
         >>> import torch, kvpolicy
@@ -62,7 +65,7 @@ def token_text(
         ...     _ = model(ids)
         >>> figure = token_text(handle, pieces(tokenizer, ids[0].tolist()))
         >>> figure.axes[0].get_title()
-        'share of the KV heads of all layers that keep each token'
+        'fraction of the KV heads of all layers that keep each token'
     """
     from kvpolicy.reporting.plots._style import canvas, figure_of  # pyright: ignore[reportPrivateUsage]
 
@@ -73,47 +76,50 @@ def token_text(
     with canvas(axes, size) as own:
         _draw(own, lines, place)
         where = "all layers" if layer is None else f"layer {layer}"
-        own.set_title(f"share of the KV heads of {where} that keep each token")
+        own.set_title(f"fraction of the KV heads of {where} that keep each token")
         _legend(own)
     return figure_of(own)
 
 
 def _place(cache: CacheSource, layer: int) -> int:
-    known = [slots.layer_idx for slots in cache.policy_layers]
+    known = [managed.layer_idx for managed in cache.policy_layers]
     if layer not in known:
-        raise KVPolicyError(f"There is no layer {layer} under the policy: there are {', '.join(map(str, known))}.")
+        raise KVPolicyError(f"layer must be one of {', '.join(map(str, known))} under the policy, got {layer}.")
     return known.index(layer)
 
 
 def _draw(axes: Axes, lines: list[list[Piece]], place: int | None) -> None:
-    """Fields first, then all letters of one colour together."""
+    """Draw the shades, then the characters, in one patch per color."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import PathPatch, Rectangle
     from matplotlib.path import Path
 
-    glyphs, fields, shades = _Glyphs(), list[Any](), list[str]()
-    letters: dict[str, list[Path]] = {}
+    glyphs = _Glyphs()
+    fields: list[Any] = []
+    shades: list[str] = []
+    chars: dict[str, list[Path]] = {}
     for number, line in enumerate(lines):
-        column, y = 0, -HIGH * number
+        column = 0
+        y = -HIGH * number
         for text, span in line:
             shade = level(share_of(span, place))
             if shade:
                 size = (cells(text) * WIDE, HIGH * 0.88)
                 fields.append(Rectangle((column * WIDE, y - HIGH * 0.28), *size))
                 shades.append(LIGHT[shade - 1])
-            colour = ink(LIGHT[shade - 1]) if shade else FAINT
-            letters.setdefault(colour, []).extend(glyphs.path(text, column * WIDE, y))
+            color = ink(LIGHT[shade - 1]) if shade else FAINT
+            chars.setdefault(color, []).extend(glyphs.path(text, column * WIDE, y))
             column += cells(text)
     axes.add_collection(PatchCollection(fields, facecolors=shades, edgecolors="white", linewidths=0.3))
-    for colour, paths in letters.items():
+    for color, paths in chars.items():
         if paths:
-            axes.add_patch(PathPatch(Path.make_compound_path(*paths), facecolor=colour, linewidth=0))
+            axes.add_patch(PathPatch(Path.make_compound_path(*paths), facecolor=color, linewidth=0))
     axes.set(xlim=(0, COLUMNS * WIDE), ylim=(-HIGH * (len(lines) - 0.6), HIGH * 0.8), aspect="equal")
     axes.set_axis_off()
 
 
 class _Glyphs:
-    """Outlines of a monospaced font's letters, one unit high."""
+    """Outlines of the characters of a monospaced font, one unit high."""
 
     def __init__(self) -> None:
         from matplotlib.font_manager import FontProperties, findfont, get_font
@@ -123,32 +129,38 @@ class _Glyphs:
         self._made: dict[str, Path] = {}
 
     def path(self, text: str, x: float, y: float) -> list[Path]:
-        """The letters of a text in their fields."""
+        """The outlines of a text at a position."""
         from matplotlib.transforms import Affine2D
 
         found: list[Path] = []
-        for letter in text:
-            if not letter.isspace():
-                found.append(Affine2D().translate(x, y).transform_path(self._outline(letter)))
-            x += cells(letter) * WIDE
+        for char in text:
+            if not char.isspace():
+                found.append(Affine2D().translate(x, y).transform_path(self._outline(char)))
+            x += cells(char) * WIDE
         return found
 
-    def _outline(self, letter: str) -> Path:
+    def _outline(self, char: str) -> Path:
         from matplotlib.textpath import TextPath
 
-        if letter not in self._made:
-            shown = letter if self._known.get_char_index(ord(letter)) else UNKNOWN
-            self._made[letter] = TextPath((0, 0), shown, size=1, prop=self._font)
-        return self._made[letter]
+        if char not in self._made:
+            shown = char if self._known.get_char_index(ord(char)) else UNKNOWN
+            self._made[char] = TextPath((0, 0), shown, size=1, prop=self._font)
+        return self._made[char]
 
 
 def _legend(axes: Axes) -> None:
     from matplotlib.patches import Patch
 
-    names = enumerate(NAMES[1:])
-    handles = [Patch(facecolor=LIGHT[at], edgecolor=FAINT, linewidth=0.3, label=name) for at, name in names]
-    handles.insert(0, Patch(facecolor="none", edgecolor=FAINT, linewidth=0.3, label=NAMES[0]))
+    colors = ("none", *LIGHT)
+    pairs = zip(colors, NAMES, strict=True)
+    handles = [Patch(facecolor=color, edgecolor=FAINT, linewidth=0.3, label=name) for color, name in pairs]
     axes.legend(
-        handles=handles, loc="upper center", bbox_to_anchor=(0.5, 0.0), ncols=len(handles), fontsize=7, frameon=False,
-        handlelength=1.2, columnspacing=1.0,
-    )  # fmt: skip
+        handles=handles,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.0),
+        ncols=len(handles),
+        fontsize=7,
+        frameon=False,
+        handlelength=1.2,
+        columnspacing=1.0,
+    )

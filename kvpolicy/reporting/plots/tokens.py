@@ -1,4 +1,4 @@
-"""Tokens: which positions each layer holds."""
+"""The positions that each layer holds."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from kvpolicy.reporting.plots._style import SEQUENTIAL, canvas, figure_of, whole
 from kvpolicy.reporting.plots.heat import field
 from kvpolicy.reporting.report import cache_of
 from kvpolicy.reporting.sources import CacheSource, HandleSource
-from kvpolicy.spec.validation import place_of
+from kvpolicy.spec.validation import check_index
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMNS = 1024
-"""The most columns of a map; of a longer text, several positions share one."""
+"""The most columns of a plot; several positions of a longer text share a column."""
 
 
 def kept(
     source: HandleSource | CacheSource, *, row: int = 0, head: int | None = None, axes: Axes | None = None
-) -> Figure:  # fmt: skip
-    """Draw which positions each layer holds: layers down, positions from left to right.
+) -> Figure:
+    """Plot which positions each layer holds: layers from top to bottom, positions from left to right.
 
-    A field's colour is the share of the layer's KV heads that hold the token. Of more than 1,024 positions, several
-    share a field, which shows their mean. Layers that the policy leaves alone are grey.
+    The color is the fraction of the layer's KV heads that hold the token. If there are more than 1,024 positions,
+    several share a cell, which shows their mean. Unmanaged layers are gray.
 
     Args:
-        source: A handle or a cache, as it is now: after a prompt, or after some steps.
-        row: Of the batch. A position is counted in the row's own tokens, without padding.
-        head: One KV head, in place of their share.
-        axes: To draw into, in place of a new figure.
+        source: A handle or a cache, in its current state: after a prompt, or after some steps.
+        row: Index of the row in the batch. Positions are counted without padding.
+        head: Index of one KV head to plot, instead of all.
+        axes: Axes to draw into, instead of a new figure.
 
     Returns:
         The figure.
 
     Raises:
-        KVPolicyError: Where the cache has seen no prompt, or has no such row or head.
-        KVPolicyTypeError: Where one of these is no whole number.
+        KVPolicyError: If the cache has seen no prompt, or has no such row or head.
+        KVPolicyTypeError: If one of these is not an integer.
 
     Examples:
         >>> import torch, kvpolicy
@@ -63,31 +63,32 @@ def kept(
         if not seen:
             own.text(0.5, 0.5, "this row has no tokens", transform=own.transAxes, ha="center", va="center")
         bar = figure_of(own).colorbar(image, ax=own, pad=0.01)
-        bar.set_label("share of KV heads" if head is None else f"held by KV head {head}")
+        bar.set_label("fraction of KV heads" if head is None else f"held by KV head {head}")
     return figure_of(own)
 
 
 def held_shares(cache: CacheSource, row: int = 0, head: int | None = None, columns: int = COLUMNS) -> tuple[Any, int]:
-    """The share of KV heads that hold each position, or the mean of several positions where there are many.
+    """The fraction of KV heads that hold each position, averaged over neighbors if there are many positions.
 
     Args:
         cache: A cache that has seen a prompt.
-        row: Of the batch.
-        head: One KV head, in place of all.
+        row: Index of the row in the batch.
+        head: Index of one KV head, instead of all.
         columns: The most columns.
 
     Returns:
-        Shares [layers, columns] as an array, NaN in layers that the policy leaves alone, and the tokens seen.
+        Fractions [layers, columns] as an array, NaN for unmanaged layers, and the number of tokens seen.
 
     Raises:
-        KVPolicyError: Where the cache has no such row or head.
-        KVPolicyTypeError: Where one of these is no whole number.
+        KVPolicyError: If the cache has no such row or head.
+        KVPolicyTypeError: If one of these is not an integer.
     """
     batch, heads = cache.policy_layers[0].positions.shape[:2]
-    at = place_of("row", row, batch)
-    chosen = slice(None) if head is None else slice(place_of("head", head, heads), head + 1)
+    at = check_index("row", row, batch)
+    chosen = slice(None) if head is None else slice(check_index("head", head, heads), head + 1)
     seen = max(int(layer.length[at]) for layer in cache.policy_layers)
     width = max(1, min(seen, columns))
+    # Position p is in column p * width // seen; `sizes` counts the positions of each column, to take means.
     sizes = np.maximum(np.bincount(np.arange(seen) * width // max(seen, 1), minlength=width), 1)
     table = np.full((len(cache.layers), width), np.nan)
     for layer in cache.policy_layers:

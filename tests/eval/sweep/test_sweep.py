@@ -197,7 +197,7 @@ def test_cells_have_folders_of_their_own() -> None:
         ({"tasks": None}, "small has no tasks"),
         ({"budgets": []}, "small has no budgets for snapkv"),
         ({"policies": ["h20"]}, "did you mean 'h2o'?"),
-        ({"budgets": [1.5]}, "The share 1.5 is not in (0, 1]"),
+        ({"budgets": [1.5]}, "got the fraction 1.5"),
         ({"limit": 0}, "limit must be an integer of at least 1, got 0"),
         ({"batch_size": "many"}, "batch_size must be an integer of at least 1, or auto, got 'many'"),
         ({"tasks": ["no_such_task"]}, "lm-eval has no task no_such_task"),

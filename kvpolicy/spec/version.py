@@ -1,0 +1,3 @@
+"""The version of kvpolicy."""
+
+__version__ = "0.1.0"
