@@ -1,12 +1,39 @@
 """What every test shares."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
 import torch
 
 # Before pytest imports a module of the package for its doctests: it would load a second copy of that module, whose
 # classes and tables are not those that the tests see.
 from kvpolicy import registry
+from tests.sampling import cases
+
+if TYPE_CHECKING:
+    from xdist.scheduler import WorkStealingScheduling
 
 for name in registry.names():
     registry.lookup(name)
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make the cases of tests that are parametrized by `tests.sampling.product`."""
+    for mark in metafunc.definition.iter_markers("product"):
+        (some,) = mark.args
+        metafunc.parametrize(some.names, [*cases(some, metafunc.config.option.markexpr)], ids=some.ids)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WorkStealingScheduling | None:
+    """Give each process of `pytest -n` neighboring tests, which share fixtures, models and ranks.
+
+    Where `--dist` is not set, xdist would deal tests out one by one.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None

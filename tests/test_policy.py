@@ -158,7 +158,7 @@ def test_what_is_no_policy(given: Any, message: str) -> None:
     ],
 )
 def test_parameters_of_another_type(make: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match=r"'s \w+ must be (an integer|a number), got .*\.$"):
+    with pytest.raises(TypeError, match=r"^\w+\.\w+ must be (an integer|a number), got .*\.$"):
         make()
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed for kvpolicy: a model divided over ranks, ready for `kvpolicy.attach`, and a script that ends as one."""
+"""Tensor parallelism for kvpolicy: load a model sharded over ranks, and end the ranks of a script as one job."""
 
 from kvpolicy_deepspeed.launch import ranks as ranks
 from kvpolicy_deepspeed.launch import world as world

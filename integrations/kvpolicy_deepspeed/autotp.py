@@ -1,4 +1,4 @@
-"""DeepSpeed AutoTP: its layers, made from a model without weights, and filled with this rank's parts."""
+"""Sharding of a model without weights by DeepSpeed's AutoTP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _HEADS = {
     "num_key_value_heads": "keys",
     "num_kv_heads": "keys",
 }
+"""Attributes in which attention modules store a number of heads, and of which heads."""
 
 
 def engine() -> ModuleType:
-    """Import DeepSpeed, without its shared-memory op on CPU.
+    """Import DeepSpeed, and disable its shared-memory operator on CPU.
 
-    That op is compiled for a minute, crashes where `LOCAL_SIZE` is not set and takes all processes of a machine for
-    one group; without it DeepSpeed reduces by gloo, to the same numbers.
+    The operator takes a minute to compile, crashes if `LOCAL_SIZE` is not set, and treats all processes of a machine as
+    one group. Without it, DeepSpeed uses gloo, which gives the same results.
     """
     import deepspeed
 
@@ -41,11 +42,13 @@ def _no_op() -> None:
     return None
 
 
-def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: World) -> dict[str, Slot]:
-    """Let AutoTP divide a model of meta tensors; its parameters are empty ones on the rank's device afterwards.
+def shard(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: World) -> dict[str, Slot]:
+    """Shard a model on the meta device with AutoTP.
+
+    Afterwards its parameters are uninitialized tensors on the device of this rank.
 
     Returns:
-        What each parameter is to be filled with.
+        The slot of each parameter: the part of the checkpoint's tensor that it is to be filled with.
     """
     from kvpolicy.hf.discovery import find_sites
 
@@ -65,7 +68,8 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
     )
     _check(model, family)
     _resize(model, own, dtype, place.device)
-    for name, buffer in buffers.items():  # DeepSpeed leaves noise in them, and casts what must stay fp32
+    # DeepSpeed leaves buffers uninitialized, and casts those that must stay in fp32.
+    for name, buffer in buffers.items():
         owner, leaf = _owner(model, name)
         setattr(owner, leaf, buffer.to(place.device))
     _tell_heads(model, heads)
@@ -73,7 +77,7 @@ def divide(model: Any, family: Family, heads: Heads, dtype: torch.dtype, place: 
 
 
 def _tail(name: str) -> str:
-    """What AutoTP calls a linear layer: by its own name and its parent's, if that is no layer."""
+    """Return AutoTP's name of a linear layer: that of its parent and its own, or only its own directly in a block."""
     parent, own = name.split(".")[-2:]
     return f".{own}" if parent.isdigit() else f"{parent}.{own}"
 
@@ -84,7 +88,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _shrink_experts(model: nn.Module, own: dict[str, Slot]) -> None:
-    """Divide experts' matrices, which AutoTP leaves whole; each rank's output is summed over the ranks."""
+    """Shard the matrices of experts, which AutoTP does not; a hook sums their output over the ranks."""
     for name, slot in own.items():
         owner, leaf = _owner(model, name)
         if len(slot.whole) != 3 or slot.part is None:
@@ -102,31 +106,32 @@ def _sum_over_ranks(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 
 
 def _check(model: nn.Module, family: Family) -> None:
-    """Whether AutoTP divided what the family's table says, and the way it says."""
+    """Raise KVPolicyStateError unless AutoTP sharded each module as the table of the family says."""
     modules = dict(model.named_modules())
     for name, kind in kinds(model, family).items():
         module = modules.get(name)
-        if module is None:  # experts' matrices, which are ours
+        if module is None:  # matrices of experts, which `_shrink_experts` shards
             continue
         if ("Allreduce" in type(module).__name__) is not (kind in SUMMED) or getattr(module, "mp_group", None) is None:
+            expected = "summed over" if kind in SUMMED else "split among"
             raise KVPolicyStateError(
-                f"DeepSpeed made {type(module).__name__} of {name}, which would give wrong numbers: use another "
-                'version of DeepSpeed, or backend="hf".'
+                f"DeepSpeed must shard {name} so that its output is {expected} the ranks, got "
+                f'{type(module).__name__}; try another version of DeepSpeed, or backend="hf".'
             )
 
 
 def _resize(model: nn.Module, own: dict[str, Slot], dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter its shape and dtype, where AutoTP divides otherwise: fused and replicated heads."""
+    """Replace each parameter whose shape or dtype is not that of its slot, such as fused or replicated heads."""
     for name, slot in own.items():
         owner, leaf = _owner(model, name)
-        now = getattr(owner, leaf)
-        if now.shape != slot.shape or now.dtype != dtype or now.device != device:
+        parameter = getattr(owner, leaf)
+        if parameter.shape != slot.shape or parameter.dtype != dtype or parameter.device != device:
             empty = torch.empty(slot.shape, dtype=dtype, device=device)
             setattr(owner, leaf, nn.Parameter(empty, requires_grad=False))
 
 
 def _tell_heads(model: Any, heads: Heads) -> None:
-    """Let attention modules know their own number of heads, where they keep one."""
+    """Set the numbers of heads of this rank in attention modules that store them."""
     from kvpolicy.hf.discovery import find_sites
 
     own = {"queries": len(heads.queries), "keys": len(heads.keys)}
@@ -138,7 +143,8 @@ def _tell_heads(model: Any, heads: Heads) -> None:
                 setattr(attention, name, own[whose])
         if "num_key_value_groups" in vars(attention) and own["keys"]:
             attention.num_key_value_groups = own["queries"] // own["keys"]
-        if hasattr(attention, "qkv_proj"):  # Phi-3 cuts its queries off by the config's number of heads
+        if hasattr(attention, "qkv_proj"):  # Phi-3 splits its fused projection by the head numbers of the config
             config = configs.setdefault(id(attention.config), copy.copy(attention.config))
-            config.num_attention_heads, config.num_key_value_heads = own["queries"], own["keys"]
+            config.num_attention_heads = own["queries"]
+            config.num_key_value_heads = own["keys"]
             attention.config = config

@@ -1,4 +1,4 @@
-"""Reading a checkpoint file by file, and of each tensor only what is asked for."""
+"""Checkpoints of safetensors, read file by file, and each tensor only in part."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Take = Callable[..., Tensor]
 
 
 class Piece(NamedTuple):
-    """A tensor that is read in part.
+    """A tensor of a checkpoint, which is read when it is needed.
 
     Attributes:
-        shape: Of the whole.
-        take: Read what an index (a tuple of slices) asks for.
+        shape: The shape of the whole tensor.
+        take: Reads the slice of an index (a tuple of slices), or the whole tensor without one.
     """
 
     shape: tuple[int, ...]
@@ -30,10 +30,10 @@ class Piece(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A model's tensors in safetensors files.
+    """The safetensors files of a model.
 
     Attributes:
-        folder: Where it is.
+        folder: The folder of the checkpoint.
         files: The files, in order.
     """
 
@@ -42,10 +42,10 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def find(cls, path: str) -> Checkpoint:
-        """Find a model's files: in a folder, or by its name on the hub.
+        """Find the files of a model in a folder, or by its name on the Hub.
 
         Raises:
-            KVPolicyError: Where there are no safetensors.
+            KVPolicyError: If a safetensors file is missing.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -61,21 +61,21 @@ class Checkpoint(NamedTuple):
         missing = [file.name for file in files if not file.exists()]
         if missing:
             raise KVPolicyError(
-                f"{path} has no {missing[0]}, and only safetensors are read: convert the checkpoint with "
-                "transformers' save_pretrained, or download the missing file."
+                f"The checkpoint {path} must be complete and in safetensors, got one without {missing[0]}; try "
+                "converting it with save_pretrained of transformers, or downloading the missing file."
             )
         return cls(folder, files)
 
     def pieces(self) -> Iterator[tuple[str, Piece]]:
-        """Every tensor by its name, one file open at a time."""
+        """Yield the name of each tensor and the tensor, with one file open at a time."""
         for file in self.files:
             with _open(file) as handle:
-                for key in handle.keys():  # noqa: SIM118 (no mapping)
+                for key in handle.keys():  # noqa: SIM118 (not a mapping)
                     lazy = handle.get_slice(key)
                     yield key, Piece(tuple(lazy.get_shape()), _taker(lazy, handle, key))
 
     def dtype(self) -> torch.dtype:
-        """Of the first floating-point tensor."""
+        """Return the dtype of the first floating-point tensor."""
         for _, piece in self.pieces():
             one = piece.take(*(slice(0, 1) for _ in piece.shape))
             if one.is_floating_point():
@@ -97,7 +97,7 @@ def _taker(lazy: Any, handle: Any, key: str) -> Take:
 
 
 def of_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Piece]]:
-    """Tensors in memory, as a checkpoint gives them; each is let go once it was read."""
+    """Yield tensors in memory like those of a checkpoint; each is removed from `tensors`, so that it can be freed."""
     for name in list(tensors):
         tensor = tensors.pop(name)
         yield name, Piece(tuple(tensor.shape), _picker(tensor))

@@ -1,4 +1,4 @@
-"""What is refused before any weight is read, in one sentence."""
+"""Checks of the arguments of `load`, before any weight is read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_backend(backend: str, path_or_model: Any) -> None:
-    """Raise KVPolicyError where there is no such backend, or it cannot divide a model in memory; or ImportError."""
+    """Raise KVPolicyError if the backend is unknown or cannot shard this model, ImportError if it is not installed."""
     if backend not in ("deepspeed", "hf"):
-        raise KVPolicyError(f'There is no backend {backend!r}: use "deepspeed" or "hf".')
+        raise KVPolicyError(f'backend must be "deepspeed" or "hf", got {backend!r}; try "deepspeed".')
     if backend == "deepspeed" and find_spec("deepspeed") is None:
         raise ImportError(
             'backend="deepspeed" needs DeepSpeed, which is not installed: run pip install "kvpolicy[deepspeed]", or '
@@ -25,15 +25,17 @@ def check_backend(backend: str, path_or_model: Any) -> None:
         )
     if backend == "hf" and isinstance(path_or_model, nn.Module):
         raise KVPolicyError(
-            'backend="hf" divides a model while it loads, and this one is in memory: give its folder, or use '
-            'backend="deepspeed".'
+            'The model must be a folder or a name with backend="hf", which shards while it loads, got a model in '
+            'memory; try its folder, or backend="deepspeed".'
         )
     if isinstance(path_or_model, nn.Module) and any(p.is_meta for p in path_or_model.parameters()):
-        raise KVPolicyError("This model has no weights (they are on the meta device): give the checkpoint's folder.")
+        raise KVPolicyError(
+            "The model must have weights, got one on the meta device; try the folder of its checkpoint."
+        )
 
 
 def check_policy(config: Any, policy: Any) -> None:
-    """Raise KVPolicyError where a policy does not fit a model."""
+    """Raise KVPolicyError if the policy is invalid, or its codec does not support the model."""
     if policy is None:
         return
     from kvpolicy import Policy
@@ -44,12 +46,14 @@ def check_policy(config: Any, policy: Any) -> None:
 
 
 def check_dtype(dtype: Any, backend: str) -> Any:
-    """The dtype that was meant; raises ValueError where the backend cannot have it."""
+    """Return a dtype given by itself or its name, or None; raise KVPolicyError if the backend does not support it."""
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise KVPolicyError(f'{dtype!r} is no dtype: give one such as torch.bfloat16, or its name, "bfloat16".')
+        raise KVPolicyError(f'dtype must be a torch.dtype or its name, got {dtype!r}; try "bfloat16".')
     if backend == "deepspeed" and found not in _FLOATS:
-        raise KVPolicyError(f'DeepSpeed does not run {found}: use float32, bfloat16 or float16, or backend="hf".')
+        raise KVPolicyError(
+            f'dtype must be float32, bfloat16 or float16 with DeepSpeed, got {found}; try "bfloat16", or backend="hf".'
+        )
     return found

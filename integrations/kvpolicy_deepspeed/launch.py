@@ -1,4 +1,4 @@
-"""The ranks of a job: who they are, how they meet, and how they leave."""
+"""The ranks of a job: their numbers, their process group, and their exit."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvpolicy.spec.errors import KVPolicyStateError
 
 
 class World(NamedTuple):
-    """One rank's place in a job.
+    """A rank of a job.
 
     Attributes:
-        rank: Which rank this is.
-        size: How many there are.
-        local: Which of those on this machine; also its card.
+        rank: The index of this rank.
+        size: The number of ranks.
+        local: The index of this rank on its node, which is also that of its GPU.
     """
 
     rank: int
@@ -30,30 +30,30 @@ class World(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; where there are fewer cards than ranks, some share one."""
+        """The device of this rank. If a node has fewer GPUs than ranks, some ranks share one."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.local % torch.cuda.device_count())
 
     @property
     def transport(self) -> str:
-        """NCCL where each rank has a card of its own, which it insists on; gloo elsewhere."""
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        return "nccl" if torch.cuda.is_available() and here <= torch.cuda.device_count() else "gloo"
+        """The backend of `torch.distributed`: NCCL if each rank has its own GPU, as NCCL requires; gloo otherwise."""
+        ranks_on_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return "nccl" if torch.cuda.is_available() and ranks_on_node <= torch.cuda.device_count() else "gloo"
 
 
 def world() -> World:
-    """Read this rank's place from the launcher's environment, or from `torch.distributed` where it is initialised.
+    """Return this rank, from `torch.distributed` if it is initialized, or from the environment of the launcher.
 
     Raises:
-        KVPolicyStateError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: If no launcher started this process; the message contains the command to use.
     """
     if dist.is_available() and dist.is_initialized():
-        rank, size = dist.get_rank(), dist.get_world_size()
-        return World(rank, size, int(os.environ.get("LOCAL_RANK", rank)))
+        rank = dist.get_rank()
+        return World(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)))
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise KVPolicyStateError(
-            "No launcher started this process (RANK and WORLD_SIZE are not set): run "
+            "The process must be started by a launcher, got no RANK and WORLD_SIZE in its environment; try "
             f"`torchrun --standalone --nproc_per_node N {_script()}` or "
             f"`deepspeed --num_gpus N --no_local_rank {_script()}`."
         )
@@ -66,7 +66,7 @@ def _script() -> str:
 
 
 def meet() -> World:
-    """Initialise `torch.distributed` where nobody did: by NCCL or gloo."""
+    """Initialize `torch.distributed` with NCCL or gloo, unless it is initialized, and return this rank."""
     place = world()
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
@@ -79,18 +79,19 @@ def meet() -> World:
 
 @contextlib.contextmanager
 def ranks(seed: int | None = None) -> Generator[World, None, None]:
-    """Run a script's body on every rank, and leave so that the job ends as one.
+    """Run the body of a script on every rank, and end all ranks as one job.
 
-    After the body all ranks wait for each other and the process ends with status 0, by `os._exit`: nothing behind the
-    block runs, nor what is registered with `atexit`. Where the body raises, the rank prints its error and ends at once
-    with a status that is not 0, so that the launcher stops the others, which would else wait in a collective.
+    At the end of the body, the ranks wait for each other, and each process exits with code 0 by `os._exit`: neither the
+    code after the block nor `atexit` hooks run. If the body raises an exception, the rank prints the traceback and
+    exits immediately with a nonzero code, so that the launcher stops the other ranks, which would otherwise wait in a
+    collective.
 
     Args:
-        seed: What to seed `torch`'s random numbers with on every rank, so that all draw the same tokens when
-            sampling; nothing is seeded by default.
+        seed: The seed of PyTorch's random number generator on every rank, so that all ranks sample the same tokens. By
+            default nothing is seeded.
 
     Raises:
-        KVPolicyStateError: Where there is no launcher; it gives the command to use.
+        KVPolicyStateError: If no launcher started this process; the message contains the command to use.
 
     Examples:
         A script for `torchrun --standalone --nproc_per_node 2 script.py`::
@@ -108,29 +109,30 @@ def ranks(seed: int | None = None) -> Generator[World, None, None]:
     try:
         yield place
     except BaseException as error:
-        status = _status(error)
-        if status:
-            _leave(status, f"Rank {place.rank} of {place.size} failed:\n{traceback.format_exc()}")
+        code = _exit_code(error)
+        if code:
+            _exit(code, f"Rank {place.rank} of {place.size} failed:\n{traceback.format_exc()}")
     try:
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
-        _leave(1, f"Rank {place.rank} of {place.size} was done, and another was not:\n{traceback.format_exc()}")
-    _leave(0)
+        _exit(1, f"Rank {place.rank} of {place.size} finished, but another rank did not:\n{traceback.format_exc()}")
+    _exit(0)
 
 
-def _status(error: BaseException) -> int:
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code that Python uses for an uncaught exception."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        return code and (code % 256 or 1)
+        return code and (code % 256 or 1)  # the system keeps the lowest 8 bits; a failure must not become 0
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _leave(status: int, message: str = "") -> None:
-    """End the process: destructors of process groups abort or hang where another rank is already gone."""
+def _exit(code: int, message: str = "") -> None:
+    """End the process without destructors: those of process groups abort or hang if another rank has exited."""
     if message:
         print(message, file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)
+    os._exit(code)

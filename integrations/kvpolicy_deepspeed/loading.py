@@ -1,4 +1,4 @@
-"""Loading a model divided over ranks."""
+"""Loading of a model that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Backend = Literal["deepspeed", "hf"]
 
 
 def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = None, policy: Any = None) -> Any:
-    """Load one rank's part of a model, ready for `kvpolicy.attach`; call it on every rank.
+    """Load this rank's shard of a model, ready for `kvpolicy.attach`. All ranks must call this.
 
-    The ranks are those that `torchrun` or `deepspeed` started; one rank loads the whole model. No rank ever holds more
-    of a checkpoint than its own part and one file. Where there are fewer KV heads than ranks, each is held by several.
+    The ranks are the processes that `torchrun` or `deepspeed` started. A single rank loads the whole model. No rank
+    holds more of a checkpoint than its own shard and one file. If there are fewer KV heads than ranks, heads are
+    replicated.
 
     Args:
-        path_or_model: A folder with safetensors, a name on the hub, or (with DeepSpeed) a model in memory, which is
-            divided in place.
-        backend: `"deepspeed"` (AutoTP) or `"hf"` (transformers' own tensor parallelism).
-        dtype: Of the weights; the checkpoint's by default.
-        policy: A policy, or its words, that is to be attached later. It is only checked, before any weight is read:
-            attach it yourself.
+        path_or_model: A folder with safetensors, a model name on the Hub, or (with DeepSpeed) a model in memory, which
+            is sharded in place.
+        backend: `"deepspeed"` (AutoTP) or `"hf"` (the tensor parallelism of transformers).
+        dtype: The dtype of the weights; by default that of the checkpoint.
+        policy: A policy or its spec. It is only checked, before any weight is read, and not attached.
 
     Returns:
-        A `transformers.PreTrainedModel` in evaluation mode whose logits, on every rank, are the whole model's.
+        A `transformers.PreTrainedModel` in evaluation mode. On every rank, its logits are those of the whole model.
 
     Raises:
-        KVPolicyError: Where the model cannot be divided so, or the policy does not fit it.
-        ImportError: Where DeepSpeed is asked for and not installed.
-        KVPolicyStateError: Where there is no launcher; it gives the command to use.
+        KVPolicyError: If the backend cannot shard the model, or the policy does not support it.
+        ImportError: If DeepSpeed is needed and not installed.
+        KVPolicyStateError: If no launcher started this process; the message contains the command to use.
     """
     place = world()
     checks.check_backend(backend, path_or_model)
@@ -76,15 +76,16 @@ def _by_deepspeed(path: Any, config: Any, dtype: Any, place: World) -> Any:
     from transformers import GenerationConfig
 
     from kvpolicy.hf.heads import heads_of
-    from kvpolicy_deepspeed.autotp import divide
-    from kvpolicy_deepspeed.filling import fill
+    from kvpolicy_deepspeed.autotp import shard
+    from kvpolicy_deepspeed.weight_copy import fill
 
     files = Checkpoint.find(str(path))
     dtype = checks.check_dtype(dtype or getattr(config, "dtype", None) or files.dtype(), "deepspeed")
     model = _empty(config, dtype)
-    family, heads = FAMILIES[config.model_type], heads_of(config, place.rank, place.size)
+    family = FAMILIES[config.model_type]
+    heads = heads_of(config, place.rank, place.size)
     weights = _sample(model, files, dtype)
-    slots = divide(model, family, heads, dtype, place)
+    slots = shard(model, family, heads, dtype, place)
     fill(model, family, slots, files.pieces(), place)
     if (files.folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(files.folder)
@@ -99,14 +100,15 @@ def _by_transformers(path: Any, config: Any, dtype: Any, place: World) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         files.folder, config=config, dtype="auto", distributed_config=DistributedConfig(tp_size=place.size)
     )
-    if dtype is not None and dtype != model.dtype:  # while loading, a layer's experts would be there in both
+    # The weights are cast after loading: during loading, the experts of a layer would be held in both dtypes.
+    if dtype is not None and dtype != model.dtype:
         _replace(model, lambda parameter: parameter.to(dtype))
         model.config.dtype = dtype
     return _share(model, 1, _sample(model, files, model.dtype))
 
 
 def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None:
-    """Change a model's parameters one by one, so that one at a time is there twice; what is tied stays tied."""
+    """Replace the parameters of a model one by one, so that only one is held twice; tied parameters stay tied."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -120,8 +122,8 @@ def _replace(model: nn.Module, change: Callable[[nn.Parameter], Tensor]) -> None
 def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.hf.heads import heads_of
-    from kvpolicy_deepspeed.autotp import divide
-    from kvpolicy_deepspeed.filling import fill
+    from kvpolicy_deepspeed.autotp import shard
+    from kvpolicy_deepspeed.weight_copy import fill
 
     dtype = checks.check_dtype(dtype or model.dtype, "deepspeed")
     if place.size == 1:
@@ -129,14 +131,15 @@ def _divide_model(model: Any, dtype: Any, place: World) -> Any:
     weights = sample_weights(find_sites(model).layers[0])
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     _replace(model, lambda parameter: parameter.to("meta"))
-    family, heads = FAMILIES[model.config.model_type], heads_of(model.config, place.rank, place.size)
-    slots = divide(model, family, heads, dtype, place)
+    family = FAMILIES[model.config.model_type]
+    heads = heads_of(model.config, place.rank, place.size)
+    slots = shard(model, family, heads, dtype, place)
     fill(model, family, slots, of_tensors(tensors), place)
     return _share(model, heads.replicas, weights)
 
 
 def _empty(config: Any, dtype: torch.dtype) -> Any:
-    """A model whose parameters are on the meta device, and whose buffers are not."""
+    """Return a model whose parameters are on the meta device; its buffers are not."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -145,7 +148,7 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _sample(model: nn.Module, files: Checkpoint, dtype: torch.dtype) -> Tensor | None:
-    """A few numbers of the whole first attention matrix, as `kvpolicy.hf.discovery.sample_weights` takes them."""
+    """Return the weight fingerprint of the whole model, from the first attention matrix of the checkpoint."""
     from kvpolicy.hf.discovery import Site, find_sites, sample_weights
 
     site = find_sites(model).layers[0]

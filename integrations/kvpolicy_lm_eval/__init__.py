@@ -1,4 +1,4 @@
-"""lm-eval for kvpolicy: the model `kvpolicy`, the task group `kvpolicy`, and how lm-eval finds them.
+"""kvpolicy for lm-eval: the model `kvpolicy`, the task group `kvpolicy`, and their registration.
 
-Imports nothing, because Python imports it at every start (see `startup`).
+This module imports nothing, because Python imports it at every start (see `startup`).
 """

@@ -1,4 +1,4 @@
-"""`lm_eval --model kvpolicy`: lm-eval's Hugging Face model with its KV cache under a policy."""
+"""The model `kvpolicy` of lm-eval: its Hugging Face model `hf` with a KV cache under a policy."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_division, read_policy
-from kvpolicy_lm_eval.scoring import Answer, Scorer, held_lengths, split, whole
+from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_policy, read_sharding
+from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, with_prefixes
 from kvpolicy_lm_eval.stats import Stats
 
-log = logging.getLogger("lm_eval.kvpolicy")  # under lm-eval's, which shows what is said there
+log = logging.getLogger("lm_eval.kvpolicy")  # a child of lm-eval's logger, so that its messages are shown
 T = TypeVar("T")
 
-HFLM: Any = huggingface.HFLM  # type checkers cannot see through the decorator that registers it
+HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
 
 _EMBEDDED = Path(kvpolicy.__file__).parent / "assets" / "tiny"
 _FINGERPRINT = "__kvpolicy__"
+"""The key of the fingerprint in a request cache."""
 
 
 class KVPolicyLM(HFLM):
-    """Answer every kind of lm-eval request on a KV cache that a policy keeps small.
+    """Evaluate every request type of lm-eval on a KV cache under a policy.
 
-    Tokenization, chat templates, stop words and truncation are those of lm-eval's `hf` model. With `policy=full` its
-    own code answers too, and only the report is added.
+    Tokenization, chat templates, stop words and truncation are those of lm-eval's model `hf`. With `policy=full`, its
+    own code answers the requests, and only the report of the costs is added.
 
     Args:
-        pretrained: As in `hf`; without it, the model that kvpolicy ships.
-        policy: A policy's words or a `Policy`.
-        budget: Replaces the policy's budget.
-        holdback: Tokens at the end of a scored context that are not compressed with it, but fed with the answer. With
-            0 the first token of an answer is predicted by the uncompressed prefill, as in generation.
-        rolling_chunk: Tokens per forward of a rolling log-likelihood, which is compressed after each.
-        tp: Ranks that the model's heads are divided over, one process each; `torchrun` or `deepspeed` starts them.
-        backend: What divides it: `deepspeed`, the default, or `hf`. Other values are those of `hf`'s own argument.
-        **kwargs: Every argument of `hf`.
+        pretrained: As in `hf`. The default is the embedded model.
+        policy: A policy or its spec.
+        budget: Overrides the budget of the policy.
+        holdback: The number of tokens at the end of a scored context that are fed with the answer, instead of being
+            compressed with the context. With 0, the first token of an answer is predicted by the uncompressed prefill,
+            as in generation.
+        rolling_chunk: Tokens per forward pass of a rolling log-likelihood; the cache is compressed after each.
+        tp: The number of ranks over which the model is sharded. Each is a process, started by `torchrun` or
+            `deepspeed`.
+        backend: The library that shards the model: `deepspeed`, the default, or `hf`. Other values are passed on to
+            `hf`, which has an argument of this name too.
+        **kwargs: All other arguments of `hf`.
     """
 
     def __init__(
@@ -59,85 +63,91 @@ class KVPolicyLM(HFLM):
         backend: str = "default",
         **kwargs: Any,
     ) -> None:
-        """Read the policy, load the model as `hf` does, and check that they fit."""
+        """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
         check_spelling(kwargs, pretrained or str(_EMBEDDED))
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
-        self.division = read_division(tp, backend, kwargs, os.environ)
+        self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._auto_batch: int | None = None
         if pretrained is None:
             pretrained = str(_EMBEDDED)
-            kwargs.setdefault("dtype", "float32")  # what it was measured in; its file is in half precision
+            kwargs.setdefault("dtype", "float32")  # the checkpoint is in half precision; its results are for float32
         if not torch.cuda.is_available():
-            kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, there or not
-        if self.division.tp > 1:
-            self._load_part(pretrained, kwargs)
+            kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, even if there is none
+        if self.sharding.tp > 1:
+            self._load_shard(pretrained, kwargs)
         else:
             kwargs["backend"] = "default" if backend in BACKENDS else backend
-            ranks.refuse_part(pretrained)
+            ranks.refuse_shard(pretrained)
             super().__init__(pretrained=pretrained, **kwargs)
         if self.backend != "causal":
-            raise KVPolicyError("kvpolicy supports decoder-only models: this one is an encoder-decoder.")
+            raise KVPolicyError("The model must be decoder-only, got an encoder-decoder; try a causal language model.")
         accelerator = getattr(self, "accelerator", None)
         if accelerator is not None and accelerator.num_processes > self._world_size:
-            # HFLM does this for several GPUs only; on CPU each process would answer everything
-            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        if self.division.tp == 1:
+            # HFLM divides the requests among processes only on several GPUs. On CPU, each would answer all of them.
+            self._rank = accelerator.process_index
+            self._world_size = accelerator.num_processes
+        if self.sharding.tp == 1:
             ranks.warn_of_copies(self._world_size, os.environ)
-        if self.is_full:  # say now what does not fit
+        # Raise errors about the model and the policy now, not at the first request.
+        if self.is_full:
             self._full_bytes(1)
         else:
             kvpolicy.attach(self.model, self.policy).detach()
 
-    def _load_part(self, pretrained: Any, arguments: dict[str, Any]) -> None:
-        """Load this rank's part of a model; HFLM takes it for the whole, and this process for the only one."""
-        model = ranks.load_part(pretrained, self.division, arguments.pop("dtype", "auto"), self.policy)
+    def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
+        """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
+        model = ranks.load_shard(pretrained, self.sharding, arguments.pop("dtype", "auto"), self.policy)
         if isinstance(pretrained, str):
             arguments["tokenizer"] = arguments.get("tokenizer") or pretrained
-        with ranks.no_warnings_of_instances():
+        with ranks.no_instance_warnings():
             super().__init__(pretrained=model, **arguments)
         if isinstance(pretrained, str):
             self.pretrained: Any = pretrained
 
     @property
     def is_full(self) -> bool:
-        """Whether the policy changes nothing."""
+        """Whether the policy is `full`, which changes nothing."""
         return self.policy == Policy()
 
     @property
     def fingerprint(self) -> str:
-        """Describe what a cached answer depends on, besides its request."""
+        """Everything that an answer depends on besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
         return (
             f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
-            + (f" tp={self.division.tp} backend={self.division.backend}" if self.division.tp > 1 else "")
+            + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
         )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Take lm-eval's request cache, whose keys forget the policy, unless another run filled it."""
+        """Use lm-eval's request cache, unless a run with another fingerprint filled it.
+
+        The keys of the request cache do not contain the policy.
+        """
         answers = getattr(cache_hook, "dbdict", None)
         if answers is not None:
             owner = answers.get(_FINGERPRINT) or ("a model other than kvpolicy" if len(answers) else None)
             if owner not in (None, self.fingerprint):
                 raise KVPolicyError(
-                    f"This request cache was filled by {owner}, and this run is {self.fingerprint}: "
-                    "give each policy a --use_cache path of its own."
+                    f"The request cache must be of this run ({self.fingerprint}), got one filled by {owner}; try "
+                    "another --use_cache path."
                 )
             answers[_FINGERPRINT] = self.fingerprint
-            if self.division.tp > 1:
-                ranks.same_answers(answers)
+            if self.sharding.tp > 1:
+                ranks.synchronize_answers(answers)
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Add policy, budget, KV bytes and speed to what the results file says of the model."""
-        report, tp = self.stats.report(), self.division.tp
-        each = "sequence" if tp == 1 else f"sequence on each of {tp} ranks"
+        """Add the policy, its budget, KV bytes and speed to the entries of the results file."""
+        report = self.stats.report()
+        tp = self.sharding.tp
+        unit = "sequence" if tp == 1 else f"sequence on each of {tp} ranks"
         for name, cost in report.items():
-            held, rate = f"{cost['kv_bytes']:,} of {cost['full_kv_bytes']:,}", cost["tokens_per_second"]
-            log.info("%s: %s KV bytes per %s, %s tokens per second", name, held, each, rate)
+            kv_bytes = f"{cost['kv_bytes']:,} of {cost['full_kv_bytes']:,}"
+            log.info("%s: %s KV bytes per %s, %s tokens per second", name, kv_bytes, unit, cost["tokens_per_second"])
         return super().get_model_info() | {
             "kvpolicy": {
                 "version": kvpolicy.__version__,
@@ -147,27 +157,27 @@ class KVPolicyLM(HFLM):
                 "holdback": self.holdback,
                 "rolling_chunk": self.rolling_chunk,
                 "tp": tp,
-                "backend": self.division.backend,
-                "bytes_are": f"per {each}",
+                "backend": self.sharding.backend,
+                "bytes_are": f"per {unit}",
                 "tasks": report,
             }
         }
 
     def barrier(self) -> None:
-        """Wait for every process and sum their counts; lm-eval calls it after each kind of request."""
+        """Wait for all processes, and sum their tallies. lm-eval calls it after each request type."""
         super().barrier()
         if self.world_size > 1:
             parts = self.gather_object(dict(self.stats.tallies), dst=0)
             self.stats.replace(parts if self.rank == 0 else [])
 
-    # ------------------------------------------------------------------ requests, task by task
+    # Requests, by task
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Answer]:
         """Score answers on their compressed contexts."""
         return self._by_task("loglikelihood", super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts, fed in chunks with compression in between."""
+        """Score whole texts, fed in chunks; the cache is compressed after each chunk."""
         return self._by_task("loglikelihood_rolling", super().loglikelihood_rolling, requests, disable_tqdm)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -175,81 +185,83 @@ class KVPolicyLM(HFLM):
         return self._by_task("generate_until", super().generate_until, requests, disable_tqdm)
 
     def _by_task(self, kind: str, answer: Callable[..., list[Any]], requests: list[Any], quiet: bool) -> list[Any]:
-        """Answer each task's requests by themselves, so that they are counted apart."""
-        if self.division.tp > 1:
-            ranks.same_requests(kind, requests)
+        """Answer the requests of each task separately, so that each task has its own tally."""
+        if self.sharding.tp > 1:
+            ranks.check_same_requests(kind, requests)
         tasks: defaultdict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
             tasks[getattr(request, "task_name", None) or "unknown"].append(index)
-        if self.world_size > 1:  # processes wait for each other inside, and may not hold the same tasks
+        if self.world_size > 1:
+            # Processes wait for each other while they answer, and may have requests of different tasks.
             tasks = defaultdict(list, {"+".join(sorted(tasks)): list(range(len(requests)))})
         answers: list[Any] = [None] * len(requests)
-        for task, places in tasks.items():
+        for task, indices in tasks.items():
             self.stats.current = f"{task}/{kind}"
-            self.stats.now.requests += len(places)
-            some = answer([requests[place] for place in places], disable_tqdm=quiet)
-            for place, one in zip(places, some, strict=True):
-                answers[place] = one
+            self.stats.now.requests += len(indices)
+            task_answers = answer([requests[index] for index in indices], disable_tqdm=quiet)
+            for index, task_answer in zip(indices, task_answers, strict=True):
+                answers[index] = task_answer
         return answers
 
-    # ------------------------------------------------------------------ scoring
+    # Scoring
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Any], disable_tqdm: bool = False, override_bs: int | None = None, **kwargs: Any
     ) -> list[Answer]:
-        rolling = bool(requests) and requests[0][0] is None  # how HFLM marks the windows of a rolling text
+        rolling = bool(requests) and requests[0][0] is None  # HFLM marks the windows of a rolling text like this
         self.stats.now.prompt_tokens += sum(len(context) for _, context, _ in requests)
         self.stats.now.new_tokens += sum(len(answer) for _, _, answer in requests)
         with self.stats.clock(self.device):
             if not self.is_full:
                 return self._score(requests, rolling, override_bs, disable_tqdm)
             answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
-        for length in held_lengths(split(requests, self.max_length, self.holdback), rolling):
-            self._held_full(length)
+        for length in reported_lengths(split(requests, self.max_length, self.holdback), rolling):
+            self._add_full_cache(length)
         return answers
 
     def _score(self, requests: Sequence[Any], rolling: bool, batch: int | None, quiet: bool) -> list[Answer]:
         batch = batch or self._batch(requests)
         answers: list[Any] = [None] * len(requests)
-        hidden = quiet or rolling or self.rank != 0  # a rolling request is one text, and lm-eval shows its own bar
+        hidden = quiet or rolling or self.rank != 0  # lm-eval shows its own bar for rolling texts
         bar = tqdm(total=len(requests), disable=hidden, desc=f"Scoring under {self.policy}")
         with bar, kvpolicy.attach(self.model, self.policy):
-            parts = self._rolled(requests, batch) if rolling else self._shared(requests, batch)
-            for index, answer in parts:
+            scored = self._score_rolling(requests, batch) if rolling else self._score_answers(requests, batch)
+            for index, answer in scored:
                 answers[index] = answer
                 if not rolling:
                     self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
                 bar.update(1)
         return answers
 
-    def _rolled(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        texts, scorer = whole(split(requests, self.max_length, 0)), self._scorer(self.policy)
+    def _score_rolling(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
+        texts = with_prefixes(split(requests, self.max_length, 0))
+        scorer = self._scorer(self.policy)
         for some in _batches(texts, batch):
             yield from scorer.stream(some, self.rolling_chunk)
 
-    def _shared(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
+    def _score_answers(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
         groups = split(requests, self.max_length, self.holdback)
-        alone = groups.pop((), [])
+        without_prefix = groups.pop((), [])
         scorer = self._scorer(self.policy)
         for some in _batches(list(groups), batch):
             yield from scorer.shared(some, groups, batch)
-        # nothing is compressed before these are scored, so no budget can be too small for them
-        exact = self._scorer(Policy())
-        for some in _batches(alone, batch):
-            yield from exact.stream(some, 2 * self.max_length)
+        # The other answers are scored before anything is compressed. With the policy full, no budget is too small.
+        full = self._scorer(Policy())
+        for some in _batches(without_prefix, batch):
+            yield from full.stream(some, 2 * self.max_length)
 
     def _scorer(self, policy: Policy) -> Scorer:
-        def held(rows: int, cache: Any) -> None:
-            self.stats.now.held(rows, cache.nbytes, cache.full_nbytes)
+        def add_cache(rows: int, cache: Any) -> None:
+            self.stats.now.add_cache(rows, cache.nbytes, cache.full_nbytes)
 
-        def cache(prompt: torch.Tensor) -> Any:
-            # one token to come, so that a growing cache does not set aside room for more
+        def new_cache(prompt: torch.Tensor) -> Any:
+            # Announce one new token, so that a policy with decode=grow does not preallocate slots for more.
             return kvpolicy.PolicyCache(self.model, policy, prompt=prompt, new=1)
 
         return Scorer(
             model=self.model,
-            cache=cache,
-            held=held,
+            new_cache=new_cache,
+            on_filled=add_cache,
             pad=self.tokenizer.pad_token_id or 0,
             device=self.device,
             autocast=self.mixed_precision_dtype,
@@ -257,7 +269,7 @@ class KVPolicyLM(HFLM):
         )
 
     def _batch(self, requests: Sequence[Any]) -> int:
-        """The batch size; `auto` is measured once, with the longest request."""
+        """Return the batch size. `auto` is measured once, with the longest request."""
         if self.batch_size != "auto":
             return int(self.batch_size)
         if self._auto_batch is None:
@@ -265,35 +277,37 @@ class KVPolicyLM(HFLM):
             self._auto_batch = self.batch_sizes[0] = int(self._detect_batch_size([longest], 0))
         return self._auto_batch
 
-    def _held_full(self, tokens: int) -> None:
-        size = self._full_bytes(tokens)
-        self.stats.now.held(1, size, size)
+    def _add_full_cache(self, tokens: int) -> None:
+        nbytes = self._full_bytes(tokens)
+        self.stats.now.add_cache(1, nbytes, nbytes)
 
     def _full_bytes(self, tokens: int) -> int:
-        """Give the stock cache's bytes for `tokens` tokens of one row, on one rank."""
-        size, dtype = max(tokens, 1), self.model.dtype
-        return kvpolicy.plan(self.config, Policy(), prompt=size, dtype=dtype, tp=self.division.tp).full_nbytes
+        """Return the bytes of the stock cache of one row, on one rank."""
+        dtype = self.model.dtype
+        plan = kvpolicy.plan(self.config, Policy(), prompt=max(tokens, 1), dtype=dtype, tp=self.sharding.tp)
+        return plan.full_nbytes
 
-    # ------------------------------------------------------------------ generation
+    # Generation
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
-        mask, columns = kwargs.get("attention_mask"), context.shape[1]
+        mask = kwargs.get("attention_mask")
+        columns = context.shape[1]
         lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
-        prompt = lengths.repeat_interleave(kwargs.get("num_beams") or 1)  # `generate` repeats a row for every beam
-        answer = super()._model_generate
+        prompt = lengths.repeat_interleave(kwargs.get("num_beams") or 1)  # `generate` repeats a row for each beam
+        generate = super()._model_generate
         with self.stats.clock(self.device) as tally:
             if self.is_full:
-                out = answer(context, max_length, stop, **kwargs)
+                out = generate(context, max_length, stop, **kwargs)
             else:
                 with kvpolicy.attach(self.model, self.policy):
                     cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=prompt, new=max_length - columns)
-                    out = answer(context, max_length, stop, **kwargs, past_key_values=cache)
-                tally.held(len(prompt), cache.nbytes, cache.full_nbytes)
+                    out = generate(context, max_length, stop, **kwargs, past_key_values=cache)
+                tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())
         tally.new_tokens += int((out[:, columns:] != self.tokenizer.pad_token_id).sum())
         if self.is_full:
             for length in prompt.tolist():
-                self._held_full(length + out.shape[1] - columns - 1)  # the last token is never fed
+                self._add_full_cache(length + out.shape[1] - columns - 1)  # the last token is not in the cache
         return out
 
 

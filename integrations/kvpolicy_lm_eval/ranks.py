@@ -1,7 +1,7 @@
-"""Ranks that hold a part of one model each: all run the same requests in lock-step, and the first one speaks.
+"""Tensor parallelism under lm-eval: every rank runs the same requests in lockstep, and the first writes the results.
 
-lm-eval sees one process in each of them. What may differ between them is compared here or made equal, since ranks that
-run different forwards wait for each other for ever.
+lm-eval treats each rank as a single process. Whatever could differ between ranks is synchronized or checked here,
+because ranks that run different forward passes would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ from tqdm import tqdm
 from kvpolicy import Policy
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
-from kvpolicy_lm_eval.arguments import Division
-from kvpolicy_lm_eval.leaving import leave_at_exit
+from kvpolicy_lm_eval.arguments import Sharding
+from kvpolicy_lm_eval.process_exit import end_process_at_exit
 
 log = logging.getLogger("lm_eval.kvpolicy")
 
 
-def load_part(pretrained: Any, division: Division, dtype: Any, policy: Policy) -> Any:
-    """Load this rank's part of a model, on every rank.
+def load_shard(pretrained: Any, sharding: Sharding, dtype: Any, policy: Policy) -> Any:
+    """Load this rank's shard of a model. All ranks must call this.
 
     Args:
-        pretrained: Path or name of a model, or a model; one that is divided already is taken as it is.
-        division: Over how many ranks, and by what.
+        pretrained: The path or name of a model, or a model. A model that is already sharded is returned as it is.
+        sharding: The number of ranks, and the library that shards the model.
         dtype: As in `hf`.
-        policy: What the model will be put under.
+        policy: The policy that will be attached, to check that it can be used with the model.
     """
     if os.environ.get("RANK", "0") != "0":
         silence()
-    leave_at_exit()
-    state = _random_state()  # as one process would have it now: loading may draw numbers
+    end_process_at_exit()
+    state = _random_state()  # loading may consume random numbers, which a single process would not
     if isinstance(pretrained, str) or sharing_of(pretrained) is None:
-        from kvpolicy_deepspeed import load  # needs accelerate and DeepSpeed, which others need not have
+        from kvpolicy_deepspeed import load  # imported late, since accelerate and DeepSpeed are optional
 
         dtype = None if dtype in (None, "auto") else get_dtype(dtype)
-        pretrained = load(pretrained, backend=division.backend or "deepspeed", dtype=dtype, policy=policy)
-    _set_random_state(_from_first(state))
+        pretrained = load(pretrained, backend=sharding.backend or "deepspeed", dtype=dtype, policy=policy)
+    _set_random_state(_broadcast(state))
     if pretrained.get_input_embeddings().weight is not pretrained.get_output_embeddings().weight:
-        pretrained.config.tie_word_embeddings = False  # HFLM ties them again, and DeepSpeed divides one of them
+        pretrained.config.tie_word_embeddings = False  # HFLM would tie them again, but only one of them is sharded
     if os.environ.get("RANK", "0") != "0" and os.environ.get("LOCAL_RANK") == "0":
-        # By this lm-eval knows the one process that writes, and of several nodes each has one.
+        # lm-eval writes the results where LOCAL_RANK is 0, which is one process on each node.
         os.environ["LOCAL_RANK"] = os.environ["RANK"]
     return pretrained
 
 
-def refuse_part(model: Any) -> None:
-    """Refuse a model that is one rank's part where nobody said so.
+def refuse_shard(model: Any) -> None:
+    """Reject a model that is a shard, if `tp` was not given.
 
     Raises:
-        KVPolicyError: Where it is a part.
+        KVPolicyError: If it is a shard.
     """
     sharing = None if isinstance(model, str) else sharing_of(model)
     if sharing is not None:
         size = dist.get_world_size(sharing.group)
-        raise KVPolicyError(f"This model is one rank's part of a model that {size} ranks hold: say tp={size} too.")
+        raise KVPolicyError(f"The model must be complete without tp, got a shard of {size} ranks; try tp={size}.")
 
 
 def silence() -> None:
-    """Let this process say nothing but its errors."""
+    """Suppress all output of this process except errors."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open as long as the process
-    bars: Any = tqdm
-    start = bars.__init__
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115, it stays open until the process ends
+    progress_bar: Any = tqdm
+    original = progress_bar.__init__
 
-    def hidden(bar: Any, *args: Any, **kwargs: Any) -> None:
-        start(bar, *args, **kwargs | {"disable": True})
+    def disabled(bar: Any, *args: Any, **kwargs: Any) -> None:
+        original(bar, *args, **kwargs | {"disable": True})
 
-    bars.__init__ = hidden
+    progress_bar.__init__ = disabled
 
 
 @contextmanager
-def no_warnings_of_instances() -> Generator[None]:
-    """Hold back HFLM's warnings that a model which is no name must not run in several processes."""
+def no_instance_warnings() -> Generator[None]:
+    """Suppress HFLM's warnings that a model passed as an object must not run in several processes."""
     logger = logging.getLogger("lm_eval.models.huggingface")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -97,55 +97,58 @@ def no_warnings_of_instances() -> Generator[None]:
         logger.setLevel(level)
 
 
-def same_requests(kind: str, requests: Sequence[Any]) -> None:
-    """Refuse to start on requests that differ between ranks; all ranks must call this.
+def check_same_requests(kind: str, requests: Sequence[Any]) -> None:
+    """Check that all ranks have the same requests. All ranks must call this.
 
     Raises:
-        KVPolicyStateError: Where they differ, on every rank.
+        KVPolicyStateError: If they differ, on every rank.
     """
     digest = hashlib.sha256(kind.encode())
     for request in requests:
         digest.update(json.dumps(request.args, default=repr, sort_keys=True).encode())
-    if len(set(_from_all(digest.hexdigest()))) > 1:
+    if len(set(_all_gather(digest.hexdigest()))) > 1:
         raise KVPolicyStateError(
-            f"Ranks were given different {kind} requests, as where examples are drawn at random: "
-            "give --seed four numbers, none of them None."
+            f"All ranks must have the same {kind} requests, got different ones, as if examples were drawn with "
+            "different seeds; try --seed with four numbers and no None."
         )
 
 
-def same_answers(cache: Any) -> None:
-    """Give a request cache of each rank what the first rank's holds; all ranks must call this.
+def synchronize_answers(cache: Any) -> None:
+    """Replace the answers in the request cache of each rank by those of the first rank. All ranks must call this.
 
-    A run that was killed leaves caches that differ, and ranks that lack different answers would run different requests.
+    After a run that was killed, the caches can differ. Ranks that lack different answers would then run different
+    requests.
 
     Args:
         cache: A `SqliteDict`.
 
     Raises:
-        KVPolicyError: Where two ranks have one file.
+        KVPolicyError: If two ranks use the same file.
     """
-    paths = _from_all(os.path.realpath(cache.filename))
+    paths = _all_gather(os.path.realpath(cache.filename))
     if len(set(paths)) < len(paths):
-        raise KVPolicyError(f"Several ranks would write the request cache {paths[0]}: leave --use_cache out with tp.")
-    first = _from_first(list(cache.items()))
+        raise KVPolicyError(
+            f"Each rank must have its own request cache, got {paths[0]} twice; try without --use_cache."
+        )
+    first = _broadcast(list(cache.items()))
     if dist.get_rank() != 0:
         cache.clear()
         cache.update(first)
         cache.commit()
 
 
-def _from_first(mine: Any) -> Any:
-    """The first rank's object."""
-    held = [mine]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+def _broadcast(value: Any) -> Any:
+    """Return the value of the first rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
-def _from_all(mine: Any) -> list[Any]:
-    """Every rank's object, in their order."""
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, mine)
-    return held
+def _all_gather(value: Any) -> list[Any]:
+    """Return the values of all ranks, in the order of the ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _random_state() -> list[Any]:
@@ -162,18 +165,16 @@ def _set_random_state(state: list[Any]) -> None:
 
 
 def warn_of_copies(processes: int, environment: Mapping[str, str]) -> None:
-    """Say so where a launcher started processes that neither share a model nor divide the requests.
+    """Warn if a launcher started processes that neither share a model nor divide the requests.
 
-    HFLM divides requests among processes (data parallelism) where there are several GPUs, or under `accelerate launch`.
-    Elsewhere each process answers everything.
+    HFLM divides the requests among processes (data parallelism) if there are several GPUs, or under
+    `accelerate launch`. Otherwise each process answers all requests.
 
     Args:
-        processes: That lm-eval divides the requests among.
-        environment: In which a launcher said how many it started.
+        processes: The number of processes that lm-eval divides the requests among.
+        environment: The environment variables, in which a launcher sets the number of processes.
     """
     started = int(environment.get("WORLD_SIZE", 1))
     if started > processes:
-        log.warning(
-            "%s processes were started and each answers every request with a whole model: say tp=%s to divide it.",
-            started, started,
-        )  # fmt: skip
+        message = "%s processes were started, and each answers all requests with a whole model; use tp=%s to shard it."
+        log.warning(message, started, started)

@@ -1,7 +1,7 @@
-"""Log-likelihoods under a policy: prefill and compress a context, score answers on what is left of it.
+"""Log-likelihoods under a policy: a context is prefilled and compressed, and answers are scored on the kept tokens.
 
-Every forward here has at least two columns, one of them padding where there is one token only: the cache then treats
-a lone token as it treats several, and no score depends on what else is in the batch.
+Every forward pass has at least two columns; a single token is padded. A forward pass of one column would be a decode
+step, in which the cache compresses differently, and scores would depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -19,102 +19,106 @@ from torch import Tensor
 from kvpolicy.spec.errors import KVPolicyError
 
 Answer = tuple[float, bool]
-"""The log-likelihood of an answer, and whether greedy decoding would give it."""
+"""The log-likelihood of an answer, and whether greedy decoding would generate it."""
 
 Tokens = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """What of one request follows the prefilled prefix.
+    """The part of a request after the prefilled prefix.
 
     Attributes:
-        place: The request's place in the list of requests.
-        tokens: Its tokens after the prefix, the answer last.
-        scored: How many of them, at the end, are the answer.
+        request: The index of the request.
+        tokens: Its tokens after the prefix; they end with the answer.
+        scored: The number of tokens of the answer.
     """
 
-    place: int
+    request: int
     tokens: Tokens
     scored: int
 
 
 Groups = dict[Tokens, list[Piece]]
-"""The pieces of each prefix, the longest prefix first; the empty prefix where nothing can be prefilled apart."""
+"""The pieces of each prefix, the longest prefix first. The empty prefix has the requests without a prefix."""
 
 
 def split(requests: Sequence[tuple[Any, list[int], list[int]]], max_length: int, holdback: int) -> Groups:
-    """Cut requests into prefixes to compress and pieces to score on them.
+    """Split requests into prefixes, which are compressed, and pieces, which are scored on them.
 
     Args:
-        requests: (key, context, answer) each.
-        max_length: Tokens the model can see; more are cut off on the left, as lm-eval does.
-        holdback: Tokens at the end of a context that are fed with the answer, after the compression.
+        requests: Tuples (key, context, answer).
+        max_length: The context length of the model. Longer requests are truncated on the left, as in lm-eval.
+        holdback: The number of tokens at the end of a context that are fed with the answer.
     """
     groups: defaultdict[Tokens, list[Piece]] = defaultdict(list)
     for index, (_, context, answer) in enumerate(requests):
         if not 0 < len(answer) <= max_length:
-            raise KVPolicyError(f"An answer has {len(answer)} tokens; 1 to {max_length} can be scored.")
+            raise KVPolicyError(
+                f"An answer must have between 1 and {max_length} tokens to be scored, got {len(answer)}; try a larger "
+                "max_length."
+            )
         tokens = tuple((context + answer)[-(max_length + 1) :])
         cut = max(len(tokens) - len(answer) - holdback, 0)
         groups[tokens[:cut]].append(Piece(index, tokens[cut:], len(answer)))
     return {prefix: groups[prefix] for prefix in sorted(groups, key=len, reverse=True)}
 
 
-def whole(groups: Groups) -> list[Piece]:
-    """Give the pieces with their prefixes in front, the longest first."""
-    pieces = [Piece(p.place, prefix + p.tokens, p.scored) for prefix, some in groups.items() for p in some]
+def with_prefixes(groups: Groups) -> list[Piece]:
+    """Return the pieces with their prefixes prepended, the longest first."""
+    pieces = [Piece(p.request, prefix + p.tokens, p.scored) for prefix, some in groups.items() for p in some]
     return sorted(pieces, key=lambda piece: len(piece.tokens), reverse=True)
 
 
-def held_lengths(groups: Groups, rolling: bool) -> list[int]:
-    """List the tokens of each cache that is reported: a prefix, or all that is fed where there is none."""
-    alone = whole(groups if rolling else {(): groups.get((), [])})
+def reported_lengths(groups: Groups, rolling: bool) -> list[int]:
+    """Return the tokens in each cache that is reported: those of a prefix, or all that are fed if there is none."""
+    without_prefix = with_prefixes(groups if rolling else {(): groups.get((), [])})
     prefixes = [] if rolling else [len(prefix) for prefix in groups if prefix]
-    return [len(piece.tokens) - 1 for piece in alone] + prefixes
+    return [len(piece.tokens) - 1 for piece in without_prefix] + prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorer:
-    """Scores pieces on caches of a policy.
+    """Scores pieces on caches under a policy.
 
     Args:
-        model: A causal LM that the policy is attached to.
-        cache: Makes an empty cache for prompts of the lengths given, [B].
-        held: Is called with the number of rows and the cache once this holds what is to be reported.
-        pad: Token id for padding; never seen by a valid token.
-        device: Where inputs go.
-        autocast: Data type to run forwards in, None for the model's.
-        softmax_dtype: Data type of log-probabilities, None for that of the logits.
+        model: A causal language model that the policy is attached to.
+        new_cache: Creates an empty cache, given the prompt lengths, [B].
+        on_filled: Is called with the number of rows and the cache, when the cache holds the tokens to report.
+        pad: The token id of padding, which no valid token attends to.
+        device: The device of the inputs.
+        autocast: The dtype of the forward passes; None for the model's.
+        softmax_dtype: The dtype of the log-probabilities; None for that of the logits.
     """
 
     model: Any
-    cache: Callable[[Tensor], Any]
-    held: Callable[[int, Any], None]
+    new_cache: Callable[[Tensor], Any]
+    on_filled: Callable[[int, Any], None]
     pad: int
     device: torch.device
     autocast: torch.dtype | None = None
     softmax_dtype: torch.dtype | None = None
 
     def shared(self, prefixes: Sequence[Tokens], groups: Groups, batch: int) -> Iterator[tuple[int, Answer]]:
-        """Prefill and compress `prefixes` in one batch, then score their pieces, `batch` at a time."""
+        """Prefill and compress `prefixes` as one batch, then score their pieces in batches of size `batch`."""
         ids, mask = self._stack(prefixes, left=True)
         length = mask.sum(-1)
-        cache = self.cache(length)
+        cache = self.new_cache(length)
         first = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, last=True)
-        self.held(len(prefixes), cache)
+        self.on_filled(len(prefixes), cache)
         pairs = [(row, piece) for row, prefix in enumerate(prefixes) for piece in groups[prefix]]
         pairs.sort(key=lambda pair: len(pair[1].tokens), reverse=True)
         for start in range(0, len(pairs), batch):
             rows = torch.tensor([row for row, _ in pairs[start : start + batch]], device=self.device)
             pieces = [piece for _, piece in pairs[start : start + batch]]
-            own = copy.deepcopy(cache) if start + batch < len(pairs) else cache
-            own.batch_select_indices(rows)
-            yield from self._continue(pieces, first[rows], mask[rows], length[rows], own)
+            # Scoring adds tokens to the cache, so each batch but the last works on a copy.
+            batch_cache = copy.deepcopy(cache) if start + batch < len(pairs) else cache
+            batch_cache.batch_select_indices(rows)
+            yield from self._continue(pieces, first[rows], mask[rows], length[rows], batch_cache)
 
     def _continue(
         self, pieces: Sequence[Piece], first: Tensor, mask: Tensor, length: Tensor, cache: Any
     ) -> Iterator[tuple[int, Answer]]:
-        """Score pieces on their prefixes' caches; `first` [B, 1, V] are the logits at the prefixes' ends."""
+        """Score pieces on the cache of their prefixes; `first` are the logits at the end of the prefixes, [B, 1, V]."""
         fed = [piece.tokens[:-1] for piece in pieces]
         logits = first
         if any(fed):
@@ -126,39 +130,41 @@ class Scorer:
         return _sums(pieces, *self._pick(logits, targets[:, : logits.shape[1]]), start=0)
 
     def stream(self, pieces: Sequence[Piece], chunk: int) -> Iterator[tuple[int, Answer]]:
-        """Feed pieces from an empty cache, `chunk` (at least 2) tokens at a time, under the budget in between."""
+        """Score pieces from an empty cache; they are fed in chunks of `chunk` tokens, at least 2, and compressed."""
         longest = max(len(piece.tokens) - 1 for piece in pieces)
-        width = longest + (longest % chunk == 1)  # no chunk of one column
+        width = longest + (longest % chunk == 1)  # one column of padding, so that no chunk has a single column
         rows, valid = self._stack([piece.tokens[:-1] for piece in pieces], width=width)
         targets, _ = self._stack([piece.tokens[1:] for piece in pieces], width=width)
-        cache = self.cache(valid.sum(-1))
+        cache = self.new_cache(valid.sum(-1))
         picked: list[tuple[Tensor, Tensor]] = []
         for start in range(0, width, chunk):
             end = min(start + chunk, width)
             positions = torch.arange(start, end, device=self.device).expand(len(pieces), -1)
             logits = self._forward(rows[:, start:end], valid[:, :end], positions, cache)
             picked.append(self._pick(logits, targets[:, start:end]))
-        self.held(len(pieces), cache)
-        logps, hits = (torch.cat(parts, 1) for parts in zip(*picked, strict=True))
+        self.on_filled(len(pieces), cache)
+        logps = torch.cat([part for part, _ in picked], 1)
+        hits = torch.cat([part for _, part in picked], 1)
         yield from _sums(pieces, logps, hits, start=1)
 
     def _pick(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the targets' log-probabilities, and whether each is the likeliest, both [B, T]."""
+        """Return the log-probability of each target, and whether it is the most probable token, both [B, T]."""
         logp = F.log_softmax(logits, -1, dtype=self.softmax_dtype)
         return logp.gather(-1, targets[..., None]).squeeze(-1), logits.argmax(-1) == targets
 
     def _stack(self, rows: Sequence[Tokens], left: bool = False, width: int = 2) -> tuple[Tensor, Tensor]:
-        """Pad rows to one length of at least `width`: ids and mask, [B, T]."""
+        """Pad rows to the same length, at least `width`; return token ids and the attention mask, both [B, T]."""
         width = max(width, *(len(row) for row in rows))
         ids = torch.full((len(rows), width), self.pad)
         mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            where = slice(width - len(row), width) if left else slice(0, len(row))
-            ids[i, where], mask[i, where] = torch.tensor(row, dtype=torch.long), 1
+        for index, row in enumerate(rows):
+            columns = slice(width - len(row), width) if left else slice(0, len(row))
+            ids[index, columns] = torch.tensor(row, dtype=torch.long)
+            mask[index, columns] = 1
         return ids.to(self.device), mask.to(self.device)
 
     def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Any, last: bool = False) -> Tensor:
-        """Run the model on `cache`: logits of every column, or of the last, [B, T or 1, V]."""
+        """Run the model; return the logits of all columns, [B, T, V], or of the last one, [B, 1, V]."""
         dtype = self.autocast
         with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             out = self.model(
@@ -173,8 +179,8 @@ class Scorer:
 
 
 def _sums(pieces: Sequence[Piece], logps: Tensor, hits: Tensor, start: int) -> Iterator[tuple[int, Answer]]:
-    """Sum over each piece's answer; column 0 predicts the token at `start` of the piece."""
+    """Sum the log-probabilities of each answer; column 0 predicts the token at index `start` of the piece."""
     for row, piece in enumerate(pieces):
         end = len(piece.tokens) - start
         answer = slice(end - piece.scored, end)
-        yield piece.place, (float(logps[row, answer].double().sum()), bool(hits[row, answer].all()))
+        yield piece.request, (float(logps[row, answer].double().sum()), bool(hits[row, answer].all()))

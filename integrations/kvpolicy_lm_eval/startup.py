@@ -1,10 +1,11 @@
-"""Let lm-eval 0.4.10 to 0.4.13, which knows no plugins, find kvpolicy's model and tasks.
+"""Registration of kvpolicy's model and tasks with lm-eval 0.4.10 to 0.4.13, which have no plugin support.
 
-`kvpolicy_lm_eval.pth` calls `install` when Python starts (`kvpolicy_lm_eval.start` does from Python 3.15 on). It puts
-one finder in front of `sys.meta_path`, which does nothing until `lm_eval.models` or `lm_eval.tasks` is imported: then
-the first gets the model's name, the second looks into our task folder too. lm-eval's files are not touched.
-`KVPOLICY_NO_STARTUP=1` turns all of it off. Later versions of lm-eval read the entry point `lm_eval.models`, with
-which this is harmless. Standard library only, for it runs whenever Python does.
+`kvpolicy_lm_eval.pth` calls `install` when Python starts; from Python 3.15 on, `kvpolicy_lm_eval.start` does. `install`
+inserts a finder at the front of `sys.meta_path`, which does nothing until `lm_eval.models` or `lm_eval.tasks` is
+imported. It then adds the model to lm-eval's registry, and kvpolicy's task folder to the folders that lm-eval searches.
+No file of lm-eval is changed. `KVPOLICY_NO_STARTUP=1` disables all of this. Later versions of lm-eval read the entry
+point `lm_eval.models`, with which this does not interfere. Only the standard library is used, because this module is
+imported at every start of Python.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # what typing defines, without importing it at every start of Python
+TYPE_CHECKING = False  # as in typing, which is not imported because this module must be fast
 if TYPE_CHECKING:
     from collections.abc import Callable
     from importlib.machinery import ModuleSpec
@@ -25,17 +26,17 @@ OFF = "KVPOLICY_NO_STARTUP"
 
 
 def install() -> None:
-    """Hook into lm-eval when it is imported, unless the environment says no; never raise."""
+    """Install the hooks, unless an environment variable disables them. Never raises an exception."""
     if os.environ.get(OFF, "") not in ("", "0"):
         return
     try:
         _hook()
-    except Exception as error:  # no failure here may ever stop Python from starting
-        _complain(error)
+    except Exception as error:  # an error here would break every start of Python
+        _print_error(error)
 
 
 def main() -> None:
-    """Run `lm_eval` with kvpolicy in it, even where no start-up file was read."""
+    """Run `lm_eval` with kvpolicy registered, even if no start-up file was read."""
     _hook()
     try:
         from lm_eval.__main__ import cli_evaluate
@@ -45,12 +46,12 @@ def main() -> None:
 
 
 def tasks_path() -> str:
-    """Name the folder of kvpolicy's task files, for `--include_path`."""
+    """Return the folder of kvpolicy's task files, for `--include_path`."""
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 
 
 def register_model(_module: ModuleType | None = None) -> None:
-    """Name the model in lm-eval's registry; it is imported when it is asked for."""
+    """Add the model to lm-eval's registry, by its import path; lm-eval imports it when it is used."""
     from lm_eval.api.registry import model_registry
 
     if MODEL not in model_registry:
@@ -58,7 +59,7 @@ def register_model(_module: ModuleType | None = None) -> None:
 
 
 def register_tasks(module: ModuleType) -> None:
-    """Make every `TaskManager` that knows lm-eval's own tasks know kvpolicy's too."""
+    """Add kvpolicy's tasks to every `TaskManager` that includes lm-eval's own tasks."""
     import functools
 
     manager = module.TaskManager
@@ -76,7 +77,7 @@ def register_tasks(module: ModuleType) -> None:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        # built-in tasks, then ours, then the user's: of two tasks of one name the last counts
+        # Built-in tasks come first, then kvpolicy's, then the user's: the last task of a name takes precedence.
         if include_defaults:
             include_path = [tasks_path(), *_paths(include_path)]
         original(self, verbosity, include_path, include_defaults, *args, **kwargs)
@@ -86,17 +87,17 @@ def register_tasks(module: ModuleType) -> None:
 
 _WRAPPED: list[type] = []
 
-# Not earlier than `lm_eval.models`: lm-eval fills its registry only while it is empty, so a name that came first
-# would hide all of its own models.
+# The model is registered after `lm_eval.models` was imported, not before: lm-eval fills its registry only if it is
+# empty, so that an earlier entry would hide all of its own models.
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {"lm_eval.models": register_model, "lm_eval.tasks": register_tasks}
 
 
 class _Finder:
-    """Finds nothing itself: wraps the loader of the two modules that others find."""
+    """A finder that wraps the loaders of two modules, which other finders find."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Answer `sys.meta_path`."""
+        """Find a module for `sys.meta_path`."""
         hook = _HOOKS.get(name)
         if hook is None:
             return None
@@ -111,20 +112,21 @@ class _Finder:
 
 
 class _Loader:
-    """Loads a module with its own loader, then calls a hook with it."""
+    """A loader that calls a hook after a module was loaded by its own loader."""
 
     def __init__(self, inner: Any, hook: Callable[[ModuleType], None]) -> None:
-        self._inner, self._hook = inner, hook
+        self._inner = inner
+        self._hook = hook
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Answer the import system."""
+        """Create the module with its own loader."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Answer the import system."""
+        """Execute the module with its own loader, restore that loader, and call the hook."""
         module.__spec__.loader = module.__loader__ = self._inner
         self._inner.exec_module(module)
         _call(self._hook, module)
@@ -141,12 +143,12 @@ def _hook() -> None:
 def _call(hook: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         hook(module)
-    except Exception as error:  # lm-eval without kvpolicy is better than no lm-eval
-        _complain(error)
+    except Exception as error:  # lm-eval must work even if it has changed so much that a hook fails
+        _print_error(error)
 
 
-def _complain(error: Exception) -> None:
-    # not a warning, which `python -W error` would raise
+def _print_error(error: Exception) -> None:
+    # It is not a warning, because `python -W error` would raise it.
     print(f"kvpolicy could not hook into lm-eval ({error!r}); use kvpolicy-lm-eval instead.", file=sys.stderr)
 
 

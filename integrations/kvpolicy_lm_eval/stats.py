@@ -1,4 +1,4 @@
-"""What a run cost, per task and kind of request: KV bytes, the full cache's bytes, tokens per second."""
+"""The cost of a run, for each task and request type: KV bytes, bytes of the full cache, tokens per second."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over the requests of one task and kind.
+    """Sums over the requests of one task and type.
 
     Args:
-        requests: Requests answered.
-        prompt_tokens: Tokens of their contexts, each request's counted in full.
-        new_tokens: Tokens scored or generated.
-        seconds: Wall time in the model, prefill included.
-        sequences: Rows of the caches measured; fewer than requests where these share a prefill.
+        requests: The number of answered requests.
+        prompt_tokens: Tokens of their contexts. A shared context counts for each request.
+        new_tokens: Scored or generated tokens.
+        seconds: Time in the model, prefill included.
+        sequences: Rows of the measured caches. They are fewer than the requests if some share a prefill.
         kv_bytes: Bytes held by these caches.
-        full_kv_bytes: Bytes the stock cache would hold for the same tokens.
+        full_kv_bytes: Bytes of the stock cache for the same tokens.
     """
 
     requests: int = 0
@@ -34,8 +34,8 @@ class Tally:
     kv_bytes: int = 0
     full_kv_bytes: int = 0
 
-    def held(self, sequences: int, kv_bytes: int, full_kv_bytes: int) -> None:
-        """Add one cache."""
+    def add_cache(self, sequences: int, kv_bytes: int, full_kv_bytes: int) -> None:
+        """Add the bytes of one cache."""
         self.sequences += sequences
         self.kv_bytes += kv_bytes
         self.full_kv_bytes += full_kv_bytes
@@ -46,14 +46,15 @@ class Tally:
             setattr(self, name, getattr(self, name) + value)
 
     def report(self) -> dict[str, Any]:
-        """What goes to the results file: bytes as means per sequence, rates per second."""
-        rows, seconds = max(self.sequences, 1), self.seconds or float("inf")
+        """Return the entries of the results file: bytes as means per sequence, and rates per second."""
+        sequences = max(self.sequences, 1)
+        seconds = self.seconds or float("inf")
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
-            "kv_bytes": round(self.kv_bytes / rows),
-            "full_kv_bytes": round(self.full_kv_bytes / rows),
+            "kv_bytes": round(self.kv_bytes / sequences),
+            "full_kv_bytes": round(self.full_kv_bytes / sequences),
             "kv_share": round(self.kv_bytes / self.full_kv_bytes, 4) if self.full_kv_bytes else None,
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round((self.prompt_tokens + self.new_tokens) / seconds, 1),
@@ -63,25 +64,31 @@ class Tally:
 
 @dataclass(slots=True)
 class Stats:
-    """The tallies of a run; `current` is where the task and kind in progress is counted."""
+    """The tallies of a run.
+
+    Attributes:
+        tallies: The tally of each task and request type, by `task/type`.
+        current: The key of the task and request type in progress.
+    """
 
     tallies: defaultdict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     current: str = "unknown"
 
     @property
     def now(self) -> Tally:
-        """The tally of the task and kind in progress."""
+        """The tally of the task and request type in progress."""
         return self.tallies[self.current]
 
     @contextmanager
     def clock(self, device: torch.device) -> Generator[Tally]:
-        """Count the time of the block, with all work on `device` done."""
-        tally, start = self.now, _clock(device)
+        """Add the time of the block to the current tally, including all its work on `device`."""
+        tally = self.now
+        start = _synchronized_time(device)
         yield tally
-        tally.seconds += _clock(device) - start
+        tally.seconds += _synchronized_time(device) - start
 
     def replace(self, parts: Iterable[dict[str, Tally]]) -> None:
-        """Become the sum of several processes' tallies."""
+        """Replace the tallies by the sums over several processes."""
         total: defaultdict[str, Tally] = defaultdict(Tally)
         for part in parts:
             for name, tally in part.items():
@@ -89,11 +96,11 @@ class Stats:
         self.tallies = total
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """Every tally's report, by `task/kind`."""
+        """Return the report of each tally, by `task/type`."""
         return {name: tally.report() for name, tally in self.tallies.items()}
 
 
-def _clock(device: torch.device) -> float:
+def _synchronized_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -44,7 +44,7 @@ def tell_settled(cache: CacheSource) -> None:
 
 
 def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
-    """Log that a layer was given slots for `tokens` more tokens, if any."""
+    """Log that slots for `tokens` more tokens were added to a layer, if any were."""
     if tokens:
         log.debug("layer %d extended by %d tokens to %d", layer_idx, tokens, capacity)
 

@@ -77,13 +77,13 @@ def check_fields(strategy: Any) -> None:
         H2O(recent=1.0, decode='evict')
         >>> StreamingLLM(sinks=2.5)
         Traceback (most recent call last):
-        kvpolicy.KVPolicyTypeError: StreamingLLM's sinks must be an integer, got 2.5.
+        kvpolicy.KVPolicyTypeError: StreamingLLM.sinks must be an integer, got 2.5.
     """
     for field in fields(strategy):
         annotation = str(field.type)
         value = getattr(strategy, field.name)
         if annotation in _KINDS:
-            value = _normalized(annotation, value, f"{type(strategy).__name__}'s {field.name}")
+            value = _normalized(annotation, value, f"{type(strategy).__name__}.{field.name}")
         elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
             value = int(value)
         object.__setattr__(strategy, field.name, value)

@@ -126,7 +126,7 @@ def test_errors_of_kvpolicy_are_one_sentence_wherever_they_are_raised(kind: type
 
 
 def test_a_type_error_inside_kvpolicy_is_internal() -> None:
-    """Only the class counts: a plain TypeError is internal even where a line of kvpolicy raises it."""
+    """Only the class counts: a plain TypeError is internal, even if kvpolicy raises it."""
     scope: dict[str, Any] = {"__name__": "kvpolicy.somewhere"}
     with pytest.raises(TypeError) as caught:
         exec("raise TypeError('a bug')", scope)

@@ -11,7 +11,8 @@ from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.store import LayerStore, RowBudget
-from tests.conformance.replay import Turn, Twin, Verdict, coded_positions, kept_positions, replay
+from tests.conformance.access import coded_positions, kept_positions
+from tests.conformance.replay import Turn, Twin, Verdict, replay
 
 DIM = 8
 

@@ -193,10 +193,10 @@ class Roll:
 
     scaling = 1.0
 
-    def apply(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         return self._move(keys, positions)
 
-    def undo(self, keys: Tensor, positions: Tensor) -> Tensor:
+    def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         return self._move(keys, -positions)
 
     def _move(self, keys: Tensor, by: Tensor) -> Tensor:
@@ -206,12 +206,12 @@ class Roll:
 
 
 def undo(key: Tensor, position: int) -> Tensor:
-    """What `Roll.undo` does, of one key."""
+    """What `Roll.unrotate` does, of one key."""
     return key.roll(-position)
 
 
 def apply(key: Tensor, position: int) -> Tensor:
-    """What `Roll.apply` does, of one key."""
+    """What `Roll.rotate` does, of one key."""
     return key.roll(position)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from kvpolicy import Policy
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.registry import lookup, names
 from tests.conformance.calibration import folder
+from tests.sampling import pairwise, star
 
 _WORDS = {
     "streaming": "streaming:sinks=2",
@@ -37,6 +37,7 @@ SELECTORS = [name for name in names("selector") if name != "full"]
 CODECS = [*names("codec")]
 RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
 """Codecs whose precision follows a ranking, which `full` has none of."""
+_UNRANKED = {("full", codec) for codec in RANKED}
 
 
 def words(*methods: str, budget: str = "0.5") -> str:
@@ -44,35 +45,23 @@ def words(*methods: str, budget: str = "0.5") -> str:
     return "+".join(_WORDS.get(method, method) for method in methods) + f"@{budget}"
 
 
-def every(*lists: Sequence[str]) -> list[tuple[str, ...]]:
-    """Rows in which every value of a list meets every value of every other list, by greedy choice."""
-    used = Counter[tuple[int, str]]()
-    missing = {
-        (i, a, j, b) for i in range(len(lists)) for j in range(i + 1, len(lists)) for a in lists[i] for b in lists[j]
-    }
-    rows: list[tuple[str, ...]] = []
-    while missing:
-        i, a, j, b = min(missing, key=lambda pair: (used[pair[:2]] + used[pair[2:]], pair))
-        row: dict[int, str] = {i: a, j: b}
-        for place, values in enumerate(lists):
-            if place not in row:
-                gain = {value: len(missing & _pairs({**row, place: value})) for value in values}
-                row[place] = max(values, key=lambda value: (gain[value], -used[place, value]))
-        rows.append(tuple(row[place] for place in range(len(lists))))
-        missing -= _pairs(row)
-        used.update(row.items())
-    return rows
-
-
 def every_pair() -> list[str]:
-    """Policies in which every allocator, selector and codec meets every other once."""
-    rows = every(ALLOCATORS, [*SELECTORS, "full"], CODECS)
-    rows = [row for row in rows if not (row[1] == "full" and row[2] in RANKED)]
+    """Policies in which every allocator, selector and codec meets every other; `full` keeps all that there is."""
+    rows = pairwise(ALLOCATORS, [*SELECTORS, "full"], CODECS, allowed=lambda row: row[1:] not in _UNRANKED)
     return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]
 
 
-def _pairs(row: dict[int, str]) -> set[tuple[int, str, int, str]]:
-    return {(i, row[i], j, row[j]) for i in row for j in row if i < j}
+def star_of(selectors: Sequence[str] = SELECTORS, codecs: Sequence[str] = CODECS) -> list[tuple[str, str]]:
+    """Each selector with `plain`, and each codec with `h2o`."""
+    return star(selectors, codecs, centers=[("", "plain"), ("h2o", "")])
+
+
+def star_of_three(
+    allocators: Sequence[str] = ALLOCATORS, selectors: Sequence[str] = SELECTORS, codecs: Sequence[str] = CODECS
+) -> list[tuple[str, str, str]]:
+    """Each allocator with `snapkv`, each selector with `plain`, and each codec with `h2o`."""
+    centers = [("", "snapkv", "plain"), ("uniform", "", "plain"), ("uniform", "h2o", "")]
+    return star(allocators, selectors, codecs, centers=centers)
 
 
 def with_profile(policy: str, folder: Path, cosines: Sequence[float]) -> Policy:

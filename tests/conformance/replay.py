@@ -8,22 +8,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 from torch import Tensor
 
-from kvpolicy import Policy
+from kvpolicy import Policy, PolicyCache
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.store import LayerStore, RowBudget
-from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.engine.store import LayerStore
 from kvpolicy.registry import name_of
+from tests.conformance.access import (
+    Attend,
+    Slots,
+    attending,
+    coded_positions,
+    kept_positions,
+    noticing,
+    store_of,
+)
 from tests.conformance.calibration import calibration
 from tests.reference import codecs, coding, selectors
 from tests.reference.engine import ReferenceLayer
-
-Slots = list[list[int | None]]
-"""The position in each slot of each stage, None where it is dead."""
 
 
 @dataclass(kw_only=True)
@@ -64,21 +66,6 @@ Tape = dict[int, list[Turn]]
 """Turns of each layer."""
 
 
-def kept_positions(layer: LayerStore | PolicyLayer) -> list[list[list[int]]]:
-    """The positions that each row and head holds, ascending."""
-    return [[sorted(p for p in head if p >= 0) for head in row] for row in layer.positions.tolist()]
-
-
-def coded_positions(layer: LayerStore) -> list[list[Slots]]:
-    """The position in each slot of each stage, for each row and head."""
-    ends = [(start, start + count) for start, count in zip(layer.layout.starts(), layer.layout.coded, strict=True)]
-
-    def head(positions: list[int]) -> Slots:
-        return [[p if p >= 0 else None for p in positions[start:stop]] for start, stop in ends]
-
-    return [[head(positions) for positions in row] for row in layer.positions.tolist()]
-
-
 class Recorder:
     """Fills a tape with every forward of a policy's layers."""
 
@@ -105,38 +92,28 @@ class Recorder:
 def recording() -> Generator[Recorder]:
     """Record inside; call `close` after each forward of the model."""
     recorder = Recorder()
-    real, real_note = PolicyCache.attend, PolicyCache.note_massive
-    real_compress = LayerStore.compress
 
-    def compress(self: LayerStore, pending: PendingPrompt, budget: RowBudget, **more: Any) -> None:
-        recorder.keep[self.layer_idx] = budget.keep.tolist()
-        real_compress(self, pending, budget, **more)
+    def around(real: Attend) -> Attend:
+        def attend(
+            cache: PolicyCache,
+            layer_idx: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            valid: Tensor | None,
+            kernel: ScoreTransform,
+            *rest: Any,
+        ) -> Tensor:
+            given = [x.detach().clone() for x in (q, k, v)]
+            out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
+            flags = None if valid is None else valid.bool()
+            turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
+            recorder.note(store_of(cache, layer_idx), turn)
+            return out
 
-    def attend(
-        self: PolicyCache,
-        layer_idx: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        valid: Tensor | None,
-        kernel: ScoreTransform,
-        *rest: Any,
-    ) -> Tensor:
-        given = [x.detach().clone() for x in (q, k, v)]
-        out = real(self, layer_idx, q, k, v, valid, kernel, *rest)
-        flags = None if valid is None else valid.bool()
-        store: LayerStore = self.layers[layer_idx].store  # pyright: ignore[reportAttributeAccessIssue]
-        recorder.note(store, Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone()))
-        return out
+        return attend
 
-    def note_massive(self: PolicyCache, layer_idx: int, hidden: Tensor) -> None:
-        recorder.hidden[layer_idx] = hidden.detach().clone()
-        real_note(self, layer_idx, hidden)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PolicyCache, "note_massive", note_massive)
-        patch.setattr(PolicyCache, "attend", attend)
-        patch.setattr(LayerStore, "compress", compress)
+    with noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__), attending(around):
         yield recorder
 
 

@@ -11,6 +11,7 @@ from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw
 from tests.conformance.calibration import folder
 from tests.conformance.policies import CODECS, SELECTORS
+from tests.sampling import product
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
 
@@ -104,7 +105,7 @@ def converse(seed: int, *, idle: bool = False) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@product("seed", range(150), sample=[(seed,) for seed in range(80)])
 def test_some(seed: int) -> None:
     converse(seed)
 
@@ -115,7 +116,6 @@ def test_rows_that_get_nothing(seed: int) -> None:
     converse(seed, idle=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(150, 3000))
+@product("seed", range(150, 3000), sample=[])
 def test_many(seed: int) -> None:
     converse(seed, idle=seed % 2 == 0)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
-import pytest
 import torch
 
 from kvpolicy import Policy, PolicyCache
 from tests.conformance.calibration import DIM
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, play
-from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, every, words
+from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
 from tests.conformance.replay import Tape, Twin, reference_codec, replay
 from tests.conformance.turning import turns
 from tests.reference import allocators
+from tests.sampling import product
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = (ALLOCATORS, SELECTORS, CODECS, [*FAMILIES, *UNNAMED], [*ROWS], [*DTYPES])
@@ -69,12 +68,6 @@ def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, c
     return allocators.squeeze(cosines, total, floor, ceiling, share=policy.allocator.share)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize(("allocator", "selector", "codec", "family", "rows", "dtype"), every(*AXES))
-def test_pairs(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
-    compare(allocator, selector, codec, family, rows, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("allocator", "selector", "codec", "family", "rows", "dtype"), list(product(*AXES)))
-def test_all(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
+@product("allocator,selector,codec,family,rows,dtype", *AXES)
+def test_methods_and_families(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     compare(allocator, selector, codec, family, rows, dtype)

@@ -13,16 +13,24 @@ from kvpolicy import Policy
 from kvpolicy.allocators.uniform import Uniform
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.fakes import Fake, Roll, apply, undo
-from tests.conformance.policies import SELECTORS, every, words
+from tests.conformance.policies import SELECTORS, words
 from tests.conformance.replay import Twin, Verdict
+from tests.sampling import pairwise, product
 
 PINNED: list[Literal["none", "first", "massive", "newest"]] = ["none", "first", "massive", "newest"]
 CAPS = {"one": (), "two": (8,), "small": (4,), "three": (4, 4)}
 PINS = {"none": ("none", 0), "first": ("first", 2), "massive": ("massive", 3), "newest": ("newest", 3)}
-AXES = (
-    [*CAPS], ["1", "4"], ["age", "priority"], [*PINS], ["0", "3"], ["flush", "recode"], ["rotated", "unrotated"],
-    ["evict", "grow"], SELECTORS,
-)  # fmt: skip
+AXES: dict[str, list[str]] = {
+    "caps": [*CAPS],
+    "group_size": ["1", "4"],
+    "order": ["age", "priority"],
+    "pins": [*PINS],
+    "residual": ["0", "3"],
+    "recode": ["flush", "recode"],
+    "key_space": ["rotated", "unrotated"],
+    "decode": ["evict", "grow"],
+    "selector": SELECTORS,
+}
 
 
 def fake(caps: str, group_size: str, order: str, pins: str, residual: str, recode: str, key_space: str) -> Fake:
@@ -56,11 +64,22 @@ def converse(bench: Bench, seed: int, sizes: list[int], first: torch.Tensor | No
     return bench.check()
 
 
-@pytest.mark.parametrize("options", every(*AXES), ids="-".join)
-def test_traits(options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize([*AXES], pairwise(*AXES.values()))
+def test_traits(
+    caps: str,
+    group_size: str,
+    order: str,
+    pins: str,
+    residual: str,
+    recode: str,
+    key_space: str,
+    decode: str,
+    selector: str,
+) -> None:
     """A padded prompt, many steps, continuations and steps."""
-    codec, sizes = fake(*options[:7]), [30, *[1] * 14, 9, *[1] * 6, 2, 1, 1, 1]
-    bench = bench_of(codec, options[8], options[7], [22, 15, 9, 5], sum(sizes))
+    codec = fake(caps, group_size, order, pins, residual, recode, key_space)
+    sizes = [30, *[1] * 14, 9, *[1] * 6, 2, 1, 1, 1]
+    bench = bench_of(codec, selector, decode, [22, 15, 9, 5], sum(sizes))
     done = converse(bench, 0, sizes, padding(30, 30, 17, 12, 6))
     assert done.turns >= 3 * len(sizes)
 
@@ -96,9 +115,7 @@ def random_conversation(seed: int) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("key_space", ["rotated", "unrotated"])
-@pytest.mark.parametrize("pins", [*PINS])
-@pytest.mark.parametrize("caps", ["one", "two"])
+@product("caps,pins,key_space", ["one", "two"], [*PINS], ["rotated", "unrotated"])
 def test_rows_that_begin_later(caps: str, pins: str, key_space: str) -> None:
     """A chunk that is all padding for a row settles none of its pins; rows that began keep theirs."""
     sizes, start = [10, 10, 10, *[1] * 8, 6, *[1] * 6], [0, 3, 14, 26]
@@ -110,12 +127,11 @@ def test_rows_that_begin_later(caps: str, pins: str, key_space: str) -> None:
     assert bench.check().turns == 4 * len(sizes) - 1 - 2
 
 
-@pytest.mark.parametrize("seed", range(60))
+@product("seed", range(60), sample=[(seed,) for seed in range(40)])
 def test_some(seed: int) -> None:
     random_conversation(seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60, 3000))
+@product("seed", range(60, 3000), sample=[])
 def test_many(seed: int) -> None:
     random_conversation(seed)

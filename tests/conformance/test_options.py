@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 
 from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import CODECS, SELECTORS, every, words
+from tests.conformance.policies import CODECS, SELECTORS, star_of, words
+from tests.sampling import pairwise, product
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
 BUCKETS, PICKS, PAGES = ["rank", "distance"], ["first", "random", "best"], ["0", "1", "3", "8"]
 SPLITS, QUANTILES = ["0.0", "0.25", "0.5", "0.9"], ["0.0", "0.5", "0.7", "1.0"]
-CRUSH = every(BASES, ANCHORS, BUCKETS, PICKS, PAGES, SPLITS, QUANTILES, ["0", "7"])
+CRUSH = {
+    "base": BASES,
+    "anchor": ANCHORS,
+    "buckets": BUCKETS,
+    "pick": PICKS,
+    "page": PAGES,
+    "split": SPLITS,
+    "quantile": QUANTILES,
+    "seed": ["0", "7"],
+}
+MORE = [*SELECTORS, "kvcrush:page=4/h2o"]
+KIVI = {"bits": ["2", "4", "8"], "group": ["1", "3", "4", "32"], "residual": ["0", "1", "6", "40"]}
 
 
-def crush_words(*options: str, codec: str = "plain") -> str:
+def crush_words(
+    base: str, anchor: str, buckets: str, pick: str, page: str, split: str, quantile: str, seed: str
+) -> str:
     """The words of a KVCrush."""
-    base, anchor, buckets, pick, page, split, quantile, seed = options
     small = {"streaming": "streaming:sinks=2", "snapkv": "snapkv:window=5:kernel=3"}.get(base, base)
     crush = f"kvcrush:anchor={anchor}:buckets={buckets}:pick={pick}:page={page}:split={split}"
-    return f"{crush}:quantile={quantile}:seed={seed}/{small}+{codec}@0.5"
+    return f"{crush}:quantile={quantile}:seed={seed}/{small}@0.5"
 
 
 def converse(words: str, *, seed: int = 0, group: int = 2) -> Bench:
@@ -37,17 +48,17 @@ def converse(words: str, *, seed: int = 0, group: int = 2) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("options", CRUSH, ids="-".join)
-def test_kvcrush(options: tuple[str, ...]) -> None:
-    converse(crush_words(*options))
+@pytest.mark.parametrize([*CRUSH], pairwise(*CRUSH.values()))
+def test_kvcrush(
+    base: str, anchor: str, buckets: str, pick: str, page: str, split: str, quantile: str, seed: str
+) -> None:
+    converse(crush_words(base, anchor, buckets, pick, page, split, quantile, seed))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("options", list(product(BASES, ANCHORS, BUCKETS, PICKS, PAGES)), ids="-".join)
-def test_kvcrush_in_full(options: tuple[str, ...], seed: int) -> None:
+@product("base,anchor,buckets,pick,page,seed", BASES, ANCHORS, BUCKETS, PICKS, PAGES, range(3), sample=[])
+def test_kvcrush_in_full(base: str, anchor: str, buckets: str, pick: str, page: str, seed: int) -> None:
     split, quantile = SPLITS[seed], QUANTILES[-seed]
-    converse(crush_words(*options, split, quantile, str(seed)), seed=seed, group=1 + seed)
+    converse(crush_words(base, anchor, buckets, pick, page, split, quantile, str(seed)), seed=seed, group=1 + seed)
 
 
 @pytest.mark.parametrize("page", [3, 16, 64])
@@ -87,10 +98,8 @@ def test_kvcrush_with_ties(base: str) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize("options", every(["2", "4", "8"], ["1", "3", "4", "32"], ["0", "1", "6", "40"]), ids="-".join)
-@pytest.mark.parametrize("selector", ["window", "h2o", "tova:decode=grow", "kvcrush/h2o", "full"])
-def test_kivi(options: tuple[str, ...], selector: str) -> None:
-    bits, group, residual = options
+@product(["selector", *KIVI], ["window", "h2o", "tova:decode=grow", "kvcrush/h2o", "full"], *KIVI.values())
+def test_kivi(selector: str, bits: str, group: str, residual: str) -> None:
     words = f"kivi:bits={bits}:group_size={group}:residual_length={residual}"
     bench = Bench(f"{selector}+{words}@{1.0 if selector == 'full' else 0.5}", [12, 10], new=30)
     bench.budgets = [999, 999] if selector == "full" else bench.budgets
@@ -99,7 +108,7 @@ def test_kivi(options: tuple[str, ...], selector: str) -> None:
     bench.check()
 
 
-@pytest.mark.parametrize(("selector", "codec"), every([*SELECTORS, "kvcrush:page=4/h2o"], CODECS), ids="-".join)
+@product("selector,codec", MORE, CODECS, sample=star_of(MORE))
 def test_selection_does_not_depend_on_the_codec(selector: str, codec: str) -> None:
     """What a prompt keeps is chosen before anything is coded."""
     plain, coded = (Bench(words(selector, name), [12, 9]) for name in ("plain", codec))

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in several files, what their whole models answer, and a rank's answer beside it."""
+"""Small checkpoints of several files, the output of their whole models, and the comparison with that of a rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ MORE: dict[str, Any] = {
     "no head": _make("Llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=1, head_dim=8),
     "odd": _make("Llama", vocab_size=51, intermediate_size=45),
     "old opt": _make(
-        "OPT", "num_key_value_heads", "intermediate_size", ffn_dim=48, word_embed_proj_dim=16,
-        do_layer_norm_before=False, enable_bias=False,
+        "OPT",
+        "num_key_value_heads",
+        "intermediate_size",
+        ffn_dim=48,
+        word_embed_proj_dim=16,
+        do_layer_norm_before=False,
+        enable_bias=False,
     ),
-}  # fmt: skip
-"""What the families of the conformance tests leave out."""
+}
+"""Variants that the families of the conformance tests do not cover."""
 
 
 def make(name: str) -> Any:
-    """A whole model, random but fixed; swapping two of its heads moves its logits by more than 0.01."""
+    """A whole model with random weights of a fixed seed; swapping two heads changes its logits by more than 0.01."""
     torch.manual_seed(sum(map(ord, name)))
     model = transformers.AutoModelForCausalLM.from_config((MORE.get(name) or FAMILIES[name])())
     for parameter in model.parameters():
@@ -44,9 +49,9 @@ def make(name: str) -> Any:
 
 
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
-    """Save a model in several files, with a prompt and what the whole model says to it."""
+    """Save a model in several files, with a prompt and the output of the whole model for it."""
     model = make(name).to(dtype)
-    model.generation_config.repetition_penalty = 1.5  # changes tokens, so it is seen whether it was loaded
+    model.generation_config.repetition_penalty = 1.5  # changes tokens, so that a test fails if it is not loaded
     where = folder / name.replace(" ", "_")
     model.save_pretrained(where, max_shard_size="20KB")
     assert len(list(where.glob("model*.safetensors"))) > 1
@@ -57,7 +62,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> str:
 
 @torch.no_grad()
 def answer(model: Any, prompt: Tensor) -> dict[str, Tensor]:
-    """A model's logits for a prompt, and the tokens it generates, with its whole cache and with a small one."""
+    """The logits of a model for a prompt, and the tokens that it generates with the stock cache and under a policy."""
     found = {"logits": model(prompt).logits.float(), "tokens": _tokens(model, prompt)}
     with kvpolicy.attach(model, "h2o+kivi:bits=8@0.6"):
         return found | {"tokens of a policy": _tokens(model, prompt)}
@@ -69,7 +74,7 @@ def _tokens(model: Any, prompt: Tensor) -> Tensor:
 
 
 def compare(folder: str, model: Any) -> tuple[float, bool]:
-    """How far a model's logits are from the whole model's, and whether it generates the same tokens."""
+    """The largest difference from the logits of the whole model, and whether the generated tokens are equal."""
     want = load_file(Path(folder) / "answer.safetensors")
     got = answer(model, want["prompt"])
     same = all(torch.equal(got[name], want[name]) for name in got if name != "logits")

@@ -1,4 +1,4 @@
-"""What the tests of launchers start: loads a model on every rank, generates, and leaves; or fails on one rank."""
+"""The script of the tests of launchers: load a model on every rank, generate, and exit; or fail on one rank."""
 
 import sys
 
@@ -13,12 +13,12 @@ def main(folder: str, backend: str) -> None:
     with kvpolicy_deepspeed.ranks(seed=0) as place:
         if backend == "fail":
             if place.rank == 1:
-                raise RuntimeError("the second rank has had enough")
-            dist.all_reduce(torch.ones(1))  # waits for who will never come
+                raise RuntimeError("the second rank failed on purpose")
+            dist.all_reduce(torch.ones(1))  # waits for a rank that never calls it
         model = kvpolicy_deepspeed.load(folder, backend=backend)  # pyright: ignore[reportArgumentType]
         tokens = model.generate(torch.arange(3, 19)[None], max_new_tokens=5, min_new_tokens=5, do_sample=True)
-        print(f"rank {place.rank} of {place.size} drew {tokens[0, 16:].tolist()}", flush=True)
-    raise AssertionError("nothing runs behind the block")
+        print(f"rank {place.rank} of {place.size} sampled {tokens[0, 16:].tolist()}", flush=True)
+    raise AssertionError("the code after the block must not run")
 
 
 if __name__ == "__main__":

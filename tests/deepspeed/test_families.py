@@ -1,4 +1,4 @@
-"""A model on several ranks says what it says on one, whatever its family; or it is refused."""
+"""For every model family, several ranks give the output of one rank; or the model is rejected."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _right(found: Any) -> bool:
     return not isinstance(found, str) and found[0] <= CLOSE and found[1]
 
 
-def test_deepspeed_is_right_on_two_ranks(tmp_path: Path) -> None:
+def test_deepspeed_is_correct_on_two_ranks(tmp_path: Path) -> None:
     found = _run(tmp_path, [*{*NAMED, *MORE}], "deepspeed", 2)
     assert all(map(_right, found.values())), found
 
 
-def test_transformers_is_right_on_two_ranks_or_says_what_to_use(tmp_path: Path) -> None:
+def test_transformers_is_correct_on_two_ranks_or_names_the_other_backend(tmp_path: Path) -> None:
     found = _run(tmp_path, [*{*NAMED, *MORE}], "hf", 2)
     refused = {name for name, value in found.items() if isinstance(value, str)}
     assert all(_right(value) for name, value in found.items() if name not in refused), found
@@ -52,12 +52,13 @@ def test_transformers_is_right_on_two_ranks_or_says_what_to_use(tmp_path: Path) 
     assert all('use backend="deepspeed"' in found[name] for name in refused)
 
 
-def test_two_kv_heads_are_held_twice_on_four_ranks(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_two_kv_heads_are_replicated_on_four_ranks(tmp_path: Path) -> None:
     found = _run(tmp_path, ["llama", "four experts"], "deepspeed", 4)
     assert all(map(_right, found.values())), found
 
 
-@pytest.mark.slow
-def test_deepspeed_is_right_on_four_ranks(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_deepspeed_is_correct_on_four_ranks(tmp_path: Path) -> None:
     found = _run(tmp_path, [*{*NAMED, *MORE} - {"no head"}], "deepspeed", 4)
     assert all(map(_right, found.values())), found

@@ -1,4 +1,4 @@
-"""Two ranks on one card."""
+"""Two ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import ranks_of
 from tests.deepspeed.checkpoints import make, save
 from tests.parallel.ranks import run_ranks
 
@@ -30,7 +31,7 @@ def _play(model: Any, policy: str) -> tuple[PolicyCache, torch.Tensor]:
 
 
 def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float]]:
-    """Of each policy: the share of positions that one rank keeps too, and how far logits are apart."""
+    """For each policy, the fraction of positions that a single rank keeps too, and the largest difference of logits."""
     import kvpolicy_deepspeed
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -39,7 +40,7 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
     for policy in POLICIES:
         (some, mine), (one, whole) = _play(model, policy), _play(alone, policy)
         pairs = [
-            (b.positions[:, a.store.ranks.held], a.positions)
+            (b.positions[:, ranks_of(a).held], a.positions)
             for a, b in zip(some.policy_layers, one.policy_layers, strict=True)
         ]
         same = [float((left.sort(-1).values == right.sort(-1).values).float().mean()) for left, right in pairs]
@@ -48,8 +49,8 @@ def _compare(rank: int, world: int, folder: str) -> dict[str, tuple[float, float
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
-def test_two_ranks_on_one_card(tmp_path: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_two_ranks_on_one_gpu(tmp_path: Path) -> None:
     for found in run_ranks(_compare, 2, save("llama", tmp_path)):
         assert all(share > 0.95 for share, _ in found.values()), found
         assert found["full"][1] < 1e-4

@@ -1,4 +1,4 @@
-"""Both launchers run a script on CPU ranks, which leaves cleanly, or fails with its error and without a hang."""
+"""Both launchers run a script on CPU ranks, which exits cleanly, or fails with its error and without a deadlock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import kvpolicy_deepspeed
-from kvpolicy_deepspeed.launch import _status
+from kvpolicy_deepspeed.launch import _exit_code
 from tests.deepspeed.checkpoints import save
 from tests.parallel.launchers import LIMIT, words
+from tests.sampling import product
 
 SCRIPT = Path(__file__).with_name("script.py")
 ROOT = SCRIPT.parent.parent.parent
@@ -26,8 +27,11 @@ def _launch(launcher: str, *arguments: str) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, *words(launcher), str(SCRIPT), *arguments],
         env=kept | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=LIMIT)
         return process.returncode, output
@@ -36,34 +40,34 @@ def _launch(launcher: str, *arguments: str) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_ranks_load_generate_and_leave(launcher: str, tmp_path: Path) -> None:
+@product("launcher", ["torchrun", "deepspeed"], sample=[("deepspeed",)])
+def test_ranks_load_generate_and_exit(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    status, output = _launch(launcher, save("llama", tmp_path), "deepspeed")
-    assert status == 0, output
-    drawn = re.findall(r"drew (\[[\d, ]+\])", output)
-    assert len(drawn) == 2 and drawn[0] == drawn[1], output  # sampled, from the same seed
+    code, output = _launch(launcher, save("llama", tmp_path), "deepspeed")
+    assert code == 0, output
+    sampled = re.findall(r"sampled (\[[\d, ]+\])", output)
+    assert len(sampled) == 2 and sampled[0] == sampled[1], output  # sampled, from the same seed
     assert "AssertionError" not in output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@product("launcher", ["torchrun", "deepspeed"], sample=[("torchrun",)])
 def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str) -> None:
     if launcher == "deepspeed":
         pytest.importorskip("deepspeed")
-    status, output = _launch(launcher, "", "fail")
-    assert status != 0, output
-    assert "Rank 1 of 2 failed" in output and "RuntimeError: the second rank has had enough" in output, output
+    code, output = _launch(launcher, "", "fail")
+    assert code != 0, output
+    assert "Rank 1 of 2 failed" in output and "RuntimeError: the second rank failed on purpose" in output, output
 
 
-def test_without_a_launcher_the_command_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_launcher_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc_per_node N .* or `deepspeed"):
         kvpolicy_deepspeed.load("nowhere")
-    with pytest.raises(RuntimeError, match="No launcher"), kvpolicy_deepspeed.ranks():
+    with pytest.raises(RuntimeError, match="must be started by a launcher"), kvpolicy_deepspeed.ranks():
         pass
 
 
-def test_the_exit_status_says_how_a_rank_ended() -> None:
+def test_the_exit_code_of_a_rank() -> None:
     ends = [SystemExit(), SystemExit(0), SystemExit(3), SystemExit(256), SystemExit("no"), KeyboardInterrupt()]
-    assert [_status(end) for end in [*ends, ValueError()]] == [0, 0, 3, 1, 1, 130, 1]
+    assert [_exit_code(end) for end in [*ends, ValueError()]] == [0, 0, 3, 1, 1, 130, 1]

@@ -1,4 +1,4 @@
-"""While it loads, a rank holds at most its own weights and one file of the checkpoint."""
+"""While loading, a rank holds at most its own weights and one file of the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,28 +12,36 @@ import torch
 import transformers
 
 from tests.parallel.ranks import run_ranks
+from tests.sampling import product
 
 pytest.importorskip("deepspeed")
 MIB = 2**20
 SIZES: dict[str, Any] = {
-    "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "vocab_size": 4000,
-}  # fmt: skip
+    "hidden_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "vocab_size": 4000,
+}
 
 
 def _resident(kind: str) -> float:
-    """MiB of this process: `VmRSS` is all, `RssAnon` leaves out what the system can drop, as pages of files."""
+    """Resident memory in MiB: `VmRSS` is everything, `RssAnon` excludes pages of files, which the system can drop."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) / 1024
-    pytest.skip(f"this system does not tell {kind}")
+    pytest.skip(f"this system does not report {kind}")
 
 
 class _Peak(threading.Thread):
-    """The most memory while it runs, looked at every millisecond."""
+    """The peak of the memory while it runs, sampled every millisecond."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(daemon=True)
-        self.kind, self.before, self.most, self.over = kind, _resident(kind), 0.0, threading.Event()
+        self.kind = kind
+        self.before = _resident(kind)
+        self.most = 0.0
+        self.over = threading.Event()
 
     def run(self) -> None:
         while not self.over.wait(0.001):
@@ -43,7 +51,7 @@ class _Peak(threading.Thread):
 def _load(rank: int, world: int, small: str, folder: str, backend: Any, dtype: str, kind: str) -> tuple[float, float]:
     import kvpolicy_deepspeed
 
-    kvpolicy_deepspeed.load(small, backend=backend)  # imports, and what is made once
+    kvpolicy_deepspeed.load(small, backend=backend)  # imports, and allocations of the first call
     gc.collect()
     peak = _Peak(kind)
     peak.start()
@@ -63,26 +71,17 @@ def _save(family: str, folder: Path, **sizes: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "backend", "dtype"),
-    [
-        ("Mixtral", "deepspeed", "bfloat16"),
-        ("Mixtral", "hf", "float32"),
-        pytest.param("Llama", "deepspeed", "float32", marks=pytest.mark.slow),
-        pytest.param("Llama", "deepspeed", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("Mixtral", "deepspeed", "float32", marks=pytest.mark.slow),
-        pytest.param("Llama", "hf", "float32", marks=pytest.mark.slow),
-        pytest.param("Llama", "hf", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("Mixtral", "hf", "bfloat16", marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_holds_its_own_and_one_file(family: str, backend: str, dtype: str, tmp_path: Path) -> None:
+SAMPLE = [("Mixtral", "deepspeed", "bfloat16")]
+
+
+@product("family,backend,dtype", ["Mixtral", "Llama"], ["deepspeed", "hf"], ["float32", "bfloat16"], sample=SAMPLE)
+def test_a_rank_holds_its_shard_and_one_file(family: str, backend: str, dtype: str, tmp_path: Path) -> None:
     small = _save(family, tmp_path / "small", **(SIZES | {"hidden_size": 48, "vocab_size": 64}))
     folder = _save(family, tmp_path / "large", **SIZES)
     files = [file.stat().st_size / MIB for file in Path(folder).glob("*.safetensors")]
     assert len(files) > 4
-    # transformers maps all files at once, which the system drops when it must; ours are open one at a time.
+    # transformers maps all files at once, whose pages the system can drop; kvpolicy opens one file at a time.
     kind = "VmRSS" if backend == "deepspeed" else "RssAnon"
-    for peak, own in run_ranks(_load, 2, small, folder, backend, dtype, kind):
+    for peak, own in run_ranks(_load, 2, small, folder, backend, dtype, kind, fresh=True):
         assert own < 0.6 * sum(files) * (2 if dtype == "float32" else 1)
-        assert peak <= own + max(files) + 8, f"{peak:.0f} MiB for {own:.0f} MiB of weights"  # 8: the interpreter's
+        assert peak <= own + max(files) + 8, f"{peak:.0f} MiB for {own:.0f} MiB of weights"  # 8 for the interpreter

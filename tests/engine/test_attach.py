@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import Attend, attending, selector_state
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 
@@ -54,42 +56,40 @@ class Boom(Exception):
     pass
 
 
+def broken_in(nth: int) -> AbstractContextManager[None]:
+    """Raise Boom in one of the layers under the policy."""
+    calls: list[int] = []
+
+    def around(real: Attend) -> Attend:
+        def attend(cache: PolicyCache, layer_idx: int, *rest: Any) -> Tensor:
+            calls.append(layer_idx)
+            if len(calls) == nth + 1:
+                raise Boom
+            return real(cache, layer_idx, *rest)
+
+        return attend
+
+    return attending(around)
+
+
 @pytest.mark.parametrize("family", ["llama", "falcon_grouped", "gemma2"])
-def test_no_trace_after_an_exception_inside_a_forward(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trace_after_an_exception_inside_a_forward(family: str) -> None:
     model = build(family)
     before, stock = trace(model), logits(model)
-    real, calls = PolicyCache.attend, list[int]()
-
-    def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
-        calls.append(layer_idx)
-        if len(calls) == 2:
-            raise Boom
-        return real(self, layer_idx, *args)
-
-    monkeypatch.setattr(PolicyCache, "attend", attend)
-    with pytest.raises(Boom), kvpolicy.attach(model, POLICY):
+    with pytest.raises(Boom), broken_in(1), kvpolicy.attach(model, POLICY):
         logits(model, use_cache=True)
     assert trace(model) == before
     assert torch.equal(logits(model), stock)
 
 
-def test_a_handle_works_on_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_works_on_after_an_exception() -> None:
     """A forward that broke off in the middle of measuring leaves nothing to the next one."""
     model = build("llama")
     with kvpolicy.attach(model, POLICY) as handle:
         want = logits(model, use_cache=True)
         kept = handle.cache.policy_layers[2].positions.clone() if handle.cache else None
-        with monkeypatch.context() as patch:
-            real = PolicyCache.attend
-
-            def attend(self: PolicyCache, layer_idx: int, *args: Any) -> Any:
-                if layer_idx == 1:
-                    raise Boom
-                return real(self, layer_idx, *args)
-
-            patch.setattr(PolicyCache, "attend", attend)
-            with pytest.raises(Boom):
-                logits(model, use_cache=True)
+        with pytest.raises(Boom), broken_in(1):
+            logits(model, use_cache=True)
         assert torch.equal(logits(model, use_cache=True), want)
         assert kept is not None and handle.cache is not None
         assert torch.equal(handle.cache.policy_layers[2].positions, kept)
@@ -231,7 +231,7 @@ def test_slots_hold_no_graph() -> None:
         model(ids[:, :1], past_key_values=cache)
     layer = cache.policy_layers[0]
     assert not any(
-        t.requires_grad for t in (layer.keys, layer.values, *layer.store.state) if isinstance(t, torch.Tensor)
+        t.requires_grad for t in (layer.keys, layer.values, *selector_state(layer)) if isinstance(t, torch.Tensor)
     )
 
 

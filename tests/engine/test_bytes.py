@@ -15,10 +15,12 @@ from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.spec.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
-from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, every, with_profile, words
+from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, with_profile, words
 from tests.engine.live import stored_bytes
+from tests.sampling import product, star
 
 PROMPT, NEW = 40, 9
+ROWS = {"one": [PROMPT], "padded": [PROMPT, 33, 20]}
 BUDGETS = ["0.25", "0.5", "1.0", "12", "14KiB", "30KB"]
 GROWING = ["window:decode=grow", "h2o:decode=grow", "kvcrush/snapkv:window=6:decode=grow", "full"]
 
@@ -58,16 +60,12 @@ def check(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, measur
     assert cache.report().nbytes == cache.nbytes
 
 
-@pytest.mark.parametrize("rows", [[PROMPT], [PROMPT, 33, 20]])
-@pytest.mark.parametrize(
-    ("allocator", "selector", "codec", "budget"), every(["uniform", "pyramid"], SELECTORS, CODECS, BUDGETS)
-)
-def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: list[int]) -> None:
-    check("llama", words(allocator, selector, codec, budget=budget), rows)
+@product("allocator,selector,codec,budget,rows", ["uniform", "pyramid"], SELECTORS, CODECS, BUDGETS, [*ROWS])
+def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: str) -> None:
+    check("llama", words(allocator, selector, codec, budget=budget), ROWS[rows])
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", GROWING)
+@product("selector,codec", GROWING, CODECS, sample=star(GROWING, CODECS, centers=[("", "plain"), (GROWING[1], "")]))
 def test_growing(selector: str, codec: str) -> None:
     """A cache that grows holds room for exactly the new tokens that it was told of."""
     budget = "1.0" if selector == "full" else "0.5"
@@ -94,9 +92,7 @@ def test_without_a_hint(selector: str) -> None:
     assert cache.nbytes == cache.plan.nbytes
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("budget", ["11KiB", "16KiB", "20000B"])
+@product("allocator,selector,budget", ALLOCATORS, SELECTORS, ["11KiB", "16KiB", "20000B"])
 def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
     """All parts counted, for the whole batch; and one more token per layer would not fit."""
     policy = kvpolicy.Policy.parse(words(allocator, selector, budget=budget))

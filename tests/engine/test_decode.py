@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
-from kvpolicy.engine.state import tensors
+from tests.conformance.access import addresses, kept_positions, selector_state
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
-from tests.conformance.policies import CODECS, RANKED, SELECTORS, words
-from tests.conformance.replay import kept_positions
+from tests.conformance.policies import CODECS, RANKED, SELECTORS, star_of, words
+from tests.sampling import product, star
 
 PROMPT, STEPS = 30, 200
-
-
-def buffers(cache: PolicyCache) -> list[Tensor]:
-    """Every tensor of every layer."""
-    found: list[Any] = []
-    for layer in cache.policy_layers:
-        found += [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.store.columns]
-        found += [*tensors(layer.store.state), *tensors(layer.store.codes)]
-    return found
+GROWING = ["window:decode=grow", "h2o:decode=grow", "full"]
+SINKS = ["streaming:sinks=4", "kvcrush/streaming:sinks=4"]
 
 
 def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, list[list[int]]]:
@@ -37,13 +26,12 @@ def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, 
         cache = PolicyCache(model, new=steps)
         forward(model, ids, mask, 0, PROMPT, cache)
         for column in range(PROMPT, PROMPT + steps):
-            places.append([t.data_ptr() for t in buffers(cache)])
+            places.append(addresses(cache))
             forward(model, ids, mask, column, column + 1, cache)
-    return cache, [*places, [t.data_ptr() for t in buffers(cache)]]
+    return cache, [*places, addresses(cache)]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", SELECTORS)
+@product("selector,codec", SELECTORS, CODECS, sample=star_of())
 def test_nothing_is_allocated_again(selector: str, codec: str) -> None:
     cache, places = run(words(selector, codec), [PROMPT, 21])
     assert all(place == places[0] for place in places)
@@ -54,8 +42,7 @@ def test_nothing_is_allocated_again(selector: str, codec: str) -> None:
             assert all(len(head) == budget and head[-1] == length - 1 for head in row)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", ["window:decode=grow", "h2o:decode=grow", "full"])
+@product("selector,codec", GROWING, CODECS, sample=star(GROWING, CODECS, centers=[("", "plain"), (GROWING[1], "")]))
 def test_room_for_what_was_announced(selector: str, codec: str) -> None:
     """A growing cache, too, is allocated once where it knows how many tokens will come."""
     budget = "1.0" if selector == "full" else "0.5"
@@ -77,8 +64,7 @@ def test_room_for_what_was_not_announced() -> None:
     assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 300))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("base", ["streaming:sinks=4", "kvcrush/streaming:sinks=4"])
+@product("base,codec", SINKS, CODECS, sample=star(SINKS, CODECS, centers=[("", "kivi"), (SINKS[0], "")]))
 def test_sinks_survive(base: str, codec: str) -> None:
     cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21])
     for layer in cache.policy_layers:
@@ -93,11 +79,11 @@ def test_h2o_goes_on_accumulating() -> None:
     with kvpolicy.attach(model, "h2o@200"):
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, PROMPT, cache)
-        before = cache.policy_layers[1].store.state.score.sum(-1)
+        before = selector_state(cache.policy_layers[1]).score.sum(-1)
         for column in range(PROMPT, PROMPT + 20):
             forward(model, ids, mask, column, column + 1, cache)
     assert torch.allclose(before, torch.full_like(before, PROMPT))
-    assert torch.allclose(cache.policy_layers[1].store.state.score.sum(-1), before + 20)
+    assert torch.allclose(selector_state(cache.policy_layers[1]).score.sum(-1), before + 20)
 
 
 def test_a_heavy_hitter_among_generated_tokens_stays() -> None:

@@ -7,11 +7,13 @@ import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, words
-from tests.conformance.replay import kept_positions
+from tests.conformance.policies import CODECS, SELECTORS, star_of, words
+from tests.sampling import product
 
+CHOSEN = [*SELECTORS, "kvcrush:pick=random:buckets=distance/h2o"]
 Kept = list[list[list[list[int]]]]
 
 
@@ -23,8 +25,7 @@ def kept(policy: str) -> Kept:
     return [kept_positions(layer) for layer in cache.policy_layers]
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", [*SELECTORS, "kvcrush:pick=random:buckets=distance/h2o"])
+@product("selector,codec", CHOSEN, CODECS, sample=star_of(CHOSEN))
 def test_twice_the_same(selector: str, codec: str) -> None:
     policy = words("squeeze", selector, codec)
     first = kept(policy)

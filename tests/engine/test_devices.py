@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.replay import kept_positions
 from tests.engine.test_attach import trace
 
 accelerate = pytest.importorskip("accelerate")

@@ -13,10 +13,11 @@ from transformers import GenerationConfig
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 from tests.conformance.policies import CODECS, SELECTORS, words
-from tests.conformance.replay import kept_positions
+from tests.sampling import product, star
 
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -30,6 +31,9 @@ MODES: dict[str, dict[str, Any]] = {
     "chunks": GREEDY | {"prefill_chunk_size": 7},
     "no cache": GREEDY | {"use_cache": False},
 }
+
+
+ANNOUNCED = ["window@64", "h2o@64", "h2o:decode=grow@0.5", "full"]
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:
@@ -63,9 +67,9 @@ def test_families(family: str) -> None:
         assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.policy_layers)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "beams", "several", "several beams"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", [*SELECTORS, "h2o:decode=grow"])
+@product(
+    "selector,codec,mode", [*SELECTORS, "h2o:decode=grow"], CODECS, ["greedy", "beams", "several", "several beams"]
+)
 def test_small_budgets(selector: str, codec: str, mode: str) -> None:
     """Rows are repeated and reordered with all that belongs to them; budgets hold; nothing is lost."""
     model = build("llama")
@@ -145,8 +149,7 @@ def test_padded_second_turn() -> None:
     assert torch.equal(second, generate(model, longer, wide, **GREEDY))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("policy", ["window@64", "h2o@64", "h2o:decode=grow@0.5", "full"])
+@product("policy,codec", ANNOUNCED, CODECS, sample=star(ANNOUNCED, CODECS, centers=[("", "kivi"), ("h2o@64", "")]))
 def test_more_tokens_than_announced(policy: str, codec: str) -> None:
     """A hint that was too low costs memory, never a token."""
     model = build("llama")

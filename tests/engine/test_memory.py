@@ -13,10 +13,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
-from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
+from tests.conformance.access import Attend, attending
+from tests.conformance.policies import CODECS, SELECTORS, star_of, with_profile, words
 from tests.engine.live import Alive, stored_bytes
+from tests.sampling import product
 
 LAYERS, TOKENS = 6, 512
+
+
+CHOSEN = [*SELECTORS, "kvcrush:page=16/h2o"]
+PADDED_STAR = [(*row, padded) for row in star_of(CHOSEN) for padded in (False, True)]
 
 
 def llama() -> Any:
@@ -31,11 +37,12 @@ def llama() -> Any:
 class Watch:
     """Counts, whenever a layer begins or ends, the cache's bytes and the storages of prompts that are alive."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.peak, self._prompts = 0, list[tuple[StorageWeakRef, int]]()
+    def __init__(self) -> None:
+        self.peak = 0
+        self._prompts: list[tuple[StorageWeakRef, int]] = []
         self._cache: PolicyCache | None = None
-        real = PolicyCache.attend
 
+    def around(self, real: Attend) -> Attend:
         def attend(cache: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
             self._prompts += [(StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in (k, v)]
             self.count()
@@ -43,7 +50,7 @@ class Watch:
             self.count()
             return out
 
-        patch.setattr(PolicyCache, "attend", attend)
+        return attend
 
     def follow(self, cache: PolicyCache) -> PolicyCache:
         self._cache = cache
@@ -58,13 +65,13 @@ class Watch:
         self.peak = max(self.peak, slots + alive)
 
 
-def prefill(policy: Policy | str, patch: pytest.MonkeyPatch, *, padded: bool = False) -> tuple[int, PolicyCache]:
+def prefill(policy: Policy | str, *, padded: bool = False) -> tuple[int, PolicyCache]:
     """The peak of a prefill, and its cache."""
-    model, watch = llama(), Watch(patch)
+    model, watch = llama(), Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
     mask = torch.ones_like(ids)
     mask[1, : TOKENS // 3] = not padded
-    with torch.no_grad(), kvpolicy.attach(model, policy):
+    with torch.no_grad(), kvpolicy.attach(model, policy), attending(watch.around):
         cache = watch.follow(PolicyCache(model))
         model(ids, attention_mask=mask, past_key_values=cache)
     return watch.peak, cache
@@ -74,24 +81,22 @@ ONE_LAYER = 2 * 2 * TOKENS * 64 * 4
 """Keys and values of one layer's prompt, two rows, fp32."""
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", [*SELECTORS, "kvcrush:page=16/h2o"])
-def test_peak(selector: str, codec: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    peak, cache = prefill(words(selector, codec, budget="0.25"), monkeypatch, padded=padded)
+@product("selector,codec,padded", CHOSEN, CODECS, [False, True], sample=PADDED_STAR)
+def test_peak(selector: str, codec: str, padded: bool) -> None:
+    peak, cache = prefill(words(selector, codec, budget="0.25"), padded=padded)
     assert stored_bytes(cache) == cache.nbytes
     assert peak <= 1.1 * (cache.nbytes + ONE_LAYER)
 
 
-def test_peak_of_squeeze_with_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_squeeze_with_a_profile(tmp_path: Path) -> None:
     policy = with_profile("squeeze+snapkv@0.25", tmp_path, [0.1, 0.2, 0.9, 0.5, 0.91, 0.92])
-    peak, cache = prefill(policy, monkeypatch)
+    peak, cache = prefill(policy)
     assert peak <= 1.1 * (cache.nbytes + ONE_LAYER)
 
 
-def test_peak_of_squeeze_online(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_squeeze_online() -> None:
     """Measuring has to see every layer first: the whole prompt is held, and not more; then it is freed."""
-    peak, cache = prefill("squeeze+snapkv@0.25", monkeypatch)
+    peak, cache = prefill("squeeze+snapkv@0.25")
     assert LAYERS * ONE_LAYER <= peak <= 1.1 * LAYERS * ONE_LAYER
     assert stored_bytes(cache) == cache.nbytes < 0.3 * LAYERS * ONE_LAYER
 
@@ -110,11 +115,11 @@ def test_whole_peak(selector: str) -> None:
     assert ours.peak <= bare.peak + 1.1 * (cache.nbytes + ONE_LAYER) + statistics * (selector in ("h2o", "probe"))
 
 
-def test_a_prompt_in_chunks_never_holds_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_never_holds_more() -> None:
     """Chunks join under the budget, so that the peak is that of a chunk."""
-    model, watch = llama(), Watch(monkeypatch)
+    model, watch = llama(), Watch()
     ids = torch.randint(0, 8, (2, TOKENS))
-    with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"):
+    with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.25"), attending(watch.around):
         cache = watch.follow(PolicyCache(model, prompt=TOKENS))
         for chunk in ids.split(64, 1):
             model(chunk, past_key_values=cache)

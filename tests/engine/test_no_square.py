@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.policies import SELECTORS, words
+from tests.sampling import product
 
 HEADS = 4
 
@@ -65,10 +65,11 @@ METHODS = [
     "h2o+kivi@0.5",
     "full",
 ]
+TURNS = [(policy, bool(number % 2)) for number, policy in enumerate(METHODS)]
+"""Every other policy with padding."""
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", METHODS)
+@product("policy,padded", METHODS, [False, True], sample=TURNS)
 def test_no_square(policy: str, padded: bool) -> None:
     """Less than one byte per pair of tokens, for all heads and rows together: not even a mask of bool fits in that."""
     most, where = largest(policy, 4096, [4096, 2700] if padded else [4096])

@@ -10,11 +10,21 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
-from tests.conformance.replay import kept_positions
+from tests.sampling import product
 
 STEPS = 16
+POLICIES = [
+    "streaming:sinks=2@20",
+    "streaming:sinks=2+tokenwise:residual_length=4:block_size=4@20",
+    "h2o+tokenwise:residual_length=8:block_size=8@40",
+    "h2o+kivi:bits=4:residual_length=8:group_size=8@40",
+    "pyramid+window+mikv:residual_length=4:block_size=4@24",
+    "full+tokenwise:residual_length=4:block_size=4",
+    "window:decode=grow+tokenwise:residual_length=4:block_size=4@12",
+]
 
 
 def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[PolicyCache, torch.Tensor]:
@@ -32,20 +42,7 @@ def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[Po
     return cache, logits
 
 
-@pytest.mark.parametrize("new", [None, 1, 5])
-@pytest.mark.parametrize("rows", [[14, 17], [9, 40], [30, 8]])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "streaming:sinks=2@20",
-        "streaming:sinks=2+tokenwise:residual_length=4:block_size=4@20",
-        "h2o+tokenwise:residual_length=8:block_size=8@40",
-        "h2o+kivi:bits=4:residual_length=8:group_size=8@40",
-        "pyramid+window+mikv:residual_length=4:block_size=4@24",
-        "full+tokenwise:residual_length=4:block_size=4",
-        "window:decode=grow+tokenwise:residual_length=4:block_size=4@12",
-    ],
-)
+@product("policy,rows,new", POLICIES, [[14, 17], [9, 40], [30, 8]], [None, 1, 5])
 def test_rows_go_on_as_alone(policy: str, rows: list[int], new: int | None) -> None:
     """A row whose neighbour has reached its budget was never given room, and then lost its oldest tokens."""
     both, logits = run(policy, rows, None, new=new)

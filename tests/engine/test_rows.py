@@ -7,10 +7,11 @@ import torch
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, every, words
-from tests.conformance.replay import kept_positions
+from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, star_of_three, words
+from tests.sampling import product
 
 LENGTHS = [26, 17, 11, 6]
 
@@ -34,7 +35,7 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
                 assert int(mine.budget) == int(ours.budget[row])
 
 
-@pytest.mark.parametrize(("allocator", "selector", "codec"), every(ALLOCATORS, SELECTORS, CODECS))
+@product("allocator,selector,codec", ALLOCATORS, SELECTORS, CODECS, sample=star_of_three())
 def test_methods(allocator: str, selector: str, codec: str) -> None:
     check(words(allocator, selector, codec), "llama", LENGTHS)
 

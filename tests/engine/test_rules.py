@@ -11,14 +11,14 @@ from torch import Tensor
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine.state import tensors
+from tests.conformance.access import kept_positions, selector_state
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, forward, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, words
-from tests.conformance.replay import kept_positions
+from tests.conformance.policies import CODECS, SELECTORS, star_of, words
+from tests.sampling import product
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("selector", SELECTORS)
+@product("selector,codec", SELECTORS, CODECS, sample=star_of())
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
     from kvpolicy.engine import store
@@ -62,7 +62,7 @@ def test_scores_are_fp32(selector: str, dtype: torch.dtype) -> None:
     with kvpolicy.attach(model, f"{selector}@0.5"):
         cache = PolicyCache(model)
         logits = talk(model, *make_batch([26, 17]), TURNS, cache)
-    kinds = {t.dtype for layer in cache.policy_layers for t in tensors(layer.store.state) if t.is_floating_point()}
+    kinds = {t.dtype for layer in cache.policy_layers for t in tensors(selector_state(layer)) if t.is_floating_point()}
     assert kinds == {torch.float32}
     assert logits.dtype == dtype and torch.isfinite(logits).all()
 

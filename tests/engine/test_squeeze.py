@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.calibration.layer_profile import profile
+from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
-from tests.conformance.replay import kept_positions
 from tests.reference import allocators
 
 LENGTHS = [40, 26, 13]

@@ -1,4 +1,4 @@
-"""The embedded model under lm-eval, loaded once; lm-eval and its dependencies warn a lot."""
+"""The embedded model under lm-eval, loaded once. Warnings of lm-eval and its dependencies are ignored."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def make(tiny: tuple[Any, Any]) -> Callable[..., KVPolicyLM]:
-    """Make a KVPolicyLM on the embedded model, without loading it again."""
+    """Create a KVPolicyLM with the embedded model, without loading it again."""
     model, tokenizer = tiny
 
     def build(policy: str = "full", **kwargs: Any) -> KVPolicyLM:

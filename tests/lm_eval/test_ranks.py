@@ -1,4 +1,4 @@
-"""What several processes may ask for, what they make equal, and how they end; no process group is needed."""
+"""Arguments, synchronization and exit of several ranks, without a process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lm_eval.api.instance import Instance
 
 import kvpolicy_lm_eval
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import Division, read_division
+from kvpolicy_lm_eval.arguments import Sharding, read_sharding
 from kvpolicy_lm_eval.model import KVPolicyLM
 
 TWO = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
@@ -26,47 +26,53 @@ COMMANDS = (
 )
 
 
-def test_division_is_read():
-    assert read_division(2, "default", {"batch_size": 4, "dtype": "bfloat16"}, TWO) == Division(2, "deepspeed")
-    assert read_division(2, "hf", {}, TWO) == Division(2, "hf")
-    assert read_division(1, "hf", {}, {}) == read_division(None, "causal", {}, TWO) == Division(1)
+def test_sharding_is_read():
+    assert read_sharding(2, "default", {"batch_size": 4, "dtype": "bfloat16"}, TWO) == Sharding(2, "deepspeed")
+    assert read_sharding(2, "hf", {}, TWO) == Sharding(2, "hf")
+    assert read_sharding(1, "hf", {}, {}) == read_sharding(None, "causal", {}, TWO) == Sharding(1)
 
 
 @pytest.mark.parametrize(
     ("tp", "backend", "others", "environment", "why"),
     [
-        (4, "hf", {}, {}, f"tp=4 needs 4 processes, and there are 1: run {COMMANDS}"),
-        (4, "hf", {}, TWO, f"tp=4 needs 4 processes, and there are 2: run {COMMANDS}"),
-        (4, "hf", {}, {"WORLD_SIZE": "8"}, "there are 8"),
-        (4, "hf", {}, {"WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"}, f"accelerate launch .*run {COMMANDS}"),
-        (2, "hf", {"batch_size": "auto"}, TWO, "batch_size=auto .*give a number with tp=2"),
-        (2, "hf", {"batch_size": "auto:4"}, TWO, "batch_size=auto"),
-        (2, "hf", {"peft": "some/adapter"}, TWO, "peft cannot be combined with tp=2"),
-        (2, "hf", {"parallelize": True}, TWO, "parallelize cannot"),
+        (4, "hf", {}, {}, f"tp=4 must have 4 processes, got 1; try {COMMANDS}"),
+        (4, "hf", {}, TWO, f"tp=4 must have 4 processes, got 2; try {COMMANDS}"),
+        (4, "hf", {}, {"WORLD_SIZE": "8"}, "tp=4 must have 4 processes, got 8"),
+        (
+            4,
+            "hf",
+            {},
+            {"WORLD_SIZE": "4", "ACCELERATE_MIXED_PRECISION": "no"},
+            f"accelerate launch, .* without tp for data parallelism, or {COMMANDS}",
+        ),
+        (2, "hf", {"batch_size": "auto"}, TWO, "batch_size must be a number with tp=2, .* got auto; try batch_size=1"),
+        (2, "hf", {"batch_size": "auto:4"}, TWO, "got auto:4; try batch_size=1"),
+        (2, "hf", {"peft": "some/adapter"}, TWO, "peft must be omitted with tp=2, got 'some/adapter'"),
+        (2, "hf", {"parallelize": True}, TWO, "parallelize must be omitted with tp=2, got True"),
         (None, "default", {"tp_plan": "auto"}, TWO, "tp=N,backend=hf"),
-        (None, "deepspeed", {}, {}, "backend=deepspeed .*tp=N"),
-        (0, "default", {}, {}, "tp is 0"),
-        ("two", "default", {}, {}, "tp is 'two'"),
+        (None, "deepspeed", {}, {}, "backend=deepspeed must be combined with tp, .*tp=N"),
+        (0, "default", {}, {}, "tp must be an integer of at least 1, got 0"),
+        ("two", "default", {}, {}, "tp must be an integer of at least 1, got 'two'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tp: Any, backend: str, others: Any, environment: Any, why: str):
+def test_contradicting_arguments_are_rejected(tp: Any, backend: str, others: Any, environment: Any, why: str):
     with pytest.raises(ValueError, match=why):
-        read_division(tp, backend, others, environment)
+        read_sharding(tp, backend, others, environment)
 
 
-def test_model_refuses_before_it_loads(monkeypatch: pytest.MonkeyPatch):
+def test_arguments_are_checked_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="tp=2 needs 2 processes"):
+    with pytest.raises(ValueError, match="tp=2 must have 2 processes"):
         KVPolicyLM(pretrained="no/such/model", policy="h2o", tp=2)
 
 
-def test_lm_eval_whose_ranks_would_all_write_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_an_lm_eval_whose_ranks_all_write_is_rejected(monkeypatch: pytest.MonkeyPatch):
     class Old:
         def __init__(self) -> None: ...
 
     monkeypatch.setattr("kvpolicy_lm_eval.arguments.huggingface.HFLM", Old)
     with pytest.raises(RuntimeError, match=r"0\.4\.13"):
-        read_division(2, "hf", {}, TWO)
+        read_sharding(2, "hf", {}, TWO)
 
 
 def test_copies_are_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
@@ -74,17 +80,17 @@ def test_copies_are_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     ranks.warn_of_copies(2, TWO)
     assert not caplog.records
     ranks.warn_of_copies(1, TWO)
-    assert "say tp=2 to divide it" in caplog.text
+    assert "use tp=2 to shard it" in caplog.text
 
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Stand for two ranks: `first` and `all` are what this one hears, and it is the second."""
-    hears: dict[str, Any] = {}
-    monkeypatch.setattr(ranks, "_from_all", lambda mine: hears.get("all", [mine, mine]))
-    monkeypatch.setattr(ranks, "_from_first", lambda mine: hears.get("first", mine))
+    """Replace the collectives: this is the second of two ranks, and receives `first` and `all`."""
+    received: dict[str, Any] = {}
+    monkeypatch.setattr(ranks, "_all_gather", lambda value: received.get("all", [value, value]))
+    monkeypatch.setattr(ranks, "_broadcast", lambda value: received.get("first", value))
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
-    return hears
+    return received
 
 
 def test_request_cache_becomes_the_first_ranks(two, tmp_path: Path):
@@ -95,29 +101,29 @@ def test_request_cache_becomes_the_first_ranks(two, tmp_path: Path):
     cache = SqliteDict(str(tmp_path / "a.db"), autocommit=True)
     cache["y"] = "text"
     cache["z"] = "only here"
-    ranks.same_answers(cache)
+    ranks.synchronize_answers(cache)
     assert dict(cache.items()) == {"x": (-1.5, True), "y": "text"}
     two["all"] = ["/a.db", "/a.db"]
-    with pytest.raises(ValueError, match=r"/a\.db: leave --use_cache out"):
-        ranks.same_answers(cache)
+    with pytest.raises(ValueError, match=r"must have its own request cache, got /a\.db twice; try without --use_cache"):
+        ranks.synchronize_answers(cache)
     cache.close()
 
 
 def test_requests_are_compared(two):
     requests = [Instance("loglikelihood", {}, ("context", "answer"), 0)]
-    ranks.same_requests("loglikelihood", requests)
+    ranks.check_same_requests("loglikelihood", requests)
     two["all"] = ["one", "other"]
     with pytest.raises(RuntimeError, match="--seed"):
-        ranks.same_requests("loglikelihood", requests)
+        ranks.check_same_requests("loglikelihood", requests)
 
 
 @pytest.fixture
 def part(two, monkeypatch: pytest.MonkeyPatch, tiny) -> Any:
-    """Load a model that passes for one rank's part."""
+    """Load a model that is treated as a shard."""
     monkeypatch.setattr(ranks, "sharing_of", lambda _model: "two ranks")
-    monkeypatch.setattr(ranks, "leave_at_exit", lambda: None)
+    monkeypatch.setattr(ranks, "end_process_at_exit", lambda: None)
     monkeypatch.setattr(ranks, "silence", lambda: None)
-    return lambda: ranks.load_part(tiny[0], Division(2, "hf"), None, None)  # pyright: ignore[reportArgumentType]
+    return lambda: ranks.load_shard(tiny[0], Sharding(2, "hf"), None, None)  # pyright: ignore[reportArgumentType]
 
 
 def test_random_numbers_follow_the_first_rank(two, part):
@@ -133,7 +139,7 @@ def test_random_numbers_follow_the_first_rank(two, part):
     ("rank", "local", "after"), [("0", "0", "0"), ("1", "1", "1"), ("8", "0", "8"), ("9", "1", "1")]
 )
 def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPatch, rank: str, local: str, after: str):
-    """lm-eval writes where LOCAL_RANK is 0."""
+    """lm-eval writes the results where LOCAL_RANK is 0."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("LOCAL_RANK", local)
     part()
@@ -141,7 +147,7 @@ def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("last", "code", "said"),
+    ("last", "code", "output"),
     [
         ("print('done')", 0, "done"),
         ("sys.exit()", 0, ""),
@@ -152,24 +158,24 @@ def test_of_several_nodes_one_process_writes(part, monkeypatch: pytest.MonkeyPat
     ],
 )
 @pytest.mark.parametrize("command_line", [True, False])
-def test_exit_code_is_kept(last: str, code: int, said: str, command_line: bool):
+def test_exit_code_is_kept(last: str, code: int, output: str, command_line: bool):
     lines = [
         "import sys, atexit",
         f"sys.path.insert(0, {str(Path(kvpolicy_lm_eval.__file__).parent.parent)!r})",
         "sys.modules['lm_eval._cli'] = sys" if command_line else "",
-        "from kvpolicy_lm_eval.leaving import leave_at_exit",
-        "atexit.register(print, 'later')",  # registered before, so that Python would run it after ours
-        "leave_at_exit()",
+        "from kvpolicy_lm_eval.process_exit import end_process_at_exit",
+        "atexit.register(print, 'later')",  # registered first, so that Python runs it last
+        "end_process_at_exit()",
         last,
     ]
     done = subprocess.run([sys.executable, "-S", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == code
-    assert said in done.stdout + done.stderr
+    assert output in done.stdout + done.stderr
     assert ("later" in done.stdout) is (not command_line and "raise" not in last)
 
 
-def test_a_part_of_a_model_is_no_model(make, monkeypatch: pytest.MonkeyPatch):
+def test_a_shard_is_rejected_without_tp(make, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ranks, "sharing_of", lambda _model: SimpleNamespace(group=None))
     monkeypatch.setattr(ranks.dist, "get_world_size", lambda _group: 2)
-    with pytest.raises(ValueError, match="2 ranks hold: say tp=2 too"):
+    with pytest.raises(ValueError, match="must be complete without tp, got a shard of 2 ranks; try tp=2"):
         make("h2o")

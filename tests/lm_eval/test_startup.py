@@ -1,4 +1,4 @@
-"""The start-up hook: light, reversible by an environment variable, and never in the way."""
+"""The start-up hook is fast, can be disabled by an environment variable, and never raises an exception."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ ROOT = Path(kvpolicy_lm_eval.__file__).parent
 
 
 def python(code: str, path: bool = True, **env: str) -> list[str]:
-    """Run `code` as a new Python would run it after reading the start-up file; give the words printed."""
+    """Run `code` in a new Python process after the start-up file; return the printed words."""
     paths = [str(ROOT.parent), *sys.path] if path else []
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", startup.OFF)} | env
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {paths}\n{PTH.read_text()}\n{code}"],
-        capture_output=True, text=True, env=environment, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
+    )
     assert done.stderr == "" or path, done.stderr
     return done.stdout.split()
 
@@ -74,7 +77,7 @@ def test_install_never_raises(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 class Manager:
-    """Stands for lm-eval's TaskManager."""
+    """A replacement for lm-eval's TaskManager."""
 
     def __init__(self, verbosity=None, include_path=None, include_defaults=True, metadata=None):
         self.seen = (include_path, include_defaults, metadata)
@@ -106,7 +109,7 @@ def test_a_failing_hook_does_not_break_lm_eval(capsys: pytest.CaptureFixture[str
     assert "use kvpolicy-lm-eval instead" in capsys.readouterr().err
 
 
-def test_wrapper_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+def test_wrapper_names_the_missing_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     with pytest.raises(SystemExit, match="pip install"):
@@ -115,12 +118,14 @@ def test_wrapper_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.slow
 def test_command_line(tmp_path: Path):
-    """The whole way: two processes, no --include_path, and the results file."""
+    """End to end: a new process, no --include_path, and the results file."""
     arguments = ["--model", "kvpolicy", "--model_args", "policy=h2o,budget=0.3", "--tasks", "kvpolicy_recall_512"]
     code = "from kvpolicy_lm_eval.startup import main; main()"
     subprocess.run(
         [sys.executable, "-c", code, *arguments, "--limit", "2", "--output_path", str(tmp_path)],
-        check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     (results,) = tmp_path.rglob("results*.json")
     assert '"policy": "h2o@0.3"' in results.read_text()

@@ -1,4 +1,4 @@
-"""The group of offline tasks: complete, seeded, answerable."""
+"""The offline tasks are complete, seeded, and have answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from kvpolicy_lm_eval import startup
 
-simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
+simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 TASKS = ["fewshot", "hot", "multiquery", "passkey", "recall_1024", "recall_512", "text"]
 
 

@@ -1,4 +1,4 @@
-"""One model over two ranks: the commands of the docs give what one process gives, and fail as one job."""
+"""One model on two ranks: the commands of the docs give the results of one process, and fail as one job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 from kvpolicy_lm_eval import startup
 from tests.parallel.launchers import LIMIT, words
 
-simple_evaluate: Any = evaluator.simple_evaluate  # type checkers cannot see through its decorator
+simple_evaluate: Any = evaluator.simple_evaluate  # its type is lost in its decorator
 POLICY = "squeeze+kvcrush@0.5"
 TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
 SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
@@ -27,7 +27,7 @@ Samples = dict[tuple[str, int], Any]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run a module or script on two ranks, as Python does that has read the start-up file."""
+    """Run a module or script on two ranks, after the start-up file."""
     (tmp_path / "sitecustomize.py").write_text("from kvpolicy_lm_eval import startup; startup.install()")
     lost = ("WORLD_SIZE", "RANK", "LOCAL_RANK", startup.OFF)
     environment = {name: value for name, value in os.environ.items() if name not in lost}
@@ -42,7 +42,7 @@ def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 @pytest.fixture(scope="module")
 def alone(make) -> tuple[Samples, dict[str, Any]]:
-    """What one process answers, sample by sample, and what it reports."""
+    """The samples and the report of one process."""
     tasks = TaskManager(include_path=startup.tasks_path(), include_defaults=False, metadata=SIZES)
     lm = make(POLICY, batch_size=2)
     found = simple_evaluate(model=lm, tasks=TASKS, task_manager=tasks, limit=2, bootstrap_iters=0)
@@ -50,13 +50,28 @@ def alone(make) -> tuple[Samples, dict[str, Any]]:
 
 
 def ask(launch: Callable[..., Any], launcher: str, folder: Path, arguments: str, *more: str) -> str:
-    """Run lm-eval on two ranks; gives what was printed."""
+    """Run lm-eval on two ranks; return its output."""
     module = ["--module", "lm_eval"] if launcher == "deepspeed" else ["-m", "lm_eval"]
     done = launch(
-        launcher, *module, "--model", "kvpolicy", "--model_args", f"policy={POLICY},{arguments}",
-        "--tasks", ",".join(TASKS), "--limit", "2", "--batch_size", "2", "--metadata", json.dumps(SIZES),
-        "--log_samples", "--output_path", str(folder), *more,
-    )  # fmt: skip
+        launcher,
+        *module,
+        "--model",
+        "kvpolicy",
+        "--model_args",
+        f"policy={POLICY},{arguments}",
+        "--tasks",
+        ",".join(TASKS),
+        "--limit",
+        "2",
+        "--batch_size",
+        "2",
+        "--metadata",
+        json.dumps(SIZES),
+        "--log_samples",
+        "--output_path",
+        str(folder),
+        *more,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout + done.stderr
 
@@ -71,7 +86,7 @@ def samples(folder: Path) -> Samples:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whether answers are equal: texts to the letter, log-likelihoods to 1e-4 (as text, since JSON holds them so)."""
+    """Whether answers are equal: texts exactly, log-likelihoods (which JSON stores as text) up to 1e-4."""
     if isinstance(ours, (list, tuple)):
         return len(ours) == len(theirs) and all(same(*pair) for pair in zip(ours, theirs, strict=True))
     try:
@@ -104,16 +119,16 @@ def check_against(alone: tuple[Samples, dict[str, Any]], folder: Path, backend: 
 
 
 def test_deepspeed(launch, alone, tmp_path: Path):
-    """Both the launcher and the backend; with a request cache, of which every rank has its own."""
+    """As launcher and as backend; with a request cache, which each rank has its own copy of."""
     from sqlitedict import SqliteDict
 
     pytest.importorskip("deepspeed")
-    said = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
+    output = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
     check_against(alone, tmp_path / "out", "deepspeed")
-    assert said.count("|kvpolicy_hot") == 1  # one table is printed
-    assert said.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
+    assert output.count("|kvpolicy_hot") == 1  # one table is printed
+    assert output.count("Running loglikelihood requests\n") == 1  # one logs, and one has progress bars
     for bar in ("Tokenizing inputs", "Scoring under squeeze+kvcrush@0.5"):
-        assert said.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
+        assert output.count(f"{bar}:   0%|") == 1  # each is opened once; its end may be drawn twice
     first, second = (dict(SqliteDict(str(tmp_path / f"answers_rank{rank}.db"))) for rank in (0, 1))
     assert len(first) > 4 and first.keys() == second.keys()
 
@@ -132,7 +147,7 @@ def test_other_launcher(launch, alone, tmp_path: Path, launcher: str, backend: s
 
 
 def script(folder: Path, body: str) -> str:
-    """Write a script that has a model on two ranks, `lm`, one request, `ask()`, and this process's `rank`."""
+    """Write a script with a model on two ranks, `lm`, a function that runs one request, `ask()`, and the `rank`."""
     path = folder / "ranks.py"
     head = """
         import os, sys
@@ -166,7 +181,7 @@ def test_a_failing_rank_ends_the_job_with_its_error(launch, tmp_path: Path):
 
 
 def test_ranks_draw_alike_and_refuse_other_requests(launch, tmp_path: Path):
-    """Sampling follows the first rank's seed; requests that differ end every rank, instead of a hang."""
+    """All ranks sample with the seed of the first rank; different requests end every rank, instead of a deadlock."""
     body = """
         import random, torch
         import torch.distributed as dist
@@ -190,4 +205,4 @@ def test_ranks_draw_alike_and_refuse_other_requests(launch, tmp_path: Path):
     done = launch("torchrun", script(tmp_path, body))
     assert done.returncode != 0
     assert "exitcode  : 7" in done.stderr
-    assert "Ranks were given different generate_until requests" in done.stderr
+    assert "All ranks must have the same generate_until requests, got different ones" in done.stderr

@@ -2,11 +2,17 @@
 
 def _body(rank: int, world: int, ...) -> Any: ...     # at the top of a module
 results = run_ranks(_body, 2, ...)                    # one per rank
+
+Two ranks are started once and serve all tests of this process, since each of them imports torch, transformers and
+perhaps DeepSpeed. They end when a test fails, and with this process. `fresh=True` starts ranks for one call alone,
+where a test measures their memory, or sets what they read from the environment when they start.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib.util
 import os
 import queue
@@ -25,62 +31,109 @@ import torch.multiprocessing as mp
 LIMIT = 120.0
 """Seconds that all ranks may take together."""
 
+KEPT = 2
+"""The number of ranks that most tests ask for, which are kept."""
+
 
 class RankError(AssertionError):
     """A rank failed; the message is its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world: int, *args: Any, limit: float = LIMIT) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world: int, *args: Any, limit: float = LIMIT, fresh: bool = False
+) -> list[Any]:
     """Call `function(rank, world, *args)` on every rank; arguments and results are pickled, so keep them plain.
 
-    `torch.distributed` is initialised with gloo before it, and left behind it.
+    `torch.distributed` is initialised with gloo before it.
     """
-    context = mp.get_context("spawn")
-    results: Any = context.Queue()
     where = (str(Path(sys.modules[function.__module__].__file__ or "").resolve()), function.__qualname__)
-    meeting = tempfile.mkdtemp()  # ranks meet in a file: a free port may be another test's when they have started
-    common = (world, meeting, where, list(sys.path), results, args)
-    processes = [context.Process(target=_enter, args=(rank, *common), daemon=True) for rank in range(world)]
+    kept = world == KEPT and not fresh
+    ranks = _kept() if kept else _Ranks(world)
     try:
+        found = ranks.run(where, args, limit)
+    except BaseException:
+        ranks.close()
+        raise
+    if not kept:
+        ranks.close()
+    return found
+
+
+_started: list[_Ranks] = []
+
+
+def _kept() -> _Ranks:
+    """The ranks that serve many tests, which are started when they are first asked for."""
+    if not _started or not _started[-1].alive():
+        _started.append(_Ranks(KEPT))
+        atexit.register(_started[-1].close)
+    return _started[-1]
+
+
+class _Ranks:
+    """Processes that form one group of `torch.distributed` and wait for work."""
+
+    def __init__(self, world: int) -> None:
+        context = mp.get_context("spawn")
+        self._results: Any = context.Queue()
+        self._meeting = tempfile.mkdtemp()  # ranks meet in a file: a free port may be another test's when they start
+        self._tasks: list[Any] = []
+        self._processes: list[Any] = []
         with _quiet():
-            for process in processes:
+            for rank in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                common = (rank, world, self._meeting, list(sys.path), receiver, self._results)
+                process = context.Process(target=_serve, args=common, daemon=True)
                 process.start()
-        return _collect(processes, results, limit)
-    finally:
-        for process in processes:
+                receiver.close()
+                self._tasks.append(sender)
+                self._processes.append(process)
+
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def run(self, where: tuple[str, str], args: tuple[Any, ...], limit: float) -> list[Any]:
+        for sender in self._tasks:
+            sender.send((where, args))
+        return self._collect(limit)
+
+    def close(self) -> None:
+        for process in self._processes:
             process.kill()
             process.join(10)
-        results.close()
-        shutil.rmtree(meeting, ignore_errors=True)
+        for sender in self._tasks:
+            sender.close()
+        self._results.close()
+        self._processes, self._tasks = [], []
+        shutil.rmtree(self._meeting, ignore_errors=True)
 
+    def _collect(self, limit: float) -> list[Any]:
+        found: dict[int, Any] = {}
+        end = time.monotonic() + limit
+        while len(found) < len(self._processes):
+            try:
+                rank, good, value = self._results.get(timeout=0.5)
+            except queue.Empty:
+                codes = {rank: process.exitcode for rank, process in enumerate(self._processes)}
+                dead = [rank for rank, code in codes.items() if rank not in found and code is not None]
+                if dead and self._results.empty():
+                    raise RankError(f"rank {dead[0]} died, exit code {codes[dead[0]]}") from None
+                if time.monotonic() > end:
+                    raise RankError(f"no answer within {limit} s; answered: {sorted(found)}") from None
+                continue
+            if not good:
+                raise RankError(f"rank {rank}:\n{value}" + self._others())
+            found[rank] = value
+        return [found[rank] for rank in sorted(found)]
 
-def _collect(processes: list[Any], results: Any, limit: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    end = time.monotonic() + limit
-    while len(found) < len(processes):
-        try:
-            rank, good, value = results.get(timeout=0.5)
-        except queue.Empty:
-            dead = [rank for rank, p in enumerate(processes) if rank not in found and p.exitcode not in (None, 0)]
-            if dead and results.empty():
-                raise RankError(f"rank {dead[0]} died, exit code {processes[dead[0]].exitcode}") from None
-            if time.monotonic() > end:
-                raise RankError(f"no answer within {limit} s; answered: {sorted(found)}") from None
-            continue
-        if not good:
-            raise RankError(f"rank {rank}:\n{value}" + _others(results))
-        found[rank] = value
-    return [found[rank] for rank in sorted(found)]
-
-
-def _others(results: Any) -> str:
-    """What else failed: a rank that waited for the one with the error may be heard first."""
-    found = ""
-    with contextlib.suppress(queue.Empty):
-        while True:
-            rank, good, value = results.get(timeout=1.0)
-            found += "" if good else f"\nrank {rank}:\n{value}"
-    return found
+    def _others(self) -> str:
+        """What else failed: a rank that waited for the one with the error may be heard first."""
+        said = ""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                rank, good, value = self._results.get(timeout=1.0)
+                said += "" if good else f"\nrank {rank}:\n{value}"
+        return said
 
 
 @contextlib.contextmanager
@@ -97,29 +150,31 @@ def _quiet() -> Any:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _enter(
-    rank: int, world: int, meeting: str, where: tuple[str, str], path: list[str], results: Any, args: tuple[Any, ...]
-) -> None:
-    """A rank's process, from beginning to end."""
+def _serve(rank: int, world: int, meeting: str, path: list[str], tasks: Any, results: Any) -> None:
+    """A rank's process, from beginning to end: it ends with its first error, or when nobody can send it work."""
     sys.path[:] = path
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     if not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{meeting}/store", rank=rank, world_size=world)
     good = True
-    try:
-        torch.distributed.init_process_group("gloo", f"file://{meeting}/store", rank=rank, world_size=world)
-        value = _find(*where)(rank, world, *args)
-    except BaseException:
-        good, value = False, traceback.format_exc()
-    results.put((rank, good, value))
+    while good:
+        try:
+            where, args = tasks.recv()
+        except EOFError:
+            break
+        try:
+            value = _find(*where)(rank, world, *args)
+        except BaseException:
+            good, value = False, traceback.format_exc()
+        results.put((rank, good, value))
+        del args
+        value = None
+        gc.collect()  # a test's models
     results.close()
     results.join_thread()
-    if good:
-        with contextlib.suppress(RuntimeError):
-            torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
     os._exit(0 if good else 1)  # gloo's destructors abort now and then
 
 

@@ -20,6 +20,7 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.parallel.runtime import share
+from tests.conformance.access import Attend, attending, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
 
 PROMPT, STEPS, NEXT = 26, 9, 11
@@ -70,20 +71,20 @@ def kvquant_by_head(folder: Path, heads: int) -> None:
 @contextmanager
 def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
     """Let layers see this rank's heads only, and gather what all ranks attended."""
-    whole, (queries, held) = PolicyCache.attend, heads.own(rank, world)
+    queries, held = heads.own(rank, world)
 
-    def attend(self: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        own = whole(self, layer_idx, q[:, queries], k[:, held], v[:, held], *rest)
-        out = torch.zeros_like(q)
-        out[:, queries] = own
-        dist.all_reduce(out)  # to zeros nothing is rounded
-        return out
+    def around(whole: Attend) -> Attend:
+        def attend(cache: PolicyCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+            own = whole(cache, layer_idx, q[:, queries], k[:, held], v[:, held], *rest)
+            out = torch.zeros_like(q)
+            out[:, queries] = own
+            dist.all_reduce(out)  # to zeros nothing is rounded
+            return out
 
-    PolicyCache.attend = attend  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+        return attend
+
+    with attending(around):
         yield
-    finally:
-        PolicyCache.attend = whole
 
 
 def play(model: Any, policy: str | Policy) -> tuple[PolicyCache, list[Tensor]]:
@@ -122,7 +123,7 @@ def differences(one: PolicyCache, some: PolicyCache, held: slice, to_the_bit: bo
             continue
         live = left.positions[:, held] >= 0
         parts = {"positions": (left.positions, right.positions)}
-        for stage, (a, b) in enumerate(zip(left.store.codes, right.store.codes, strict=True)):
+        for stage, (a, b) in enumerate(zip(stage_codes(left), stage_codes(right), strict=True)):
             if index and not to_the_bit:
                 break
             parts |= {f"stage {stage}: {name}": pair for name, *pair in zip(a._fields, a, b, strict=True)}

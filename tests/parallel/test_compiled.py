@@ -9,15 +9,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.parallel.runtime import share
-from tests.conformance.replay import kept_positions
+from tests.conformance.access import kept_positions
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, divided, model_of
+from tests.sampling import product
 
 PROMPT, STEPS = 20, 14
-POLICIES = [
-    "kvcrush/tova@0.5", "h2o:decode=grow@0.5",
-    "tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3@0.5",
-]  # fmt: skip
+CODED = "tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3@0.5"
+POLICIES = ["kvcrush/tova@0.5", "h2o:decode=grow@0.5", CODED]
+DIVIDED = {"even": Heads(4, 2), "twins": Heads(4, 1, replicas=2), "none": Heads(2, 1)}
 
 
 def _steps(rank: int, world: int, heads: Heads, backend: str, policies: list[str]) -> list[str]:
@@ -48,13 +48,9 @@ def _steps(rank: int, world: int, heads: Heads, backend: str, policies: list[str
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("heads", "policies"),
-    [(Heads(4, 2), POLICIES), (Heads(4, 1, replicas=2), POLICIES[1:2]), (Heads(2, 1), POLICIES[:1])],
-    ids=["even", "twins", "none"],
-)
-def test_one_graph_without_breaks(heads: Heads, policies: list[str]) -> None:
-    assert run_ranks(_steps, 2, heads, "aot_eager", policies) == [[], []]
+@product("heads,policy", [*DIVIDED], POLICIES, sample=zip(DIVIDED, [CODED, *POLICIES[1::-1]], strict=True))
+def test_one_graph_without_breaks(heads: str, policy: str) -> None:
+    assert run_ranks(_steps, 2, DIVIDED[heads], "aot_eager", [policy]) == [[], []]
 
 
 @pytest.mark.slow

@@ -6,21 +6,36 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.policies import every_pair
+from tests.conformance.policies import every_pair, star_of_three, words
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, compare
 
+CRUSHED = [
+    "anchor=random",
+    "anchor=mean",
+    "anchor=alternate",
+    "anchor=ones:quantile=0.8",
+    "buckets=distance",
+    "pick=best:seed=3",
+    "pick=random:split=0.5",
+    "page=3:split=0.5",
+]
+MIKV = "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3"
 POOLED = [
-    "tova", "tova:decode=grow", "squeeze+tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3",
-    *(f"kvcrush:{options}/snapkv:window=6:kernel=3" for options in (
-        "anchor=random", "anchor=mean", "anchor=alternate", "anchor=ones:quantile=0.8", "buckets=distance",
-        "pick=best:seed=3", "pick=random:split=0.5", "page=3:split=0.5",
-    )),
-    "kvcrush/tova", "kvcrush/h2o", "kvcrush:page=3/window", "kvcrush/streaming:sinks=2",
-    "h2o", "probe:recent=0.2:random=0.2", "tova+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
-    "h2o+mikv:high=0.3:high_bits=8:residual_length=2:block_size=3", "probe+zipcache:recode_every=5",
-    "tova",
-]  # fmt: skip
+    "tova@0.5",
+    "tova:decode=grow@0.5",
+    "squeeze+tova+tokenwise:bits=4:group_size=4:residual_length=2:block_size=3@0.5",
+    *(f"kvcrush:{options}/snapkv:window=6:kernel=3@0.5" for options in CRUSHED),
+    "kvcrush/tova@0.5",
+    "kvcrush/h2o@0.5",
+    "kvcrush:page=3/window@0.5",
+    "kvcrush/streaming:sinks=2@0.5",
+    "h2o@0.5",
+    "probe:recent=0.2:random=0.2@0.5",
+    f"tova+{MIKV}@0.5",
+    f"h2o+{MIKV}@0.5",
+    "probe+zipcache:recode_every=5@0.5",
+]
 """What looks at all heads, or at all query heads of a KV head."""
 
 TWO = [Heads(4, 2), Heads(6, 3), Heads(4, 1, replicas=2), Heads(2, 1)]
@@ -37,15 +52,28 @@ def _check(heads: Heads, world: int, policies: list[str], folder: Path) -> None:
 def test_every_method_on_two_ranks(tmp_path: Path) -> None:
     by_head = "snapkv+kvquant:bits=3:sinks=2:block_size=3:calibration=FOLDER/kvquant@0.6"
     by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
-    _check(Heads(4, 2), 2, [*every_pair(), by_head, by_profile], tmp_path)
+    _check(Heads(4, 2), 2, [*(words(*row) for row in star_of_three()), by_head, by_profile], tmp_path)
 
 
-@pytest.mark.parametrize("heads", TWO, ids=str)
-def test_what_looks_at_all_heads(heads: Heads, tmp_path: Path) -> None:
-    _check(heads, 2, [f"{words}@0.5" for words in POOLED], tmp_path)
+@pytest.mark.full
+def test_every_pair_on_two_ranks(tmp_path: Path) -> None:
+    _check(Heads(4, 2), 2, every_pair(), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(TWO)), ids=map(str, TWO))
+def test_what_looks_at_all_heads(number: int, tmp_path: Path) -> None:
+    """Each policy meets two of the four ways to divide heads."""
+    _check(TWO[number], 2, POOLED[number % 2 :: 2], tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(TWO)), ids=map(str, TWO))
+def test_what_looks_at_all_heads_elsewhere(number: int, tmp_path: Path) -> None:
+    """The other half."""
+    _check(TWO[number], 2, POOLED[1 - number % 2 :: 2], tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("heads", FOUR, ids=str)
 def test_on_four_ranks(heads: Heads, tmp_path: Path) -> None:
-    _check(heads, 4, [*(f"{words}@0.5" for words in POOLED), *every_pair()], tmp_path)
+    _check(heads, 4, [*POOLED, *every_pair()], tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import words
+from tests.sampling import product, star
 
 POLICIES = {
     "full": "full",
@@ -26,6 +27,25 @@ POLICIES = {
     "csr": words("streaming", "csr"),
 }
 EACH = pytest.mark.parametrize("policy", [*POLICIES.values()], ids=[*POLICIES])
+_NAMES = {words: name for name, words in POLICIES.items()}
+
+
+def each(names: str, *axes: Sequence[Any]) -> pytest.MarkDecorator:
+    """Each policy with each value of other axes.
+
+    On every commit, a star where there is one other axis, and a pairwise sample where there are more.
+    """
+    whole = ([*POLICIES.values()], *axes)
+    center = (POLICIES["h2o"], axes[0][0])
+    sample = star(*whole, centers=[center, center]) if len(axes) == 1 else None
+    return product(["policy", *names.split(",")], *whole, sample=sample, ids=_name)
+
+
+def _name(value: Any) -> str | None:
+    """The short name of a policy; for all else, pytest's."""
+    return _NAMES.get(value) if isinstance(value, str) else None
+
+
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
 NEW = sum(TURNS[1:])
 

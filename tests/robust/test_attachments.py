@@ -13,7 +13,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.engine.test_attach import trace
-from tests.robust.hostile import EACH, GREEDY, answer, converse, exact, own, prompt, refused, roomy
+from tests.robust.hostile import EACH, GREEDY, answer, converse, each, exact, own, prompt, refused, roomy
 
 
 @EACH
@@ -155,21 +155,19 @@ def test_what_takes_tokens_back(policy: str) -> None:
         answer(model)
 
 
-@EACH
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"num_beams": 3},
-        {"num_beams": 3, "num_return_sequences": 3},
-        {"num_return_sequences": 2, "do_sample": True},
-        {"use_cache": False},
-        {"cache_implementation": "dynamic"},
-    ],
-    ids=lambda how: "-".join(how),
-)
-def test_kinds_of_generation(policy: str, how: dict[str, Any]) -> None:
+KINDS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "several beams": {"num_beams": 3, "num_return_sequences": 3},
+    "samples": {"num_return_sequences": 2, "do_sample": True},
+    "no cache": {"use_cache": False},
+    "dynamic cache": {"cache_implementation": "dynamic"},
+}
+
+
+@each("kind", [*KINDS])
+def test_kinds_of_generation(policy: str, kind: str) -> None:
     """The stock tokens at a full budget; at a small one, twice the same."""
-    model = build("llama")
+    model, how = build("llama"), KINDS[kind]
     torch.manual_seed(0)
     stock = answer(model, **how)
     for words in (policy, roomy(policy)):

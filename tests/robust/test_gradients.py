@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.play import make_batch
-from tests.robust.hostile import EACH, answer, own, prompt, refused, roomy
+from tests.robust.hostile import EACH, answer, each, own, prompt, refused, roomy
 
 
 def gradient(model: Any, **how: Any) -> Tensor:
@@ -25,8 +25,7 @@ def gradient(model: Any, **how: Any) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint")
-@EACH
-@pytest.mark.parametrize("how", ["train", "dropout", "checkpoints", "eager"])
+@each("how", ["train", "dropout", "checkpoints", "eager"])
 def test_a_training_step(policy: str, how: str) -> None:
     model = own()
     if how == "eager":
@@ -53,8 +52,7 @@ def test_backward_through_a_prompt_with_a_cache(policy: str) -> None:
     assert not any(t.requires_grad for t in held)
 
 
-@EACH
-@pytest.mark.parametrize("turns", [[1], [1, 1, 1], [4], [4, 1]])
+@each("turns", [[1], [1, 1, 1], [4], [4, 1]])
 def test_backward_through_slots(policy: str, turns: list[int]) -> None:
     """They hold no graph, so a gradient would lack a part."""
     model, start, total = own(), 26, torch.zeros(())

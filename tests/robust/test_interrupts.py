@@ -16,7 +16,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch
-from tests.robust.hostile import EACH, NEW, answer, converse, own, prompt, refused
+from tests.robust.hostile import EACH, NEW, answer, converse, each, own, prompt, refused
 
 
 class Impatient(StoppingCriteria, BaseStreamer):
@@ -37,8 +37,7 @@ class Impatient(StoppingCriteria, BaseStreamer):
         pass
 
 
-@EACH
-@pytest.mark.parametrize("how", ["criterion", "streamer"])
+@each("how", ["criterion", "streamer"])
 def test_between_steps(policy: str, how: str) -> None:
     """The model works on; so does the cache, which is whole between steps."""
     model, ids = build("llama"), prompt()
@@ -69,9 +68,7 @@ def broken(model: Any, cache: Any, ids: Tensor, where: str) -> None:
     hook.remove()
 
 
-@EACH
-@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp"])
-@pytest.mark.parametrize("when", ["prompt", "step"])
+@each("where,when", ["self_attn.q_proj", "mlp"], ["prompt", "step"])
 def test_inside_a_layer(policy: str, where: str, when: str) -> None:
     """The model and other caches work on; the cache itself says that its layers do not agree."""
     model = own()

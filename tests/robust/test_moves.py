@@ -10,9 +10,9 @@ import transformers
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch, talk
-from tests.conformance.replay import kept_positions
 from tests.robust.hostile import EACH, NEW, converse, own, prompt, refused
 
 

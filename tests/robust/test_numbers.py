@@ -12,12 +12,13 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from tests.conformance.access import kept_positions
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import CODECS, words
-from tests.conformance.replay import kept_positions
-from tests.robust.hostile import EACH, converse
+from tests.robust.hostile import EACH, converse, each
+from tests.sampling import product
 
 NAN, INF = float("nan"), float("inf")
 PLACES: dict[str, Any] = {
@@ -27,6 +28,9 @@ PLACES: dict[str, Any] = {
     "a head": (0, slice(None), slice(0, 8)),
     "a channel": (0, slice(None), 3),
 }
+
+
+TURNS_OF_CODECS = [(codec, ("k_proj", "v_proj")[number % 2]) for number, codec in enumerate(CODECS)]
 
 
 @contextmanager
@@ -57,9 +61,7 @@ def check(cache: PolicyCache) -> None:
             assert len(set(held)) == len(held)
 
 
-@EACH
-@pytest.mark.parametrize("place", [*PLACES])
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@each("place,value", [*PLACES], [NAN, INF, -INF])
 def test_a_prompt(policy: str, place: str, value: float) -> None:
     """Row 0 is spoiled and says so; row 1 gives the same numbers as ever."""
     model = build("llama")
@@ -84,8 +86,7 @@ def test_a_step(policy: str) -> None:
     check(cache)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("projection", ["k_proj", "v_proj"])
+@product("codec,projection", CODECS, ["k_proj", "v_proj"], sample=TURNS_OF_CODECS)
 def test_a_codec_hides_nothing(codec: str, projection: str) -> None:
     """Where nothing is dropped, what is broken stays broken, as in a stock cache."""
     model, turns = build("llama"), [26, *[1] * 6]

@@ -13,7 +13,8 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.robust.hostile import EACH, GREEDY, NEW, converse, exact, prompt, refused, roomy
+from tests.robust.hostile import EACH, GREEDY, NEW, POLICIES, converse, each, exact, prompt, refused, roomy
+from tests.sampling import product
 
 TINY = {"vocab_size": 48, "intermediate_size": 8, "max_position_embeddings": 4096, "pad_token_id": 0}
 
@@ -42,8 +43,7 @@ ODD = {
 }
 
 
-@EACH
-@pytest.mark.parametrize("length", [1, 2, 3])
+@each("length", [1, 2, 3])
 def test_short_prompts(policy: str, length: int) -> None:
     """One token; fewer than the sinks or the window: alone as in a batch, and everything is kept."""
     model, turns = build("llama"), [length, 1]
@@ -81,7 +81,7 @@ def test_a_budget_that_is_the_window(words: str) -> None:
     assert [layer.budget.tolist() for layer in cache.policy_layers] == [[int(words.rpartition("@")[2])] * 2] * 3
 
 
-@EACH
+@product("policy", [*POLICIES.values()], sample=[(POLICIES[name],) for name in ("squeeze", "mikv")])
 def test_sixty_four_rows_of_one_to_two_thousand_tokens(policy: str) -> None:
     model = llama(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, hidden_size=16)
     lengths = [1 + 1999 * row // 63 for row in range(64)]
@@ -95,8 +95,7 @@ def test_sixty_four_rows_of_one_to_two_thousand_tokens(policy: str) -> None:
             assert (alone[0, -3:] - together[row]).abs().max() < (5e-5 if exact(policy) else 5e-3)
 
 
-@EACH
-@pytest.mark.parametrize("name", [*ODD])
+@each("name", [*ODD])
 def test_odd_models(name: str, policy: str) -> None:
     """The stock tokens at a full budget, or one sentence where a codec cannot pack such heads."""
     model = ODD[name]()
@@ -132,8 +131,7 @@ def test_behind_the_last_position(policy: str) -> None:
         assert model.generate(prompt(18), **GREEDY).shape == (1, 24)
 
 
-@EACH
-@pytest.mark.parametrize("budget", [str(10**6), str(10**12), str(10**18 - 1), "999999TiB"])
+@each("budget", [str(10**6), str(10**12), str(10**18 - 1), "999999TiB"])
 def test_huge_budgets(policy: str, budget: str) -> None:
     """Whatever will never come gets no slots."""
     if policy == "full":

@@ -205,10 +205,10 @@ class Evaluator:
         Only the first process has the samples. If the model is sharded, it broadcasts the prompts, because every rank
         takes part in the forward pass.
         """
-        if not self.config.probes or (samples is None and lm.division.tp == 1):
+        if not self.config.probes or (samples is None and lm.sharding.tp == 1):
             return {}
         shared = [probe.prompts(samples, self.config.probes) if samples else []]
-        if lm.division.tp > 1:
+        if lm.sharding.tp > 1:
             torch.distributed.broadcast_object_list(shared, src=0)
         rows = probe.tokens(lm, shared[0])
         if cell.task not in self._cosines:

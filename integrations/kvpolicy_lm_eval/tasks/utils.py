@@ -1,6 +1,6 @@
-"""Build the documents of kvpolicy's tasks: no hub, a seed of their own, the same on every machine.
+"""Documents of kvpolicy's tasks. They need no network access, and are the same on every machine.
 
-lm-eval calls each builder with the task's metadata, into which it merges the model's arguments: hence `**_`.
+lm-eval calls each function with the metadata of the task, merged with the arguments of the model, which `**_` ignores.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from kvpolicy_eval.data.text import held_out
 
 Splits = dict[str, Dataset]
 
-_SHOT = re.compile(r"[a-z]+\W+([A-Z])\W*")  # a word and its label
+_SHOT = re.compile(r"[a-z]+\W+([A-Z])\W*")
+"""An example of the few-shot task: a word and its label."""
 
 
 def recall(docs: int, seed: int, records: int, digits: int = 4, **_: Any) -> Splits:
-    """Ask for one of many records."""
+    """Prompts that ask for one of many records."""
     return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits)))
 
 
 def multi_query(docs: int, seed: int, records: int, queries: int, digits: int = 4, **_: Any) -> Splits:
-    """Ask for several of many records, the last of them open."""
+    """Prompts with several questions about many records; the last one is to be answered."""
     return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits)))
 
 
 def passkey(docs: int, seed: int, chars: int, digits: int = 5, **_: Any) -> Splits:
-    """Ask for a key hidden in source text."""
+    """Prompts that ask for a key hidden in source code."""
     return _splits(_rows(docs, seed, lambda rng: prompts.passkey(rng, chars, digits)))
 
 
 def hot_keys(docs: int, seed: int, records: int, hot: int, asks: int, fresh: int, digits: int = 4, **_: Any) -> Splits:
-    """Ask for a record that was asked about often, before many fresh ones."""
+    """Prompts that ask for a record that was asked for often, followed by many new records."""
     return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits)))
 
 
 def few_shot(docs: int, seed: int, classes: int, shots: int, chars: int, **_: Any) -> Splits:
-    """Ask which of the labels shown at the start a word gets."""
+    """Prompts that ask for the label of a word, after examples at the start."""
     rows = _rows(docs, seed, lambda rng: prompts.few_shot(rng, classes, shots, chars))
     return _splits([row | _choices(row) for row in rows])
 
 
 def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
-    """Cut whole lines, evenly spread, from text that the embedded model never read."""
+    """Equidistant excerpts of text that the embedded model was not trained on; each begins with a whole line."""
     text = held_out()
     step = (len(text) - chars) // docs
     if step < chars:
-        raise KVPolicyError(f"{docs} texts of {chars} characters overlap; take fewer or shorter ones.")
+        raise KVPolicyError(f"The texts must not overlap, got {docs} of {chars} characters; try fewer or shorter ones.")
     starts = [text.index("\n", i * step) + 1 for i in range(docs)]
     return _splits([{"text": text[start : start + chars]} for start in starts])
 
 
 def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt]) -> list[dict[str, Any]]:
-    pairs = [draw(Random(seed * 10_000 + doc)) for doc in range(docs)]  # more docs do not change the first ones
+    pairs = [draw(Random(seed * 10_000 + doc)) for doc in range(docs)]  # the first documents do not depend on `docs`
     return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
 
 

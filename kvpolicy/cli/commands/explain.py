@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import kvpolicy
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
 from kvpolicy.cli.commands.list import QUESTIONS
 from kvpolicy.cli.commands.plan import notes
@@ -37,12 +38,11 @@ def explain(
     from kvpolicy.cli.explanation import Case
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
-    from kvpolicy.hf.plan import plan
 
     parsed = _parse(policy)
     cache_dtype = dtype_of(dtype)
     config = config_of(model)
-    planned = plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=cache_dtype)
+    planned = kvpolicy.plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=cache_dtype)
     case = Case(parsed, planned, describe(config, cache_dtype), prompt, new, batch)
     facts = {"policy": str(parsed), "model": model, "dtype": dtype, "batch": batch, "prompt": prompt, "new": new}
     facts |= _facts(case)

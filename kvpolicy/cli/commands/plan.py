@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+import kvpolicy
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
 from kvpolicy.cli.formatting import as_json, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
@@ -42,14 +43,13 @@ def plan(
     """
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
-    from kvpolicy.hf.plan import plan as plan_cache
 
     cache_dtype = dtype_of(dtype)
     capacity = _bytes(memory)
     _check_order(model, policy)
     config = config_of(model)
     sizes = {"batch": batch, "prompt": prompt, "new": new}
-    planned = plan_cache(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend)
+    planned = kvpolicy.plan(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend)
     facts = {"model": model, "policy": str(planned.policy), "dtype": dtype, "tp": tp}
     facts |= {"backend": backend, **sizes, "memory": capacity} | figures(planned, capacity)
     full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)

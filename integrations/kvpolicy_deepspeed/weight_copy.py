@@ -1,4 +1,4 @@
-"""Filling a divided model with this rank's parts of the checkpoint's tensors."""
+"""Copy of this rank's shard of each tensor of a checkpoint into a sharded model."""
 
 from __future__ import annotations
 
@@ -15,28 +15,42 @@ from kvpolicy_deepspeed.launch import World
 
 
 class _Goal(NamedTuple):
-    """Where a tensor of the checkpoint goes: whose it is, the place in it, and what a slot of its own would say."""
+    """The destination of a tensor of the checkpoint.
+
+    Attributes:
+        name: The parameter.
+        target: The part of the parameter that is filled; for the matrix of one expert, not all of it.
+        slot: The slot of the target: the shape of the whole tensor, and this rank's part of it.
+    """
 
     name: str
-    place: Tensor
+    target: Tensor
     slot: Slot
 
 
 @torch.no_grad()
 def fill(model: Any, family: Family, slots: dict[str, Slot], pieces: Iterable[tuple[str, Piece]], place: World) -> None:
-    """Copy this rank's part of every tensor into the divided model.
+    """Copy this rank's shard of each tensor into the model.
+
+    Args:
+        model: The sharded model, with uninitialized parameters.
+        family: The table of the model family.
+        slots: The slot of each parameter.
+        pieces: The names and tensors of the checkpoint.
+        place: This rank.
 
     Raises:
-        KVPolicyError: Where a tensor is missing, or has another shape than the config says.
+        KVPolicyError: If a tensor is missing, or its shape is not that of the config.
     """
     parameters = dict(model.named_parameters())
-    left = {name: parameter.numel() for name, parameter in parameters.items()}
-    head, base = _tied_head(model), model.base_model_prefix
+    left = {name: parameter.numel() for name, parameter in parameters.items()}  # numbers that are still to be filled
+    head = _tied_head(model)
+    base = model.base_model_prefix
     embedding = _name_of(model, model.get_input_embeddings())
     for key, piece in pieces:
         key = family.rename(key)
         for goal in _goals(key, family, slots, parameters, base, place):
-            if goal.name == head:  # what is tied comes from the embedding, whatever else is stored
+            if goal.name == head:  # a tied head is filled from the embedding, even if it is stored too
                 continue
             left[goal.name] -= _copy(goal, key, piece)
             if head and goal.name == embedding:
@@ -44,10 +58,10 @@ def fill(model: Any, family: Family, slots: dict[str, Slot], pieces: Iterable[tu
     missing = [name for name, count in left.items() if count]
     if missing:
         raise KVPolicyError(
-            f"The checkpoint lacks {len(missing)} of the model's tensors, such as {missing[0]}: "
-            "check that it is whole and that its config.json belongs to it."
+            f"The checkpoint must contain every tensor of the model, got one that lacks {len(missing)}, such as "
+            f"{missing[0]}; try downloading it again together with its config.json."
         )
-    model.config.tie_word_embeddings = False  # a part of the head is not the embedding: nobody is to tie them again
+    model.config.tie_word_embeddings = False  # the shard of the head is not the embedding, and must not be tied again
 
 
 def _tied_head(model: Any) -> str | None:
@@ -61,8 +75,8 @@ def _name_of(model: Any, module: Any) -> str:
 def _goals(
     key: str, family: Family, slots: dict[str, Slot], parameters: dict[str, Any], base: str, place: World
 ) -> Iterator[_Goal]:
-    """Where a tensor goes; nowhere if the model has no use for it, such as a buffer of an older version."""
-    for prefix in ("", f"{base}."):  # a checkpoint of the model without its head has no prefix
+    """Yield the destination of a tensor; nothing if the model does not use it, such as a buffer of an old version."""
+    for prefix in ("", f"{base}."):  # the checkpoint of a base model, without the head, has no prefix
         found = family.expert(prefix + key)
         if found and f"{found[0]}.down_proj" in slots:
             yield _expert(*found, slots, parameters, place)
@@ -75,7 +89,7 @@ def _goals(
 def _expert(
     module: str, index: int, which: int, slots: dict[str, Slot], parameters: dict[str, Any], place: World
 ) -> _Goal:
-    """Where one expert's gate (0), up (1) or down (2) matrix goes."""
+    """Return the destination of the gate (0), up (1) or down (2) matrix of one expert."""
     _, hidden, inner = slots[f"{module}.down_proj"].whole
     own = aligned(inner, place.rank, place.size)
     if which == 2:
@@ -87,19 +101,20 @@ def _expert(
 
 
 def _copy(goal: _Goal, key: str, piece: Piece) -> int:
-    """Copy a part of a tensor, range by range; returns how many numbers."""
+    """Copy this rank's part of a tensor, range by range; return the size of the target."""
     if piece.shape != goal.slot.whole:
         raise KVPolicyError(
-            f"The checkpoint's {key} is {list(piece.shape)}, and the config asks for {list(goal.slot.whole)}: "
-            "check that its config.json belongs to it."
+            f"The tensor {key} of the checkpoint must have the shape {list(goal.slot.whole)} of the config, got "
+            f"{list(piece.shape)}; try the config.json of this checkpoint."
         )
     if goal.slot.part is None:
-        goal.place.copy_(piece.take())
-        return goal.place.numel()
-    dim, filled = goal.slot.part.dim, 0
+        goal.target.copy_(piece.take())
+        return goal.target.numel()
+    dim = goal.slot.part.dim
+    filled = 0
     for own in goal.slot.part.ranges:
         if own:
             index = (*[slice(None)] * dim, slice(own.start, own.stop))
-            goal.place.narrow(dim, filled, len(own)).copy_(piece.take(*index))
+            goal.target.narrow(dim, filled, len(own)).copy_(piece.take(*index))
             filled += len(own)
-    return goal.place.numel()
+    return goal.target.numel()

@@ -1,0 +1,139 @@
+"""The sampler of products: every pair is there, nothing is left to chance, and the rest is behind `full`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.sampling import Row, cases, pairwise, product, star, wants_full
+
+COLORS, SIZES, SHAPES = ["red", "green", "blue"], [1, 2, 3, 4], [[0], [0, 1]]
+DEFAULT = "not full and not slow and not gpu and not network"
+
+
+def pairs_of(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
+    """Every pair of values that meet in a row, with the places of their axes."""
+    return {(i, repr(row[i]), j, repr(row[j])) for row in rows for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_pair_of_any_two_axes_is_in_the_sample(seed: int) -> None:
+    dice = Random(seed)
+    axes = [range(100 * axis, 100 * axis + dice.randint(1, 9)) for axis in range(dice.randint(2, 7))]
+    rows = pairwise(*axes, seed=seed)
+    assert pairs_of(rows) == pairs_of([*itertools.product(*axes)])
+    assert all({row[place] for row in rows} == set(axis) for place, axis in enumerate(axes))
+    assert len(set(rows)) == len(rows)
+    first, second = sorted(map(len, axes))[-2:]
+    assert len(rows) <= 1.5 * first * second + 10
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_that_are_not_allowed_are_left_out_and_no_pair_that_is(seed: int) -> None:
+    dice = Random(seed)
+    axes = [range(dice.randint(2, 6)) for _ in range(4)]
+    wrong = {row for row in itertools.product(*axes) if row[0] == row[1] or dice.random() < 0.5}
+    rows = pairwise(*axes, allowed=lambda row: row not in wrong)
+    assert not wrong & {*rows}
+    assert pairs_of(rows) == pairs_of([row for row in itertools.product(*axes) if row not in wrong])
+
+
+def test_one_axis_is_taken_whole() -> None:
+    assert pairwise(SIZES) == [(1,), (2,), (3,), (4,)]
+    assert pairwise(SIZES, allowed=lambda row: row != (3,)) == [(1,), (2,), (4,)]
+
+
+@pytest.mark.parametrize("axes", [([],), (SIZES, []), (SIZES, ["a", "b", "a"])])
+def test_an_axis_has_values_and_each_of_them_once(axes: tuple[list[Any], ...]) -> None:
+    with pytest.raises(ValueError, match="each of them once"):
+        pairwise(*axes)
+
+
+def test_the_sample_depends_on_the_axes_and_the_seed_alone() -> None:
+    """Not on the hashes of strings, which differ between processes."""
+    code = "from tests.sampling import pairwise; print(pairwise('abcdefg', ['x', 'yy', 'zzz'], range(5), 'pq'))"
+    root = str(Path(__file__).parent.parent)
+    printed: set[str] = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": root}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        printed.add(done.stdout.strip())
+    axes = ("abcdefg", ["x", "yy", "zzz"], range(5), "pq")
+    assert printed == {str(pairwise(*axes))}
+    assert pairwise(*axes, seed=1) != pairwise(*axes)
+
+
+def test_a_star_varies_one_axis_at_a_time() -> None:
+    assert star(COLORS, SIZES, centers=[("", 1), ("red", 0)]) == [
+        ("red", 1),
+        ("green", 1),
+        ("blue", 1),
+        ("red", 2),
+        ("red", 3),
+        ("red", 4),
+    ]
+
+
+def made(mark: pytest.MarkDecorator, expression: str) -> tuple[list[Row], list[Row]]:
+    """The cases of a test that run by default, and those with the marker `full`."""
+    found = [*cases(mark.args[0], expression)]
+    every_commit = [case.values for case in found if not case.marks]
+    assert all([mark.name for mark in case.marks] == ["full"] for case in found if case.marks)
+    return every_commit, [case.values for case in found if case.marks]
+
+
+@pytest.mark.parametrize("sample", [None, [("red", 2, [0]), ("blue", 4, [0, 1])]])
+def test_no_case_of_a_product_is_lost(sample: list[Row] | None) -> None:
+    mark = product("color,size,shape", COLORS, SIZES, SHAPES, sample=sample)
+    every_commit, rest = made(mark, "full")
+    assert every_commit == (pairwise(COLORS, SIZES, SHAPES) if sample is None else sample)
+    assert sorted([*every_commit, *rest]) == sorted(itertools.product(COLORS, SIZES, SHAPES))
+    assert made(mark, DEFAULT) == (every_commit, [])
+
+
+def test_a_product_leaves_out_what_is_not_allowed() -> None:
+    mark = product("color,size", COLORS, SIZES, sample=[("red", 1)], allowed=lambda row: row != ("blue", 4))
+    every_commit, rest = made(mark, "")
+    assert len(rest) == 10 and ("blue", 4) not in [*every_commit, *rest]
+
+
+def test_a_product_may_be_left_out_as_a_whole() -> None:
+    mark = product("size", SIZES, sample=[])
+    assert made(mark, DEFAULT) == ([], [(1,)])  # which the default expression deselects
+    assert made(mark, "full") == ([], [(1,), (2,), (3,), (4,)])
+
+
+@pytest.mark.parametrize("row", [("red", 5), ("blue", 4)])
+def test_a_sample_is_of_the_product(row: Row) -> None:
+    with pytest.raises(ValueError, match="rows of the product"):
+        product("color,size", COLORS, SIZES, sample=[row], allowed=lambda row: row != ("blue", 4))
+
+
+@pytest.mark.parametrize(
+    ("expression", "wanted"),
+    [(DEFAULT, False), ("not full", False), ("slow", False), ("full", True), ("slow or full", True), ("", True)],
+)
+def test_the_rest_is_made_where_it_may_be_asked_for(expression: str, wanted: bool) -> None:
+    assert wants_full(expression) is wanted
+
+
+def test_the_default_leaves_it_out(pytestconfig: pytest.Config) -> None:
+    options = pytestconfig.getini("addopts")
+    assert options[options.index("-m") + 1] == DEFAULT
+
+
+SOME = [("red", 1), ("green", 3)]
+
+
+@product("color,size", COLORS, SIZES, sample=SOME)
+def test_the_hook_makes_the_cases(color: str, size: int, request: pytest.FixtureRequest) -> None:
+    full = request.node.get_closest_marker("full") is not None
+    assert full is ((color, size) not in SOME)
