@@ -1,4 +1,4 @@
-"""What a codec loses: the error and the bits of the tokens that it codes."""
+"""Distortion of a codec: the error and the size of the tokens that it encodes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class Distortion(NamedTuple):
-    """Error and size of coded tokens; exact ones are left out.
+    """Error and size of encoded tokens; tokens in full precision are not included.
 
     Attributes:
-        keys: Squared error of the keys over their squared norm.
-        values: The same of the values.
-        bits: Bits per number, of codes and scales.
-        coded: Tokens coded of each head, on average.
+        keys: Squared error of the keys, relative to their squared norm.
+        values: The same for the values.
+        bits: Bits per element, for codes and scales.
+        coded: The number of encoded tokens per head, on average.
     """
 
     keys: float
@@ -42,21 +42,21 @@ def distortion(
     layer_idx: int = 0,
     selector: Selector | None = None,
 ) -> Distortion:
-    """Code tokens as a cache would after a prompt, and measure what is lost.
+    """Encode tokens as a cache does after a prompt, and measure the error.
 
     Args:
         codec: The codec.
-        keys: [B, H, n, D], as the codec takes them: unrotated where its frame is `pre`.
+        keys: [B, H, n, D], in the key space of the codec.
         values: [B, H, n, D].
-        queries: [B, Hq, n, D], for codecs that look at them, or whose tokens a selector ranks; the keys by default.
-        layer_idx: Which layer they are of, for calibrated codecs.
-        selector: Who ranks tokens, for codecs that ask for it; by default the newest rank highest.
+        queries: [B, Hq, n, D], for codecs that use them, or whose tokens are ranked by a selector; the keys by default.
+        layer_idx: Index of the layer, for calibrated codecs.
+        selector: The selector that ranks tokens, for codecs that need it; by default newer tokens rank higher.
 
     Returns:
-        Error, bits and tokens.
+        Error, bits and number of tokens.
 
     Raises:
-        KVPolicyError: Where the codec leaves all of so few tokens exact.
+        KVPolicyError: If there are so few tokens that the codec keeps all of them in full precision.
 
     Examples:
         >>> from kvpolicy import KIVI
@@ -70,15 +70,23 @@ def distortion(
     layer = coded_store(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
     past = layer.past()
     assert past is not None
-    coded = past.occupied.clone()
+    coded = layer.positions >= 0
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
-        raise KVPolicyError(f"{codec} leaves all of {count} tokens exact: give more, or a smaller residual.")
-    held, slots = layer.nbytes_by_kind(), sum(layer.layout.coded)
-    bits = 8 * (held["codes"] + held["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
+        raise KVPolicyError(
+            f"The tokens must be more than {codec} keeps in full precision, got {count}; try more tokens, or a smaller "
+            "residual_length."
+        )
+    nbytes = layer.nbytes_by_kind()
+    slots = sum(layer.layout.coded)
+    bits = 8 * (nbytes["codes"] + nbytes["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
     at = layer.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)
-    lost = [_error(got, want.gather(2, at), coded) for got, want in ((past.keys, keys), (past.values, values))]
-    return Distortion(lost[0], lost[1], bits, float(coded.sum()) / coded[..., 0].numel())
+    return Distortion(
+        keys=_error(past.keys, keys.gather(2, at), coded),
+        values=_error(past.values, values.gather(2, at), coded),
+        bits=bits,
+        coded=float(coded.sum()) / coded[..., 0].numel(),
+    )
 
 
 def coded_store(
@@ -91,12 +99,13 @@ def coded_store(
     selector: Selector | None = None,
     rope: Rope | None = None,
 ) -> LayerStore:
-    """A layer of a cache after a prompt of which all tokens are kept; the arguments are those of `distortion`.
+    """A layer of a cache after a prompt of which all tokens are kept; see `distortion` for the arguments.
 
-    With `rope`, keys are taken as attention sees them, and a codec whose frame is `pre` undoes the embedding.
+    With `rope`, keys are given as attention sees them, and unrotated for a codec with unrotated keys.
     """
-    ranked = codec.traits.demote_by == "priority"
-    policy = Policy(codec=codec, selector=selector or (SlidingWindow() if ranked else KeepAll()), budget=1.0)
+    needs_ranking = codec.traits.demote_by == "priority"
+    selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
+    policy = Policy(codec=codec, selector=selector, budget=1.0)
     rope = rope if codec.traits.key_space == "unrotated" else None
     store = LayerStore(layer_idx, policy.selector, codec, policy.decode, rope)
     batch, _, count, dim = keys.shape
@@ -111,6 +120,7 @@ def coded_store(
     return store
 
 
-def _error(got: Tensor, want: Tensor, coded: Tensor) -> float:
-    apart = (got.float() - want.float()).square().sum(-1)[coded].sum()
-    return float(apart / want.float().square().sum(-1)[coded].sum().clamp_min(1e-30))
+def _error(decoded: Tensor, original: Tensor, coded: Tensor) -> float:
+    """Squared error relative to the squared norm, over the slots in `coded`."""
+    error = (decoded.float() - original.float()).square().sum(-1)[coded].sum()
+    return float(error / original.float().square().sum(-1)[coded].sum().clamp_min(1e-30))

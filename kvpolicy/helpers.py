@@ -1,6 +1,7 @@
-"""Helpers for custom strategies: the division of tokens among layers, and access to the slots of a stage.
+"""Helper functions for custom strategies.
 
-`waterfill` is for allocators, the others are for codecs. Those can be traced by `torch.compile` and do not synchronize.
+`waterfill` is for allocators, the others are for codecs. They do not synchronize with the host, and they are traced
+without graph breaks.
 """
 
 from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks

@@ -31,9 +31,8 @@ class Bytes(TokenWise):
 
     def layout(self, tokens: int) -> Layout:
         found = Layout(16, (max(tokens - 8, 0) // 8 * 8 + 8,))
-        return {
-            "few": Layout(8, (tokens // 16 * 8,)), "stages": Layout(16, (*found.coded, 8))
-        }.get(self.how, found)  # fmt: skip
+        wrong = {"few": Layout(8, (tokens // 16 * 8,)), "stages": Layout(16, (*found.coded, 8))}
+        return wrong.get(self.how, found)
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Any:
         found = TokenWise.alloc(self, batch, heads, slots, head_dim, device)
@@ -81,22 +80,22 @@ def test_a_right_one_passes() -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("block", "has a block of at least 1"),
-        ("few", "slots for 1000 tokens"),
-        ("stages", "1 stages, and the layout has 2"),
-        ("meta", "on the device meta"),
-        ("rows", "the other row, changes the keys"),
-        ("inactive", "write heeds tokens that are not write_mask: keys differs"),
-        ("batch", "write codes a row otherwise beside another one: keys differs"),
-        ("clears", "write changes a head that is given no write_mask token: keys differs"),
-        ("once", "write leaves a head as it was"),
-        ("shift", "no nearer to those written"),
-        ("nothing", "no nearer to those written"),
-        ("noise", "read twice are not the same"),
-        ("short", "keys returns fp32, and not bfloat16"),
-        ("score", "score is not the products"),
-        ("hidden", "score hides every token"),
-        ("mix", "mix is not the weighted sum"),
+        ("block", "block must be at least 1 with stages and 0 without, got 0"),
+        ("few", "layout must have 1000 slots for as many tokens, got"),
+        ("stages", "layout must have slots for 1 stages, got 2"),
+        ("meta", "same sizes on the device meta"),
+        ("rows", "the keys of a row must not depend on padding or other rows, got a difference"),
+        ("inactive", "write must ignore tokens outside write_mask, got other codes with NaN there: keys"),
+        ("batch", "write must encode a row as on its own, got other codes in a batch: keys differs"),
+        ("clears", "write must not change heads without a token in write_mask, got a change of keys"),
+        ("once", "write must replace codes, got the same for other tokens"),
+        ("shift", "must be closer to the original than zeros are, got"),
+        ("nothing", "must be closer to the original than zeros are, got"),
+        ("noise", "decoding must be deterministic, got other keys in a second call"),
+        ("short", "keys must return float32, got bfloat16"),
+        ("score", "score must be the product of queries and decoded keys, got"),
+        ("hidden", "score must not hide every token, got only -inf"),
+        ("mix", "mix must be the weighted sum of decoded values, got"),
     ],
 )
 def test_a_wrong_one_is_told(how: str, message: str) -> None:

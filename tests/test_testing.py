@@ -111,25 +111,25 @@ def test_right_ones_pass() -> None:
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (Layers(how="sum"), "do not sum"),
-        (Layers(how="dtype"), "int64"),
-        (Layers(how="rows"), "depend on the other rows"),
-        (Layers(how="measure"), "measure is 'entropy'"),
-        (Layers(how="total"), "its argument total in place"),
-        (Layers(how="random"), "asked a second time"),
-        (Layers(how="deep"), "of 1 layers do not sum"),
-        (Layers(how="list"), "not a list"),
-        (Tokens(how="random"), "second run"),
-        (Tokens(how="columns"), "padding"),
-        (Tokens(how="nan"), "priority of a token is NaN"),
-        (Tokens(how="first"), "newest token is not kept"),
-        (Tokens(how="whole"), "not int64"),
-        (Tokens(how="double"), "not float64"),
-        (Tokens(how="shape"), r"fp32 \[1, 2, 96\], and not"),
-        (Tokens(how="zero"), "floor is 0"),
-        (Tokens(how="alloc"), r"not float32 \[2, 2, 6\]"),
-        (Tokens(how="observe"), "observe returns"),
-        (Tokens(decode=cast("Any", "keep")), "decode is 'keep'"),
+        (Layers(how="sum"), "budgets must sum to"),
+        (Layers(how="dtype"), r"must be int64 \[3, 3\], got int32"),
+        (Layers(how="rows"), "must not depend on other rows"),
+        (Layers(how="measure"), "layer_metric must be '' or 'cosine', got 'entropy'"),
+        (Layers(how="total"), "must not modify its arguments, got another total"),
+        (Layers(how="random"), "budgets must be deterministic, got others in a second call"),
+        (Layers(how="deep"), "must sum to .* for 1 layers"),
+        (Layers(how="list"), "must be int64 .*, got a list"),
+        (Tokens(how="random"), "must be deterministic, got other tokens in a second run"),
+        (Tokens(how="columns"), "must not depend on padding"),
+        (Tokens(how="nan"), "priority of a token must be a number or infinite, got NaN"),
+        (Tokens(how="first"), "newest token must be kept"),
+        (Tokens(how="whole"), "priority must be float32 .*, got int64"),
+        (Tokens(how="double"), "priority must be float32 .*, got float64"),
+        (Tokens(how="shape"), r"float32 \[1, 2, 96\], got float32 \[1, 96\]"),
+        (Tokens(how="zero"), "min_tokens must be an integer of at least 1, got 0"),
+        (Tokens(how="alloc"), r"= \[2, 2, 5\], got float32 \[2, 2, 6\]"),
+        (Tokens(how="observe"), "observe must return tensors of shapes"),
+        (Tokens(decode=cast("Any", "keep")), "decode must be one of 'evict', 'grow', got 'keep'"),
     ],
 )
 def test_wrong_ones_are_told(part: Any, message: str) -> None:
@@ -138,21 +138,23 @@ def test_wrong_ones_are_told(part: Any, message: str) -> None:
 
 
 def test_what_is_no_strategy() -> None:
-    with pytest.raises(AssertionError, match="no dataclass"):
+    with pytest.raises(AssertionError, match="must be a dataclass"):
         check("h2o")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"The strategy must be an instance, got the class Tokens; try Tokens\(\)\."):
         check(Tokens)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_is_missing_is_named() -> None:
-    names = ("needs", "floor", "alloc", "observe", "step", "statistic", "decode")
+    names = ("needs", "min_tokens", "alloc", "observe", "step", "statistic", "decode")
     for left_out, told in ((0, "lacks priority of"), (1, "lacks decode, priority of")):
         members = {name: getattr(Tokens, name) for name in names[: len(names) - left_out]}
         part = make_dataclass("Part", [("how", str, "right")], namespace=members, frozen=True, kw_only=True)()
-        with pytest.raises(TypeError, match=rf"no selector and no codec: it {told} kvpolicy\.protocols\.Selector\."):
+        with pytest.raises(
+            TypeError, match=rf"an allocator, a selector or a codec, got .*; it {told} kvpolicy\.protocols\.Selector\."
+        ):
             check(part)
     part = make_dataclass("Part", [], namespace={"budgets": Layers.budgets}, frozen=True, kw_only=True)()
-    with pytest.raises(TypeError, match=r"lacks measure of kvpolicy\.protocols\.Allocator"):
+    with pytest.raises(TypeError, match=r"lacks layer_metric of kvpolicy\.protocols\.Allocator"):
         check(part)
-    with pytest.raises(TypeError, match=r"no codec: see kvpolicy\.protocols"):
+    with pytest.raises(TypeError, match=r"or a codec, got .*; see kvpolicy\.protocols"):
         check(make_dataclass("Part", [], frozen=True, kw_only=True)())

@@ -3,12 +3,11 @@
     python docs/examples/long_document.py --model meta-llama/Llama-3.1-8B-Instruct --document book.txt \
         --ask "Who tells the story?" "Where does it end?" --policy squeeze+snapkv+kivi:bits=4@0.25
 
-The document is read into one cache, in chunks, and brought under the budget before any question is known, which is the
-harder case. Each question then gets a copy of the compressed cache: it attends to what was kept and leaves the original
-as it was, so that no question sees another, and the document is never read again. `squeeze` measures the layers in the
-first chunk.
+The document is processed in chunks and compressed before any question is known, which is harder than compressing with
+the question at hand. Each question then uses a copy of the compressed cache, so questions do not see each other, and
+the document is processed only once. `squeeze` measures the layers in the first chunk.
 
-Without `--model` the embedded model answers, about 100 records.
+Without `--model`, the embedded model answers questions about 100 records.
 
 Prints (embedded model, CPU): 10 questions, 10 answered right; the document's 701 tokens take 1,720,640 bytes, 0.30 of
 the full cache
@@ -38,7 +37,7 @@ def load(name: str) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def read(model: Any, document: torch.Tensor, chunk: int) -> kvpolicy.PolicyCache:
-    """A cache of the document, [1, P]; told its length, so that a share is one of the whole and not of a chunk."""
+    """The cache of a document [1, P]. It is given the length, so that a fraction refers to the whole document."""
     cache = kvpolicy.PolicyCache(model, prompt=document.shape[1])
     for part in document.split(chunk, dim=1):
         model(part, past_key_values=cache, logits_to_keep=1)
@@ -46,7 +45,7 @@ def read(model: Any, document: torch.Tensor, chunk: int) -> kvpolicy.PolicyCache
 
 
 def main() -> None:
-    """Read once, ask often."""
+    """Process the document once, then answer all questions."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--document", type=Path, help="a UTF-8 text file")
@@ -57,25 +56,30 @@ def main() -> None:
     model, tokenizer = load(args.model)
     text, _ = prompts.split(prompts.recall(Random(0), records=100)[0])
     records = dict(line.split("=") for line in text.split())
-    asked, new = {f"?{key}=": records[key] for key in sorted(records)[:10]}, 4
+    questions = {f"?{key}=": records[key] for key in sorted(records)[:10]}
+    max_new_tokens = 4
     if args.document:
-        text, new = args.document.read_text(encoding="utf-8"), 100
-        asked = dict.fromkeys((f"\n\nQuestion: {question}\nAnswer:" for question in args.ask), "")
+        text = args.document.read_text(encoding="utf-8")
+        max_new_tokens = 100
+        questions = dict.fromkeys((f"\n\nQuestion: {question}\nAnswer:" for question in args.ask), "")
     document = tokenizer(text, return_tensors="pt").input_ids.to(model.device)
     with kvpolicy.attach(model, args.policy):
-        cache, right = read(model, document, args.chunk), 0
-        for question, answer in asked.items():
-            own = copy.deepcopy(cache)
+        cache = read(model, document, args.chunk)
+        right = 0
+        for question, answer in questions.items():
             ids = tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
-            both = torch.cat([document, ids], 1)  # generate feeds only what the cache has not seen
-            output = model.generate(both, past_key_values=own, max_new_tokens=new, do_sample=False)
-            told = tokenizer.decode(output[0, both.shape[1] :], skip_special_tokens=True)
-            right += told == answer
-            print(f"{question.strip()} {told}")
-        known = "" if args.document else f", {right} answered right"
+            both = torch.cat([document, ids], 1)  # `generate` runs only the tokens that are not in the cache
+            output = model.generate(
+                both, past_key_values=copy.deepcopy(cache), max_new_tokens=max_new_tokens, do_sample=False
+            )
+            text = tokenizer.decode(output[0, both.shape[1] :], skip_special_tokens=True)
+            right += text == answer
+            print(f"{question.strip()} {text}")
+        score = "" if args.document else f", {right} answered right"
+        fraction = cache.nbytes / cache.full_nbytes
         print(
-            f"{len(asked)} questions{known}; the document's {document.shape[1]:,} tokens take {cache.nbytes:,} bytes, "
-            f"{cache.nbytes / cache.full_nbytes:.2f} of the full cache"
+            f"{len(questions)} questions{score}; the document's {document.shape[1]:,} tokens take "
+            f"{cache.nbytes:,} bytes, {fraction:.2f} of the full cache"
         )
 
 

@@ -1,14 +1,14 @@
-"""Write a selector in a file of your own, and put it to work: no package, no entry point.
+"""Write a selector and use it as an object, without a package or an entry point.
 
     python docs/examples/own_selector.py --model meta-llama/Llama-3.1-8B --budget 0.3
 
-`RareKeys` keeps the tokens whose keys point away from the mean key, and the newest ones. A selector is a frozen
-dataclass of hyper-parameters that answers the questions of `kvpolicy.protocols.Selector`: what must it see (`needs`),
-what does it remember of each slot (`alloc`, `observe`, `step`), and what is each token worth (`priority`). Batches,
-budgets, codecs and layers are the engine's.
+`RareKeys` keeps the tokens whose keys point away from the mean key, and the newest tokens. A selector is a frozen
+dataclass of hyperparameters that implements `kvpolicy.protocols.Selector`: the statistics that it needs (`needs`), its
+state per slot (`alloc`, `observe`, `step`), and the priority of each token (`priority`). The engine handles batches,
+budgets, codecs and layers.
 
-As an object it goes with every allocator and codec, also under `KVCrush(base=...)`. A name in a policy's words needs an
-entry point besides, see docs/extend/selector.md.
+The object can be combined with every allocator and codec, and used in `KVCrush(base=...)`. A name in specs requires an
+entry point, see docs/extend/selector.md.
 
 Prints (embedded model, CPU): RareKeys(window=16, decode='evict'): 5 of 8 right, SlidingWindow(decode='evict'): 1 of 8
 right
@@ -29,7 +29,7 @@ from kvpolicy_eval.data import prompts
 
 
 class Scores(NamedTuple):
-    """What is remembered of each slot, [B, H, S]."""
+    """The state: one score per slot, [B, H, S]."""
 
     score: Tensor
 
@@ -43,35 +43,35 @@ class RareKeys:
 
     @property
     def needs(self) -> Needs:
-        """Keys and values of the prompt; of attention nothing."""
+        """Keys and values of the prompt; no attention statistics."""
         return Needs(forward=True)
 
     @property
     def min_tokens(self) -> int:
-        """The smallest budget that works: the current token."""
+        """One token: the current one."""
         return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """A score of zero for each slot."""
+        """Scores of zero."""
         return Scores(torch.zeros(batch, heads, slots, device=device))
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
-        """After a prompt: score every token on offer, [B, H, N]."""
+        """Score every candidate of a prompt, [B, H, N]."""
         assert seen.keys is not None
         keys = F.normalize(seen.keys.float(), dim=-1)
-        mean = (keys * view.valid[..., None]).sum(2, keepdim=True)  # padding is no key
+        mean = (keys * view.valid[..., None]).sum(2, keepdim=True)  # without padding
         return Scores(-F.cosine_similarity(keys, mean, dim=-1))
 
     def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """After a generated token: nothing changes."""
+        """Generated tokens are not scored."""
 
     def priority(self, state: Scores, view: View) -> Tensor:
-        """What each token is worth, [B, H, N]: the window always, which is at most half the budget."""
+        """The window, at most half the budget, is always kept, other tokens by score: [B, H, N]."""
         window = (view.budget // 2).clamp(1, self.window)
         return state.score.masked_fill(view.newest(window), torch.inf)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """No score of each query head, for refiners such as KVCrush."""
+        """None: there is no score per query head."""
         return None
 
 
@@ -86,21 +86,22 @@ def load(name: str) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Compare it with a sliding window of the same budget."""
+    """Compare `RareKeys` with a sliding window of the same budget."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--budget", type=float, default=0.4)
     args = parser.parse_args()
     model, tokenizer = load(args.model)
-    cases, right = [prompts.recall(Random(seed), records=70) for seed in range(8)], dict[str, int]()
+    cases = [prompts.recall(Random(seed), records=70) for seed in range(8)]
+    right: dict[str, int] = {}
     for selector in (RareKeys(), kvpolicy.SlidingWindow()):
         policy = kvpolicy.Policy(selector=selector, budget=args.budget)
         with kvpolicy.attach(model, policy):
             for prompt, answer in cases:
                 inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
                 output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-                told = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-                right[repr(selector)] = right.get(repr(selector), 0) + told.strip().startswith(answer)
+                text = tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+                right[repr(selector)] = right.get(repr(selector), 0) + text.strip().startswith(answer)
     print(", ".join(f"{name}: {count} of {len(cases)} right" for name, count in right.items()))
 
 

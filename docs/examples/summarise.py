@@ -1,13 +1,13 @@
-"""Summarise a batch of documents of different lengths, with left padding.
+"""Summarize a batch of documents of different lengths, with left padding.
 
     python docs/examples/summarise.py --model meta-llama/Llama-3.1-8B-Instruct --files reports/*.txt --budget 0.2
 
-A batch is its rows: padding is kept by no layer, a share of 0.2 is 0.2 of each row's own length, and every row gives
-what it gives alone. A long prompt and a short answer is what `snapkv` is made for: it keeps what the prompt's last
-tokens, the request to summarise, look at.
+Rows of a batch are independent: padding is not kept, a budget of 0.2 is 0.2 of the length of each row, and every row
+gives the same result as on its own. `snapkv` is suited to a long prompt with a short answer: it keeps the tokens that
+the last tokens of the prompt, the request to summarize, attend to.
 
-Without `--model` the embedded model answers. It cannot write: its documents are lists of records, and the summary
-that it is asked for is the value of one of them.
+Without `--model`, the embedded model answers. It cannot write summaries: its documents are lists of records, and it is
+asked for the value of one of them.
 
 Prints (embedded model, CPU): 4 summaries, 4 of them right; 7,130,688 bytes held, the full cache 13,705,216
 """
@@ -33,9 +33,9 @@ def load(name: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def asked(tokenizer: Any, text: str) -> str:
-    """A document and the request, as the model expects it."""
-    request = f"{text}\n\nSummarise the text above in three sentences."
+def with_request(tokenizer: Any, text: str) -> str:
+    """A document and the request, in the format of the model."""
+    request = f"{text}\n\nSummarize the text above in three sentences."
     if not tokenizer.chat_template:
         return request
     chat = [{"role": "user", "content": request}]
@@ -43,29 +43,33 @@ def asked(tokenizer: Any, text: str) -> str:
 
 
 def main() -> None:
-    """Summarise all documents at once."""
+    """Summarize all documents in one batch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--files", nargs="*", type=Path, help="UTF-8 text files")
-    parser.add_argument("--budget", type=float, default=0.3, help="share of each document")
+    parser.add_argument("--budget", type=float, default=0.3, help="fraction of each document")
     args = parser.parse_args()
     model, tokenizer = load(args.model)
-    drawn = [prompts.recall(Random(count), records=count) for count in (20, 45, 70, 100)]
-    texts, new = [text for text, _ in drawn], 4
+    cases = [prompts.recall(Random(count), records=count) for count in (20, 45, 70, 100)]
+    texts = [text for text, _ in cases]
+    max_new_tokens = 4
     if args.files:
-        texts, new = [asked(tokenizer, file.read_text(encoding="utf-8")) for file in args.files], 200
+        texts = [with_request(tokenizer, file.read_text(encoding="utf-8")) for file in args.files]
+        max_new_tokens = 200
     batch = tokenizer(texts, padding=True, add_special_tokens=not tokenizer.chat_template, return_tensors="pt")
     policy = kvpolicy.Policy(selector=kvpolicy.SnapKV(kernel=7), budget=args.budget)
     with kvpolicy.attach(model, policy) as handle:
-        output = model.generate(**batch.to(model.device), max_new_tokens=new, do_sample=False)
+        output = model.generate(**batch.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
         report = handle.report()
-    lengths, kept, right = batch.attention_mask.sum(-1).tolist(), report.layers[0].budget, ""
-    for length, budget, answer in zip(lengths, kept, answers, strict=True):
+    lengths = batch.attention_mask.sum(-1).tolist()
+    for length, budget, answer in zip(lengths, report.layers[0].budget, answers, strict=True):
         print(f"[{length:,} tokens, {budget:,} kept] {answer}")
+    score = ""
     if not args.files:
-        right = f", {sum(told == key for told, (_, key) in zip(answers, drawn, strict=True))} of them right"
-    print(f"{len(answers)} summaries{right}; {report.nbytes:,} bytes held, the full cache {report.full_nbytes:,}")
+        right = sum(answer == expected for answer, (_, expected) in zip(answers, cases, strict=True))
+        score = f", {right} of them right"
+    print(f"{len(answers)} summaries{score}; {report.nbytes:,} bytes held, the full cache {report.full_nbytes:,}")
 
 
 if __name__ == "__main__":

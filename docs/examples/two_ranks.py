@@ -1,13 +1,13 @@
-"""One model divided over two ranks, which keep exactly the tokens that one rank keeps.
+"""Shard one model over two ranks, which keep exactly the tokens that a single rank keeps.
 
     torchrun --standalone --nproc_per_node 2 docs/examples/two_ranks.py --model meta-llama/Llama-2-70b-hf
     python docs/examples/two_ranks.py
 
-Each rank holds half of the KV heads, and their slots. What looks at all heads, as `kvcrush` does, asks the other rank;
-the policy's words and the report are those of one rank. Started without a launcher, as in the second line, the script
-runs on one rank: its last line differs in the number of ranks and in the bytes of a rank, and in nothing else.
+Each rank holds half of the KV heads and their slots. Methods that use all heads, such as `kvcrush`, communicate with
+the other rank. The spec of the policy and the report are the same as on a single rank. Without a launcher, as in the
+second line, the script runs on one rank: only the number of ranks and the bytes per rank differ in its last line.
 
-Without `--model` it runs the embedded model on two CPU processes.
+Without `--model`, it runs the embedded model on two CPU processes.
 
 Prints (embedded model, CPU): 2 rank(s): answer 3513, right is 3513; kept per layer [415, 415, 59, 59, 59, 59, 59,
 59]; 627,712 bytes on this rank
@@ -26,15 +26,15 @@ from kvpolicy_eval.data import prompts
 
 
 def main() -> None:
-    """Generate on every rank; the first one speaks."""
+    """Generate on every rank; the first one prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(files("kvpolicy") / "assets" / "tiny"))
     parser.add_argument("--policy", default="squeeze+kvcrush/snapkv:kernel=7@0.3")
-    parser.add_argument("--backend", default="deepspeed", help="deepspeed, or hf for transformers' own")
+    parser.add_argument("--backend", default="deepspeed", help="deepspeed, or hf for transformers")
     args = parser.parse_args()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, value)  # no launcher: one rank
-    with kvpolicy_deepspeed.ranks(seed=0) as place:  # ends the job as one, also where a rank fails
+        os.environ.setdefault(name, value)  # without a launcher: one rank
+    with kvpolicy_deepspeed.ranks(seed=0) as place:  # ends all ranks together if one fails
         model = kvpolicy_deepspeed.load(args.model, backend=args.backend, dtype="float32", policy=args.policy)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         prompt, right = prompts.recall(Random(0), records=70)

@@ -50,7 +50,8 @@ def fit_kvquant(
     k-means is that of scikit-learn, starts from quantiles and uses at most 50 000 elements. Q-Norm has one scale and
     shift for the keys of a layer, and one for its values.
     """
-    keys, values = keys.float(), values.float()
+    keys = keys.float()
+    values = values.float()
     low = _percentile(keys, outliers / 2)
     high = _percentile(keys, 1 - outliers / 2)
     offset = (high + low) / 2
@@ -92,7 +93,9 @@ def _levels(x: Tensor, weight: Tensor, count: int) -> Tensor:
     """Centers of a weighted k-means, [count] ascending; the last is repeated if there are fewer distinct numbers."""
     distinct, which = x.unique(return_inverse=True)
     mass = torch.zeros(len(distinct), dtype=torch.float64).index_add_(0, which, weight.double())
-    distinct, mass = distinct[mass > 0], mass[mass > 0]
+    has_mass = mass > 0
+    distinct = distinct[has_mass]
+    mass = mass[has_mass]
     if len(distinct) <= count:
         return torch.cat([distinct, distinct[-1:].expand(count - len(distinct))])
     from sklearn.cluster import KMeans

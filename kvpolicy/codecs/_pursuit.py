@@ -55,8 +55,10 @@ def pursue(x: Tensor, dictionary: Dictionary, pairs: int, solver: Solver = "mp")
         >>> [round(c, 2) for c in pursue(torch.tensor([[[[0.0, -2.0]]]]), dictionary, 2, "omp")[1].flatten().tolist()]
         [-2.5, 1.5]
     """
-    heads, count = x.shape[:2], x.shape[2]
+    heads = x.shape[:2]
+    count = x.shape[2]
     widest = max(dictionary.size, pairs * x.shape[3])
+    # Vectors of all heads together, so that their products with all atoms fit one chunk.
     max_vectors = max((_CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK) // widest, 1)
     x = x.flatten(0, 1)
     dictionary = Dictionary(dictionary.shared, dictionary.per_head.flatten(0, 1))

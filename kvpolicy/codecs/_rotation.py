@@ -60,6 +60,7 @@ def mixing(width: int, seed: int | None, device: torch.device) -> Tensor:
 
 def _odd_factor(width: int) -> int:
     width = operator.index(width)
+    # In two's complement, this is the largest power of two that divides the width.
     return width // (width & -width)
 
 
@@ -84,6 +85,7 @@ def _transform(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
 @torch.compiler.assume_constant_result
 def _matrix(width: int, seed: int | None, device: torch.device) -> Tensor:
     def make() -> Tensor:
+        # The transform of the unit vectors, which are rows here, gives the columns of the matrix.
         eye = torch.eye(width, dtype=torch.float64, device="cpu")
         odd = _odd_factor(width)
         rows = _transform(eye, odd, _cosine_matrix(odd)).T

@@ -99,6 +99,7 @@ def score(dictionary: Dictionary, queries: Tensor, read: Read, slots: int) -> Te
     scores: list[Tensor] = []
     for at in chunks(slots):
         index, coef = read(at)
+        # One bag of atoms per head and slot.
         bags = (index + offset).flatten(-2).flatten(0, 2)
         sums = F.embedding_bag(bags, by_atom, mode="sum", per_sample_weights=coef.reshape(bags.shape))
         scores.append(sums.reshape(batch, heads, -1, group).transpose(-1, -2))

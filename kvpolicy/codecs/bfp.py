@@ -158,6 +158,7 @@ class BFP:
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
+        # A dot product does not depend on the order of the channels, and there are fewer queries to sort than keys.
         queries = queries.gather(-1, store.codes.order.long().expand_as(queries))
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
@@ -176,9 +177,11 @@ class BFP:
         biased = blocks.abs().amax(-1).view(torch.int32) >> 23
         biased = biased.masked_fill(biased <= self.mantissa - 2, 0)
         step = self._step(biased)
+        # The largest element may be rounded up to 2^(mantissa - 1), for which there is no code, so it is clipped.
         # Mantissas are stored with an offset, so that they are not negative.
         most = 2 ** (self.mantissa - 1) - 1
         code = (blocks / step.masked_fill(step == 0, 1)[..., None]).round().clamp(-most, most) + (most + 1)
+        # The padding of the last block is not stored.
         return pack(code.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], self.mantissa), biased.to(torch.uint8)
 
     def _decode(self, mantissas: Tensor, exponents: Tensor, at: At, head_dim: int) -> Tensor:

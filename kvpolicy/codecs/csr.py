@@ -256,6 +256,7 @@ class CSR:
         for at in best.split(CHUNK_SLOTS, -1):
             keys = rope.keys(codes.reconstruct(atoms, table, at), at)
             exact.append(products(queries, keys.to(queries.dtype)))
+        # Slots that were not read score -inf, so that the softmax ignores them.
         hidden = torch.full((*queries.shape[:3], codes.slots), -torch.inf, device=queries.device)
         return hidden.scatter(-1, best[:, :, None].expand(-1, -1, queries.shape[2], -1), torch.cat(exact, -1))
 

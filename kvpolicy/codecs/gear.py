@@ -178,10 +178,13 @@ class GEAR:
         codes: GEARCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
+        # A masked token may have any slot. Slot 0 is valid in the look-ups below, and `put` does not write it.
         slots = slots.masked_fill(~write_mask, 0)
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         keys = keys.float().clamp(-FP16, FP16)
         values = values.float().clamp(-FP16, FP16)
+        # Scales first: also the keys in older blocks are encoded with what is stored. Then the error of the codes
+        # determines the low-rank part.
         self._fit_keys(codes, keys, blocks)
         error = self._write_keys(codes, keys, slots, write_mask)
         self._write_error(codes.key_left, codes.key_right, error, slots, write_mask, blocks)
@@ -209,6 +212,7 @@ class GEAR:
         code, scale, zero = (take(t, at) for t in (codes.values, codes.value_scale, codes.value_zero))
         x = self._by_block(dequantize(code, scale, zero, self.bits, codes.key_scale.shape[-1]), at)
         x = self._add_error(x, codes.value_left, codes.value_right, at).flatten(2, 3)
+        # Outliers replace what Q + L decode.
         return x.scatter(-1, take(codes.value_places, at).long(), take(codes.value_outliers, at).float())
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
@@ -258,6 +262,7 @@ class GEAR:
     def _write_values(self, codes: GEARCodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
         """Write the codes and outliers of values, and return their quantization error, [B, H, n, D]."""
         head_dim = values.shape[-1]
+        # The outliers of a value depend on its token alone, so they are stored per slot.
         places = extremes(values, codes.value_places.shape[3] // 2, -1)
         kept = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
         code, scale, zero = quantize(fill(values, kept, -1), self.bits, self._value_group(head_dim))

@@ -144,7 +144,8 @@ class KVQuant:
         key_levels, key_decoded = self._levels("keys", layer_idx)
         value_levels, value_decoded = self._levels("values", layer_idx)
         if offset.shape[0] > 1:  # otherwise all heads share them
-            offset, range_ = offset[heads], range_[heads]
+            offset = offset[heads]
+            range_ = range_[heads]
         range_ = range_.clamp(min=1e-12)  # the range of a constant channel is 0
         calibration = KVQuantCalibration(
             offset[None, :, None], range_[None, :, None], key_levels, key_decoded, value_levels, value_decoded

@@ -186,7 +186,8 @@ class TokenWise:
         return code, scale, scale[..., :0]
 
     def _decode(self, codes: Tensor, scale: Tensor, zero: Tensor, at: At, head_dim: int) -> Tensor:
-        codes, scale = take(codes, at), take(scale, at)
+        codes = take(codes, at)
+        scale = take(scale, at)
         if self.bits != "fp8":
             return dequantize(codes, scale, take(zero, at), self.bits, head_dim)
         return (_from_e4m3(codes).unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2)

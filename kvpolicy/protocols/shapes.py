@@ -8,7 +8,13 @@ import torch
 
 
 class LayerShape(NamedTuple):
-    """KV heads, head dimension and dtype of one layer's keys and values on one rank."""
+    """The shape of one layer's keys and values on one rank.
+
+    Attributes:
+        heads: KV heads.
+        head_dim: Head dimension.
+        dtype: Dtype of keys and values.
+    """
 
     heads: int
     head_dim: int

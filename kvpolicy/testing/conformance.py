@@ -1,6 +1,6 @@
-"""Conformance checks for allocators, selectors and codecs of your own, to be called from a test.
+"""Conformance checks for custom allocators, selectors and codecs, to be called from a test.
 
-They run a part on a small model with random weights and hold it to what every built-in part is held to.
+A part runs on a small model with random weights, and must satisfy what every built-in part satisfies.
 """
 
 from __future__ import annotations
@@ -22,33 +22,48 @@ from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
 from kvpolicy.spec.validation import check_instance
-from kvpolicy.testing.part_checks import check_apart, check_budgets, check_layout, check_reading, check_words, watched
+from kvpolicy.testing.part_checks import (
+    check_batch,
+    check_budgets,
+    check_layout,
+    check_reading,
+    check_selector,
+    watched,
+)
 from kvpolicy.testing.stage_checks import check_stages
 
-_LAYERS, _HEADS, _DIM, _PROMPT, _STEPS, _PAD = 3, 2, 16, 96, 12, 7
+_LAYERS = 3
+_HEADS = 2
+_DIM = 16
+_PROMPT = 96
+_STEPS = 12
+_PAD = 7
 
 
 def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> None:
-    """Hold a strategy to the rules that the engine and every other part rely on.
+    """Check the rules that the engine and other parts rely on.
 
-    Checked of every part: it is a frozen dataclass of keyword-only hyper-parameters; a cache holds the bytes that its
-    plan says; no token has two slots and the newest is there; no layer holds more than its budget; a padded row keeps
-    what it keeps alone; two runs keep the same.
+    Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
+    has two slots, and the newest token is kept; no layer holds more than its budget; a padded row keeps the same tokens
+    as on its own; two runs keep the same tokens.
 
-    Of an allocator also: budgets are int64 [B, L], sum to the total and stay inside the bounds, row by row. Of a
-    selector also: priorities are fp32 and no NaN, states are [B, H, S], its floor is enough, and a whole budget changes
-    no logit. Of a codec also: the tokens kept are those of `plain`; what it reads is nearer to what was written than
-    zeros are, and the same in another batch; its scores and sums are those of what it reads; each stage writes, to the
-    bit, the same codes for a row alone and in a batch, whatever tokens beside it that are not write_mask hold.
+    Allocators: budgets are int64 [B, L], sum to the total, respect the bounds, and do not depend on other rows.
+
+    Selectors: priorities are fp32 and not NaN; states are [B, H, S]; `min_tokens` is a budget that works; a full budget
+    changes no logits.
+
+    Codecs: they keep the same tokens as `plain`; what they decode is closer to the original than zeros are, and does
+    not depend on the batch; `score` and `mix` are the products with what they decode; each stage writes bit-identical
+    codes for a row on its own and in a batch, whatever tokens outside `write_mask` contain.
 
     Args:
-        part: The strategy, with the hyper-parameters that are to be checked.
-        budget: What a cache may keep, a share of the prompt or tokens per layer. A selector whose floor is high needs
-            more than the default; a prompt here has 96 tokens.
+        part: The strategy, with the hyperparameters to check.
+        budget: The budget of the caches: a fraction of the prompt, or tokens per layer. A selector with a high
+            `min_tokens` needs more than the default; the prompt has 96 tokens.
 
     Raises:
-        AssertionError: Where a rule is broken; the message says which.
-        KVPolicyTypeError: Where the part is none of the three kinds.
+        AssertionError: If a rule is violated; the message says which.
+        KVPolicyTypeError: If the part is not an allocator, a selector or a codec.
 
     Examples:
         >>> from kvpolicy import Pyramid, SnapKV, TokenWise
@@ -57,63 +72,69 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
     """
     check_instance("strategy", part)
-    _frozen(part)
+    _check_dataclass(part)
     if isinstance(part, Allocator):
         for layers in (_LAYERS, 1, 7):
             check_budgets(part, layers)
         policy = Policy(allocator=part, selector=H2O(), budget=budget)
     elif isinstance(part, Selector):
-        check_words(part)
+        check_selector(part)
         policy = Policy(selector=part, budget=budget)
     elif isinstance(part, Codec):  # pyright: ignore[reportUnnecessaryIsInstance]
         check_layout(part)
-        selector = H2O() if _ranks(part) else StreamingLLM()
+        selector = H2O() if _needs_ranking(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
     else:
-        raise KVPolicyTypeError(f"{part!r} is no allocator, no selector and no codec: {_lacking(part)}.")
+        raise KVPolicyTypeError(
+            f"The part must be an allocator, a selector or a codec, got {part!r}; {_what_it_lacks(part)}."
+        )
     with watched(part):
-        _behave(part, policy)
+        _check_cache(part, policy)
     if isinstance(part, Codec):
         check_stages(part, _HEADS, _DIM)
 
 
-def _lacking(part: object) -> str:
-    """What is missing to the kind that has most of its members there."""
+def _what_it_lacks(part: object) -> str:
+    """The missing members of the kind that a part has the largest fraction of the members of."""
 
-    def share(kind: Kind) -> float:
+    def missing_fraction(kind: Kind) -> float:
         return len(missing(part, kind)) / len(missing(object(), kind))
 
-    nearest = min(sorted(kinds()), key=share)
-    return "see kvpolicy.protocols" if share(nearest) == 1 else describe_missing(part, nearest)
+    nearest = min(sorted(kinds()), key=missing_fraction)
+    return "see kvpolicy.protocols" if missing_fraction(nearest) == 1 else describe_missing(part, nearest)
 
 
-def _behave(part: Any, policy: Policy) -> None:
-    """Hold a part to what a cache does under it."""
-    model, ids = _model(), _tokens()
+def _check_cache(part: Any, policy: Policy) -> None:
+    """Check caches that use a part."""
+    model = _model()
+    ids = _tokens()
     kept = _run(model, policy, ids)
     again = _run(model, policy, ids)
-    assert kept == again, f"{part} keeps other tokens in a second run: draw from a seed of its own"
-    _rows(model, policy, ids)
+    assert kept == again, f"{part} must be deterministic, got other tokens in a second run; try a seed in a field"
+    _check_padding(model, policy, ids)
     if isinstance(part, Selector):
         if part.min_tokens <= _PROMPT:
             _run(model, dataclasses.replace(policy, budget=part.min_tokens), ids)
-        _exact(model, dataclasses.replace(policy, budget=1.0), ids)
-    if isinstance(part, Codec) and not _ranks(part):  # H2O's scores would see what the codec lost
+        _check_full_budget(model, dataclasses.replace(policy, budget=1.0), ids)
+    # With H2O, the error of the codec changes the scores, and so the tokens that are kept.
+    if isinstance(part, Codec) and not _needs_ranking(part):
         plain = _run(model, dataclasses.replace(policy, codec=Plain()), ids)
-        assert kept == plain, f"{part} changes which tokens are kept; only a selector may"
+        assert kept == plain, f"{part} must keep the tokens that plain keeps, got others"
 
 
-def _ranks(codec: Codec) -> bool:
+def _needs_ranking(codec: Codec) -> bool:
     return codec.traits.demote_by == "priority"
 
 
-def _frozen(part: Any) -> None:
-    name, params = type(part).__name__, getattr(part, "__dataclass_params__", None)
-    assert params is not None, f"{name} is no dataclass: decorate it with @dataclass"
-    assert params.frozen, f"{name} can be changed after it was made: write frozen=True"
+def _check_dataclass(part: Any) -> None:
+    name = type(part).__name__
+    params = getattr(part, "__dataclass_params__", None)
+    assert params is not None, f"{name} must be a dataclass, got an ordinary class; try @dataclass"
+    assert params.frozen, f"{name} must be immutable, got a dataclass that is not frozen; try frozen=True"
     fields = dataclasses.fields(part)
-    assert all(field.kw_only for field in fields), f"{name} takes arguments by place: write kw_only=True"
-    assert hash(part) == hash(dataclasses.replace(part)), f"{name} is not equal to its copy"
+    is_kw_only = all(field.kw_only for field in fields)
+    assert is_kw_only, f"{name} must take keyword arguments only, got positional ones; try kw_only=True"
+    assert hash(part) == hash(dataclasses.replace(part)), f"{name} must be equal to its copy, got another hash"
 
 
 def _model() -> Any:
@@ -131,13 +152,17 @@ def _tokens() -> Tensor:
 
 
 def _conversation(model: Any, ids: Tensor, mask: Tensor, policy: Policy | None) -> Iterator[tuple[Any, Any]]:
-    """The cache and the logits after a prompt, and after each of the steps."""
+    """The cache and the logits after the prompt, and after each decode step."""
     columns = ids.shape[1] - _STEPS
-    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
     cache: Any = PolicyCache(model, prompt=mask[:, :columns].sum(-1), new=_STEPS) if policy else None
     for first, last in [(0, columns), *((at, at + 1) for at in range(columns, ids.shape[1]))]:
-        given: dict[str, Any] = {"attention_mask": mask[:, :last], "position_ids": places[:, first:last]}
-        out = model(ids[:, first:last], past_key_values=cache, **given)
+        out = model(
+            ids[:, first:last],
+            past_key_values=cache,
+            attention_mask=mask[:, :last],
+            position_ids=position_ids[:, first:last],
+        )
         cache = out.past_key_values
         yield cache, out.logits
 
@@ -147,16 +172,15 @@ def _kept(layer: Any, row: int = 0) -> list[set[int]]:
 
 
 def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
-    """Kept positions of each layer's heads, after a prompt and steps in which every rule was held."""
+    """The kept positions of the heads of each layer, after a prompt and decode steps that are checked."""
     cache: Any = None
     with torch.no_grad(), attach(model, policy):
         for step, (cache, logits) in enumerate(_conversation(model, ids, torch.ones_like(ids), policy)):
-            assert bool(logits.isfinite().all()), f"{policy}: logits are not finite"
+            assert bool(logits.isfinite().all()), f"{policy}: logits must be finite, got NaN or inf"
             for layer in cache.layers:
-                _hold(policy, layer, _PROMPT + step - 1)
-        assert cache.nbytes == cache.plan.nbytes, (
-            f"{policy}: {cache.nbytes} bytes are held, planned {cache.plan.nbytes}"
-        )
+                _check_slots(policy, layer, _PROMPT + step - 1)
+        planned = cache.plan.nbytes
+        assert cache.nbytes == planned, f"{policy}: the cache must hold the planned {planned} bytes, got {cache.nbytes}"
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
         full = model(ids).past_key_values.layers[0]
@@ -164,37 +188,44 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
     return kept
 
 
-def _hold(policy: Policy, layer: Any, newest: int) -> None:
-    places, valid = layer.positions, layer.positions >= 0
-    assert int(places.max()) <= newest, f"{policy}: a position is not there yet"
-    assert bool((places == newest).any(-1).all()), f"{policy}: the newest token is not kept"
-    for head in places[0]:
+def _check_slots(policy: Policy, layer: Any, newest: int) -> None:
+    """Check the positions in the slots of a layer, after the token at position `newest`."""
+    positions = layer.positions
+    last = int(positions.max())
+    assert last <= newest, f"{policy}: positions must be at most that of the newest token, {newest}, got {last}"
+    has_newest = bool((positions == newest).any(-1).all())
+    assert has_newest, f"{policy}: the newest token must be kept, got a head without it"
+    for head in positions[0]:
         held = head[head >= 0]
-        assert held.unique().numel() == held.numel(), f"{policy}: a token has two slots"
+        assert held.unique().numel() == held.numel(), f"{policy}: a token must have one slot, got two for one token"
     if policy.decode == "evict":
-        assert int(valid.sum(-1).max()) <= int(layer.budget.max()), f"{policy}: more tokens than the budget are held"
+        most = int((positions >= 0).sum(-1).max())
+        budget = int(layer.budget.max())
+        assert most <= budget, f"{policy}: a head must hold at most its budget of {budget} tokens, got {most}"
 
 
-def _rows(model: Any, policy: Policy, ids: Tensor) -> None:
-    """A row with padding on its left, beside a longer one, keeps what it keeps alone."""
+def _check_padding(model: Any, policy: Policy, ids: Tensor) -> None:
+    """Check that a row with padding on its left, in a batch with a longer one, keeps the same tokens as on its own."""
     short = torch.cat([ids.new_zeros(1, _PAD), ids[:, _PAD:]], 1)
-    both, mask = torch.cat([ids, short]), torch.ones(2, ids.shape[1], dtype=torch.int64)
+    both = torch.cat([ids, short])
+    mask = torch.ones(2, ids.shape[1], dtype=torch.int64)
     mask[1, :_PAD] = 0
     with torch.no_grad(), attach(model, policy):
         *_, (together, _) = _conversation(model, both, mask, policy)
         *_, (alone, _) = _conversation(model, ids[:, _PAD:], torch.ones_like(ids[:, _PAD:]), policy)
         for one, two in zip(alone.layers, together.layers, strict=True):
             same = _kept(one) == _kept(two, row=1)
-            assert same, f"{policy}: padding, or the other row, changes which tokens a row keeps"
-        check_apart(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
+            assert same, f"{policy}: the tokens that a row keeps must not depend on padding or other rows, got others"
+        check_batch(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
 
 
-def _exact(model: Any, policy: Policy, ids: Tensor) -> None:
+def _check_full_budget(model: Any, policy: Policy, ids: Tensor) -> None:
+    """Check that logits are those of the stock cache if the budget is the whole sequence."""
     ones = torch.ones_like(ids)
     with torch.no_grad():
         stock = [logits for _, logits in _conversation(model, ids, ones, None)]
         policy = dataclasses.replace(policy, budget=ids.shape[1])
         with attach(model, policy):
-            for wanted, (_, found) in zip(stock, _conversation(model, ids, ones, policy), strict=True):
-                close = torch.allclose(found, wanted, atol=1e-4, rtol=1e-4)
-                assert close, f"{policy}: a budget of everything changes the logits"
+            for expected, (_, logits) in zip(stock, _conversation(model, ids, ones, policy), strict=True):
+                is_close = torch.allclose(logits, expected, atol=1e-4, rtol=1e-4)
+                assert is_close, f"{policy}: a full budget must not change the logits, got a difference"

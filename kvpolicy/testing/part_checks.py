@@ -1,4 +1,4 @@
-"""The rules of `kvpolicy.testing.check` that a part is held to by looking at what it returns."""
+"""The checks of `kvpolicy.testing.check` that look at what a part returns."""
 
 from __future__ import annotations
 
@@ -14,181 +14,223 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, View
 
 _TOKENS = 1000
-LOST, APART, CLOSE = 1.0, 0.1, 1e-3
-"""How far a coded vector may be from the original, from itself in another batch, and sums from those of what is read,
-as shares of them."""
+
+MAX_LOSS = 1.0
+"""The maximum relative error of decoded vectors: that of decoding everything to zero."""
+
+MAX_BATCH_DIFFERENCE = 0.1
+"""The maximum relative difference of decoded vectors between a row on its own and in a batch."""
+
+MAX_SUM_DIFFERENCE = 1e-3
+"""The maximum relative difference of `score` and `mix` from the same products with decoded vectors."""
 
 
 def check_budgets(part: Allocator, layers: int) -> None:
-    """Hold an allocator to its sums and bounds, for a model of some layers.
-
-    Args:
-        part: The allocator.
-        layers: How many.
-    """
-    assert part.layer_metric in ("", "cosine"), f"{part}: measure is {part.layer_metric!r}, and may be '' or 'cosine'"
-    total, ceiling = torch.tensor([20, 15, 66]) * layers, torch.tensor([60, 20, 90])
-    metrics = torch.rand(3, layers, generator=torch.Generator().manual_seed(0)) if part.layer_metric else None
-    found = _budgets(part, metrics, total, ceiling, layers)
-    shown = f"budgets {found.tolist()} of {layers} layers"
-    assert found.sum(-1).tolist() == total.tolist(), f"{part}: {shown} do not sum to {total.tolist()}"
-    assert int(found.min()) >= 3, f"{part}: a layer gets less than the floor, 3: {shown}"
-    assert bool((found <= ceiling[:, None]).all()), f"{part}: a layer gets more than it can use: {shown}"
+    """Check the sums and bounds of an allocator, for a model of `layers` layers."""
+    metric = part.layer_metric
+    assert metric in ("", "cosine"), f"{part}: layer_metric must be '' or 'cosine', got {metric!r}"
+    total = torch.tensor([20, 15, 66]) * layers
+    ceiling = torch.tensor([60, 20, 90])
+    metrics = torch.rand(3, layers, generator=torch.Generator().manual_seed(0)) if metric else None
+    budgets = _budgets(part, metrics, total, ceiling, layers)
+    shown = f"{budgets.tolist()} for {layers} layers"
+    assert budgets.sum(-1).tolist() == total.tolist(), f"{part}: budgets must sum to {total.tolist()}, got {shown}"
+    assert int(budgets.min()) >= 3, f"{part}: budgets must be at least the floor, 3, got {shown}"
+    is_usable = bool((budgets <= ceiling[:, None]).all())
+    assert is_usable, f"{part}: budgets must be at most the ceiling, {ceiling.tolist()}, got {shown}"
     again = _budgets(part, metrics, total, ceiling, layers)
-    assert torch.equal(again, found), f"{part}: budgets are others when asked a second time"
+    assert torch.equal(again, budgets), f"{part}: budgets must be deterministic, got others in a second call"
     for row in range(3):
         one = slice(row, row + 1)
         alone = _budgets(part, None if metrics is None else metrics[one], total[one], ceiling[one], layers)
-        assert torch.equal(alone, found[one]), f"{part}: a row's budgets depend on the other rows"
+        same = torch.equal(alone, budgets[one])
+        assert same, f"{part}: the budgets of a row must not depend on other rows, got others without them"
 
 
 def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Tensor, layers: int) -> Tensor:
+    """The budgets of a part, after checking their type and that the arguments were not modified."""
     given = [None if metrics is None else metrics.clone(), total.clone(), ceiling.clone()]
-    found: Any = part.budgets(given[0], given[1], 3, given[2], layers)  # pyright: ignore[reportArgumentType]
-    is_right = isinstance(found, Tensor) and found.dtype == torch.int64 and found.shape == (len(total), layers)
-    assert is_right, f"{part}: budgets are int64 [B, L], here {[len(total), layers]}, and not {_told(found)}"
-    for name, now, then in zip(("measures", "total", "ceiling"), given, (metrics, total, ceiling), strict=True):
+    budgets: Any = part.budgets(given[0], given[1], 3, given[2], layers)  # pyright: ignore[reportArgumentType]
+    shape = (len(total), layers)
+    is_valid = isinstance(budgets, Tensor) and budgets.dtype == torch.int64 and budgets.shape == shape
+    assert is_valid, f"{part}: budgets must be int64 {list(shape)}, got {_describe(budgets)}"
+    for name, now, then in zip(("metrics", "total", "ceiling"), given, (metrics, total, ceiling), strict=True):
         same = now is None or then is None or torch.equal(now, then)
-        assert same, f"{part}: budgets changes its argument {name} in place"
-    return found
+        assert same, f"{part}: budgets must not modify its arguments, got another {name} after the call"
+    return budgets
 
 
-def check_words(part: Selector) -> None:
-    """Hold a selector to what it says of itself before anything runs."""
-    floor: Any = part.min_tokens
+def check_selector(part: Selector) -> None:
+    """Check the properties of a selector, and its empty state."""
+    min_tokens: Any = part.min_tokens
     modes = get_args(DecodeMode)
-    assert part.decode in modes, f"{part}: decode is {part.decode!r}, and may be {' or '.join(map(repr, modes))}"
-    is_count = isinstance(floor, int) and not isinstance(floor, bool) and floor >= 1
-    assert is_count, f"{part}: the floor is {floor!r}, and must be a whole number of tokens, at least 1"
-    for held in tensors(part.alloc(2, 2, 5, "cpu")):
-        assert held.shape == (2, 2, 5), (
-            f"{part}: a state's tensors are [B, H, S], here [2, 2, 5], and not {_told(held)}"
-        )
-        assert not bool(held.any()), f"{part}: a new state is not all zeros"
+    assert part.decode in modes, f"{part}: decode must be one of {', '.join(map(repr, modes))}, got {part.decode!r}"
+    is_count = isinstance(min_tokens, int) and not isinstance(min_tokens, bool) and min_tokens >= 1
+    assert is_count, f"{part}: min_tokens must be an integer of at least 1, got {min_tokens!r}"
+    for state in tensors(part.alloc(2, 2, 5, "cpu")):
+        is_per_slot = state.shape == (2, 2, 5)
+        assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {_describe(state)}"
+        assert not bool(state.any()), f"{part}: a new state must be zero, got other numbers"
 
 
 @contextmanager
 def watched(part: Any) -> Generator[None, None, None]:
-    """Hold a selector to the shapes of what it returns, and to numbers, in all that runs meanwhile."""
+    """Check what `priority` and `observe` of a selector return, whenever they are called in the context."""
     if not isinstance(part, Selector):
         yield
         return
-    kind: Any = type(part)
-    priority, observe = kind.priority, kind.observe
+    cls: Any = type(part)
+    priority = cls.priority
+    observe = cls.observe
 
-    def priority_(self: Any, state: Any, view: View) -> Tensor:
-        worth = priority(self, state, view)
-        is_right = isinstance(worth, Tensor) and worth.dtype == torch.float32 and worth.shape == view.positions.shape
-        assert is_right, f"{self}: the priority is fp32 {list(view.positions.shape)}, and not {_told(worth)}"
-        assert not bool((worth.isnan() & view.valid).any()), f"{self}: the priority of a token is NaN"
-        return worth
+    def checked_priority(self: Any, state: Any, view: View) -> Tensor:
+        result = priority(self, state, view)
+        shape = view.positions.shape
+        is_valid = isinstance(result, Tensor) and result.dtype == torch.float32 and result.shape == shape
+        assert is_valid, f"{self}: priority must be float32 {list(shape)}, got {_describe(result)}"
+        has_nan = bool((result.isnan() & view.valid).any())
+        assert not has_nan, f"{self}: the priority of a token must be a number or infinite, got NaN"
+        return result
 
-    def observe_(self: Any, state: Any, seen: Any, view: View) -> Any:
-        found = observe(self, state, seen, view)
-        shapes, wanted = [list(held.shape) for held in tensors(found)], list(view.positions.shape)
-        assert shapes == [wanted for _ in tensors(state)], f"{self}: observe returns {shapes} in place of {wanted}"
-        return found
+    def checked_observe(self: Any, state: Any, seen: Any, view: View) -> Any:
+        result = observe(self, state, seen, view)
+        shapes = [list(each.shape) for each in tensors(result)]
+        expected = [list(view.positions.shape) for _ in tensors(state)]
+        assert shapes == expected, f"{self}: observe must return tensors of shapes {expected}, got {shapes}"
+        return result
 
-    with mock.patch.object(kind, "priority", priority_), mock.patch.object(kind, "observe", observe_):
+    with (
+        mock.patch.object(cls, "priority", checked_priority),
+        mock.patch.object(cls, "observe", checked_observe),
+    ):
         yield
 
 
 def check_layout(part: Codec) -> None:
-    """Hold a codec to what it says of itself before anything is coded."""
-    traits, stages, layout = part.traits, part.stages, part.layout(_TOKENS)
-    fits = len(layout.coded) in (0, len(stages))  # none where all is exact
-    assert fits, f"{part}: {len(stages)} stages, and the layout has {len(layout.coded)}"
-    assert bool(stages) == bool(traits.block), f"{part}: a codec with stages has a block of at least 1, others 0"
-    assert layout.slots >= _TOKENS, f"{part}: a layout of {layout.slots} slots for {_TOKENS} tokens"
+    """Check the layout of a codec, and the sizes of its empty codes."""
+    traits = part.traits
+    stages = part.stages
+    layout = part.layout(_TOKENS)
+    fits = len(layout.coded) in (0, len(stages))  # 0 if all slots are in full precision
+    assert fits, f"{part}: the layout must have slots for {len(stages)} stages, got {len(layout.coded)}"
+    has_block = bool(stages) == bool(traits.block)
+    assert has_block, f"{part}: block must be at least 1 with stages and 0 without, got {traits.block}"
+    assert layout.slots >= _TOKENS, (
+        f"{part}: the layout must have {_TOKENS} slots for as many tokens, got {layout.slots}"
+    )
     for stage, size in zip(stages, layout.coded, strict=False):
-        real, planned = (
-            [(list(held.shape), held.dtype) for held in tensors(stage.alloc(1, 2, size, 16, device))]
+        actual, planned = (
+            [(list(each.shape), each.dtype) for each in tensors(stage.alloc(1, 2, size, 16, device))]
             for device in ("cpu", "meta")
         )
-        assert real == planned, f"{part}: codes are of other sizes on the device meta, so that a plan is wrong"
+        same = actual == planned
+        assert same, f"{part}: codes must have the same sizes on the device meta, as a plan needs, got {planned}"
 
 
 def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None:
-    """Hold a codec to what it wrote into a layer.
+    """Check what a codec decodes from a layer.
 
     Args:
         part: The codec.
-        layer: Whose hidden states it did not change: the first.
-        keys: Of every token, as attention sees them, [B, H, N, D].
-        values: Likewise.
+        layer: The first layer of the cache, whose inputs do not depend on the codec.
+        keys: Keys of all tokens, as attention sees them, [B, H, N, D].
+        values: Values of all tokens, [B, H, N, D].
     """
     coded = layer.coded_view()
     if coded is None:
         return
-    stages = [coded.read(torch.float32), coded.read(torch.float32)]
-    occupied = layer.positions[..., layer.layout.exact :] >= 0
-    at = layer.positions[..., layer.layout.exact :].clamp_min(0).long()[..., None].expand(-1, -1, -1, keys.shape[-1])
-    for which, name, truth in ((0, "keys", keys), (1, "values", values)):
-        first, second = (torch.cat([pair[which] for pair in read], 2) for read in stages)
-        assert first.shape == at.shape, f"{part}: {name} read are {list(at.shape)}, and not {list(first.shape)}"
-        assert torch.equal(first[occupied], second[occupied]), f"{part}: {name} read twice are not the same"
-        lost = _apart(truth.gather(2, at)[occupied], first[occupied])
-        assert lost < LOST, f"{part}: {name} read are no nearer to those written than zeros are ({lost:.2f})"
+    readings = [coded.read(torch.float32), coded.read(torch.float32)]
+    positions = layer.positions[..., layer.layout.exact :]
+    occupied = positions >= 0
+    at = positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, keys.shape[-1])
+    for which, name, original in ((0, "keys", keys), (1, "values", values)):
+        first, second = (torch.cat([pair[which] for pair in reading], 2) for reading in readings)
+        assert first.shape == at.shape, f"{part}: decoded {name} must be {list(at.shape)}, got {list(first.shape)}"
+        same = torch.equal(first[occupied], second[occupied])
+        assert same, f"{part}: decoding must be deterministic, got other {name} in a second call"
+        loss = _difference(original.gather(2, at)[occupied], first[occupied])
+        assert loss < MAX_LOSS, f"{part}: decoded {name} must be closer to the original than zeros are, got {loss:.2f}"
     _check_products(part, layer)
 
 
 def _check_products(part: Codec, layer: Any) -> None:
-    """What attention asks of a codec is what reading the vectors would give."""
-    coded, starts = layer.coded_view(), layer.layout.starts()
+    """Check that `score` and `mix` are the products with what `keys` and `values` decode."""
+    coded = layer.coded_view()
     if coded is None:
         return
+    starts = layer.layout.starts()
     stages = [stage for stage, size in enumerate(layer.layout.coded) if size]
-    lives = [layer.positions[..., starts[at] : starts[at] + layer.layout.coded[at]] >= 0 for at in stages]
-    shares = [_even(occupied) for occupied in lives]
-    read = coded.read(torch.float32)
-    shape = (*lives[0].shape[:2], 2, read[0][0].shape[-1])
+    occupied_by_stage = [
+        layer.positions[..., starts[stage] : starts[stage] + layer.layout.coded[stage]] >= 0 for stage in stages
+    ]
+    weights_by_stage = [_equal_weights(occupied) for occupied in occupied_by_stage]
+    decoded = coded.read(torch.float32)
+    shape = (*occupied_by_stage[0].shape[:2], 2, decoded[0][0].shape[-1])
     queries = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    found = zip(stages, coded.score(queries), coded.mix(shares), read, shares, lives, strict=True)
-    for stage, score, mixed, (keys, values), share, occupied in found:
-        raw = part.stages[stage].keys(layer.stage_store(stage), slice(0, occupied.shape[-1]))
-        for name, tensor in (("keys", raw), ("score", score), ("mix", mixed)):
-            assert tensor.dtype == torch.float32, f"{part}: {name} returns fp32, and not {_told(tensor)}"
-        wanted, seen = queries @ keys.mT, occupied[:, :, None] & (score > -torch.inf)
-        assert bool(seen.any()) or not bool(occupied.any()), f"{part}: score hides every token"
-        close = _apart(wanted[seen], score[seen]) < CLOSE
-        assert close, f"{part}: score is not the products of the queries with the keys that it reads"
-        close = _apart(share @ values, mixed) < CLOSE
-        assert close, f"{part}: mix is not the weighted sum of the values that it reads"
+    results = zip(
+        stages,
+        coded.score(queries),
+        coded.mix(weights_by_stage),
+        decoded,
+        weights_by_stage,
+        occupied_by_stage,
+        strict=True,
+    )
+    for stage, score, mixed, (keys, values), weights, occupied in results:
+        stored = part.stages[stage].keys(layer.stage_store(stage), slice(0, occupied.shape[-1]))
+        for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
+            assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {_describe(tensor)}"
+        visible = occupied[:, :, None] & (score > -torch.inf)
+        assert bool(visible.any()) or not bool(occupied.any()), (
+            f"{part}: score must not hide every token, got only -inf"
+        )
+        difference = _difference((queries @ keys.mT)[visible], score[visible])
+        is_close = difference < MAX_SUM_DIFFERENCE
+        assert is_close, (
+            f"{part}: score must be the product of queries and decoded keys, got a difference of {difference}"
+        )
+        difference = _difference(weights @ values, mixed)
+        is_close = difference < MAX_SUM_DIFFERENCE
+        assert is_close, f"{part}: mix must be the weighted sum of decoded values, got a difference of {difference}"
 
 
-def _even(occupied: Tensor) -> Tensor:
-    """The same share for every token of a head, [B, H, 2, C]."""
-    share = occupied.float() / occupied.sum(-1, keepdim=True).clamp_min(1)
-    return share[:, :, None].expand(-1, -1, 2, -1)
+def _equal_weights(occupied: Tensor) -> Tensor:
+    """The same attention weight for every token of a head, [B, H, 2, C]."""
+    weights = occupied.float() / occupied.sum(-1, keepdim=True).clamp_min(1)
+    return weights[:, :, None].expand(-1, -1, 2, -1)
 
 
-def check_apart(part: Codec, alone: Any, together: Any, row: int) -> None:
-    """Hold a codec to reading the same of a row, alone or beside another; of the first layer."""
+def check_batch(part: Codec, alone: Any, together: Any, row: int) -> None:
+    """Check that a codec decodes the same for a row in a batch as for the row on its own, given their first layers."""
     _check_products(part, together)
     for which, name in ((0, "keys"), (1, "values")):
         one, two = (_by_position(layer, at)[which] for layer, at in ((alone, 0), (together, row)))
-        apart = _apart(one, two) if one.shape == two.shape else 0.0
-        assert apart < APART, f"{part}: padding, or the other row, changes the {name} of a row ({apart:.2f} of them)"
+        difference = _difference(one, two) if one.shape == two.shape else 0.0
+        assert difference < MAX_BATCH_DIFFERENCE, (
+            f"{part}: the {name} of a row must not depend on padding or other rows, got a difference of "
+            f"{difference:.2f}"
+        )
 
 
 def _by_position(layer: Any, row: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a row's tokens, in order."""
-    past, order = layer.past(), layer.positions[row].argsort(-1)
-    occupied = past.occupied[row].gather(-1, order)
+    """Keys and values of the tokens of a row, in order of position."""
+    past = layer.past()
+    order = layer.positions[row].argsort(-1)
+    occupied = layer.positions[row].gather(-1, order) >= 0
     index = order[..., None].expand(-1, -1, past.keys.shape[-1])
-    keys, values = (held[row].gather(1, index)[occupied] for held in (past.keys, past.values))
+    keys, values = (each[row].gather(1, index)[occupied] for each in (past.keys, past.values))
     return keys, values
 
 
-def _apart(wanted: Tensor, found: Tensor) -> float:
-    """How far vectors are apart, as a share of the wanted; infinite where they are no numbers."""
-    if not wanted.numel():
+def _difference(expected: Tensor, actual: Tensor) -> float:
+    """The norm of the difference relative to the norm of `expected`; infinite if it is NaN."""
+    if not expected.numel():
         return 0.0
-    apart = float((wanted - found).norm() / wanted.norm().clamp_min(1e-9))
-    return apart if apart == apart else float("inf")
+    difference = float((expected - actual).norm() / expected.norm().clamp_min(1e-9))
+    return difference if difference == difference else float("inf")
 
 
-def _told(found: Any) -> str:
-    if not isinstance(found, Tensor):
-        return f"a {type(found).__name__}"
-    return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+def _describe(result: Any) -> str:
+    if not isinstance(result, Tensor):
+        return f"a {type(result).__name__}"
+    return f"{str(result.dtype).removeprefix('torch.')} {list(result.shape)}"
