@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.codecs.csr import CSRCodes
 from kvpolicy.protocols import StageStore
+from tests import sampling
 from tests.codecs.csr_cases import (
     B,
     C,
@@ -208,7 +209,10 @@ def test_nothing_to_write(folder: Path) -> None:
     assert same(store, before) and csr.keys(store, slice(0, 0)).shape == (B, H, 0, 16)
 
 
-@pytest.mark.parametrize("fields", [*FIELDS, {"read_top_k": 3}, {"key_space": "rotated"}])
+COMPILED = [*FIELDS, {"read_top_k": 3}, {"key_space": "rotated"}]
+
+
+@sampling.product("fields", COMPILED, sample=[(COMPILED[number],) for number in (1, 2, 4)])
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
