@@ -44,6 +44,7 @@ def stored_bytes(cache: PolicyCache) -> int:
     for layer in cache.layers:
         held = vars(getattr(layer, "store", layer))
         own = {name: part for name, part in held.items() if name != "calibrations"}
+        own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
         for tensor in _reach(own, set()):
             storage = tensor.untyped_storage()
             found[StorageWeakRef(storage).cdata] = storage.nbytes()
