@@ -112,6 +112,7 @@ class PolicyCache(Cache):
 
     @prompt.setter
     def prompt(self, prompt: Tensor | None) -> None:
+        """Announce a prompt."""
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
     @property
