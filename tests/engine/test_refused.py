@@ -177,7 +177,7 @@ def test_a_stock_cache_is_replaced_once(policy: str) -> None:
             with pytest.raises(ValueError, match="given to an earlier call"):
                 model.generate(ids, past_key_values=again, max_new_tokens=2)
         model(ids[:, :1], past_key_values=out.past_key_values)
-        assert out.past_key_values.slots[0].length.tolist() == [21]
+        assert out.past_key_values.policy_layers[0].length.tolist() == [21]
     with torch.no_grad(), kvpolicy.attach(model, policy), pytest.raises(ValueError, match="given to an earlier call"):
         model(ids[:, :1], past_key_values=cache)
 
