@@ -98,7 +98,7 @@ def test_a_handle_works_on_after_an_exception() -> None:
 def test_a_failed_attach_leaves_the_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
     before = trace(model)
-    monkeypatch.setattr("kvpolicy.hf.attach.Handle._offer_cache", lambda self: (_ for _ in ()).throw(Boom()))
+    monkeypatch.setattr("kvpolicy.hf.attach.offer_cache", lambda *_args: (_ for _ in ()).throw(Boom()))
     with pytest.raises(Boom):
         kvpolicy.attach(model, POLICY)
     assert trace(model) == before
@@ -169,7 +169,7 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
         cache = handle.cache
     with pytest.raises(ValueError, match="detached"):
         model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
-    again = "detached from its model: attach one, and make a new cache"  # attaching alone does not bring it back
+    again = "must be attached to its model, got a detached one"  # attaching alone does not bring it back
     with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match=again):
         model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
 
