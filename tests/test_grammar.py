@@ -117,7 +117,7 @@ def test_former_names_still_parse(former: str, present: str) -> None:
 
 @pytest.mark.parametrize("spec", ["csr:s=4:nnz=4", "csr:nnz=4:s=4", "csr:s=4:s=4"])
 def test_a_former_and_a_present_name_are_refused_together(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"'csr' is given its option 'nnz' \(formerly 's'\) twice"):
+    with pytest.raises(ValueError, match=r"'csr' must be given once, got 'nnz' \(formerly 's'\) twice"):
         Policy.parse(spec)
 
 

@@ -47,7 +47,7 @@ def test_debug_tells_of_prompts_and_growth_and_not_of_steps(caplog: pytest.LogCa
     assert told[0].startswith(
         "snapkv:decode=grow@0.5 compressed a prompt: at most [4, 4] tokens in the layers of 1 row(s), "
     )
-    assert told[1:] == [f"layer {index} extended by 256 tokens to 260" for index in (0, 1)]
+    assert told[1:] == [f"layer {index} extended by 16 tokens to 20" for index in (0, 1)]
 
 
 def test_an_attachment_that_failed_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:

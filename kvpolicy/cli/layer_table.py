@@ -1,4 +1,4 @@
-"""The layers of a plan as JSON and as a table, in which identical layers share one line."""
+"""The layers of a plan as JSON and as a table, in which layers with equal cells share one line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
         full: Bytes of the full cache of one managed layer.
     """
     rows = [("layers", "tokens", "exact", "coded", "bytes", "of full")]
-    rows += [(ranges(indices), *_cells(dict(facts), full)) for facts, indices in _grouped(layers)]
+    rows += [(ranges(indices), *cells) for cells, indices in _grouped(layers, full)]
     if len(rows) > MAX_LINES + 1:
         half = MAX_LINES // 2
         hidden = f"{len(rows) - 1 - 2 * half} more"
@@ -45,20 +45,21 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
     return table(rows)
 
 
-def _cells(facts: dict[str, Any], full: int) -> tuple[str, ...]:
-    if "tokens" not in facts:  # an unmanaged layer holds its stock cache, which has no ratio to show
-        return ("unmanaged", "", "", size(facts["total"]), "")
-    ratio = f"{facts['total'] / full:.3f}" if full else ""
-    coded = "+".join(f"{slots:,}" for slots in facts["coded"]) or "0"
-    return (f"{facts['tokens']:,}", f"{facts['exact']:,}", coded, size(facts["total"]), ratio)
+def _cells(layer: dict[str, Any], full: int) -> tuple[str, ...]:
+    nbytes: int = layer["bytes"]["total"]
+    if "tokens" not in layer:  # an unmanaged layer holds its stock cache, which has no ratio to show
+        return ("unmanaged", "", "", size(nbytes), "")
+    ratio = f"{nbytes / full:.3f}" if full else ""
+    coded = "+".join(f"{slots:,}" for slots in layer["coded_slots"]) or "0"
+    return (f"{layer['tokens']:,}", f"{layer['exact_slots']:,}", coded, size(nbytes), ratio)
 
 
-def _grouped(layers: Iterable[dict[str, Any]]) -> list[tuple[tuple[tuple[str, Any], ...], list[int]]]:
-    """Return the indices of the layers with equal tokens, slots and bytes, in the order of their first layer."""
-    groups: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+def _grouped(layers: Iterable[dict[str, Any]], full: int) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Return the indices of the layers with equal cells, in the order of their first layer.
+
+    Layers are compared as they are shown: the first one also holds a few bytes for the whole cache.
+    """
+    groups: dict[tuple[str, ...], list[int]] = {}
     for layer in layers:
-        facts: dict[str, Any] = {"total": layer["bytes"]["total"]}
-        if "tokens" in layer:
-            facts |= {"tokens": layer["tokens"], "exact": layer["exact_slots"], "coded": tuple(layer["coded_slots"])}
-        groups.setdefault(tuple(facts.items()), []).append(layer["layer"])
+        groups.setdefault(_cells(layer, full), []).append(layer["layer"])
     return list(groups.items())

@@ -1,4 +1,4 @@
-"""A prompt: attended to in full, and what is kept of it until the layer's budget is known."""
+"""A prompt that was attended to: what is kept of it until the layer's budget is known."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, attend, largest_queries, newest_queries
-from kvpolicy.engine.probing import probe_queries
-from kvpolicy.protocols import Forward, Needs
+from kvpolicy.engine.attention import QueryWindow, ScoreTransform
+from kvpolicy.protocols import Forward
 
 
 class PendingPrompt(NamedTuple):
@@ -71,49 +70,3 @@ class PendingPrompt(NamedTuple):
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
-
-
-def attend_prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    valid: Tensor | None,
-    transform: ScoreTransform,
-    past: Past | None,
-    needs: Needs,
-    want_absmax: bool,
-    forward: Forward | None,
-) -> tuple[Tensor, PendingPrompt]:
-    """Attend from a prompt or chunk to past slots and to itself, and record what the policy needs of it.
-
-    Args:
-        q: [B, Hq, P, D].
-        k: [B, H, P, D].
-        v: [B, H, P, D].
-        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-        transform: From products to attention weights.
-        past: The slots of the layer, or None.
-        needs: What the selector needs.
-        want_absmax: Whether the codec needs the largest absolute queries.
-        forward: The arguments of the attention module, if the selector needs them.
-
-    Returns:
-        The output [B, Hq, P, D], and the prompt.
-    """
-    out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
-    q = q.detach()
-    if forward is not None:
-        forward = forward._replace(queries=q, valid=valid, **transform._asdict())
-    pending = PendingPrompt(
-        keys=k.detach(),
-        values=v.detach(),
-        valid=valid,
-        transform=transform,
-        attn_sum=attn_sum,
-        window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
-        probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
-        query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
-        forward=forward,
-    )
-    return out, pending

@@ -11,46 +11,29 @@ from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.state import join_states, map_state, select_state
-from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
 
-class HeldSlots(NamedTuple):
-    """The slots of a layer before a prompt is placed.
-
-    Attributes:
-        keys: Of the full-precision slots, [B, H, E, D].
-        values: Of the full-precision slots, [B, H, E, D].
-        positions: [B, H, S] int32.
-        state: The selector's state.
-        past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    state: State
-    past: Past | None
-
-
 class Selection(NamedTuple):
-    """The outcome of a selection.
+    """What is kept of the candidates: the slots of a layer, then the new tokens.
 
     Attributes:
-        positions: Of the slots, -1 where the token was evicted, [B, H, S] int32.
-        state: The selector's state of the slots.
-        batch: The tokens of the full-precision slots and of the prompt, which must be placed again.
+        positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
+        state: The selector's state of each candidate.
+        chosen: Which candidates are kept, [B, H, S + P] bool.
     """
 
     positions: Tensor
     state: State
-    batch: TokenBatch
+    chosen: Tensor
 
 
 def select_tokens(
     selector: Selector,
-    held: HeldSlots,
+    positions: Tensor,
+    state: State,
     prompt: PendingPrompt,
+    past: Past | None,
     *,
     seen_before: Tensor,
     length: Tensor,
@@ -60,22 +43,21 @@ def select_tokens(
 ) -> Selection:
     """Select among the slots of a layer and the tokens of a prompt.
 
-    Selected coded slots stay where they are. The tokens of the full-precision slots and of the prompt, selected or
-    not, are returned as a batch.
-
     Args:
         selector: The selector.
-        held: The slots of the layer.
+        positions: Of the slots, [B, H, S] int32.
+        state: The selector's state of the slots.
         prompt: The new tokens.
+        past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.
         seen_before: Tokens that each row had seen before the prompt, [B] int64.
         length: Tokens that each row has seen with it, [B] int64.
         keep: The most tokens to keep of each row, [B] int64.
         layer_idx: Index of the layer.
         ranks: The ranks that hold the layer's other heads.
     """
-    slots = held.positions.shape[-1]
-    positions, state = _candidates(selector, held, prompt, seen_before)
-    seen = _statistics(held, prompt)
+    slots = positions.shape[-1]
+    positions, state = _candidates(selector, positions, state, prompt, seen_before)
+    seen = _statistics(prompt, past)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -93,7 +75,7 @@ def select_tokens(
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
         state = map_state(lambda t: t.gather(-1, back), state)
-    return _split(held, prompt, chosen, positions, state)
+    return Selection(positions, state, chosen)
 
 
 def finite_priority(priority: Tensor) -> Tensor:
@@ -102,19 +84,18 @@ def finite_priority(priority: Tensor) -> Tensor:
 
 
 def _candidates(
-    selector: Selector, held: HeldSlots, prompt: PendingPrompt, seen_before: Tensor
+    selector: Selector, positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor
 ) -> tuple[Tensor, State]:
     """Positions [B, H, S + P] and state of the slots and the new tokens."""
     batch, heads, new, _ = prompt.keys.shape
-    positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
-    zero = selector.alloc(batch, heads, new, positions.device)
-    return torch.cat([held.positions, positions], -1), join_states(held.state, zero)
+    new_positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
+    new_state = selector.alloc(batch, heads, new, positions.device)
+    return torch.cat([positions, new_positions], -1), join_states(state, new_state)
 
 
-def _statistics(held: HeldSlots, prompt: PendingPrompt) -> Seen:
+def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
     seen = Seen(prompt.attn_sum, None)
-    past = held.past
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
@@ -159,24 +140,6 @@ def _highest(priority: Tensor, view: View) -> Tensor:
     rank = torch.arange(order.shape[-1], device=order.device)
     top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
     return top & (priority > -torch.inf)
-
-
-def _split(held: HeldSlots, prompt: PendingPrompt, chosen: Tensor, positions: Tensor, state: State) -> Selection:
-    """Evict from the slots, and return the tokens that must be placed again."""
-    slots = held.positions.shape[-1]
-    exact = held.keys.shape[2]
-
-    def outside_codes(t: Tensor) -> Tensor:
-        """Entries of the full-precision slots and of the prompt."""
-        return torch.cat([t[..., :exact], t[..., slots:]], -1)
-
-    keys, values = prompt.keys, prompt.values
-    if exact:  # a first prompt is not copied whole
-        keys = torch.cat([held.keys, keys], 2)
-        values = torch.cat([held.values, values], 2)
-    batch = TokenBatch(keys, values, outside_codes(positions), map_state(outside_codes, state), outside_codes(chosen))
-    kept = positions[..., :slots].masked_fill(~chosen[..., :slots], -1)
-    return Selection(kept, map_state(lambda t: t[..., :slots], state), batch)
 
 
 def _is_left_padded(valid: Tensor) -> bool:

@@ -7,18 +7,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import capacity, demotion, placement
-from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.engine import capacity, demotion, token_batch
+from kvpolicy.engine.attention import ScoreTransform, attend, attend_slots, largest_queries, newest_queries
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.prefill import PendingPrompt, attend_prompt
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.probing import probe_queries
 from kvpolicy.engine.row_limits import has_dictionary, is_pinned, pin_tokens
-from kvpolicy.engine.selection import HeldSlots, select_tokens
+from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_state, select_state, tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import Forward, View
+from kvpolicy.protocols import Forward, State, View
 
 
 class RowBudget(NamedTuple):
@@ -68,19 +69,24 @@ class LayerStore(LayerSlots):
         Returns:
             The output [B, Hq, P, D], and the prompt.
         """
+        needs = self.selector.needs
         want_absmax = self.limits is not None and self.codec.traits.query_absmax
-        out, pending = attend_prompt(
-            q,
-            k,
-            v,
+        out, attn_sum = attend(q, k, v, transform, self.past(), valid, needs.attn_sum)
+        self.columns.add_(q.shape[2])
+        q = q.detach()
+        if forward is not None:
+            forward = forward._replace(queries=q, valid=valid, **transform._asdict())
+        pending = PendingPrompt(
+            keys=k.detach(),
+            values=v.detach(),
             valid=valid,
             transform=transform,
-            past=self.past(),
-            needs=self.selector.needs,
-            want_absmax=want_absmax,
+            attn_sum=attn_sum,
+            window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
+            probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
+            query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
             forward=forward,
         )
-        self.columns.add_(q.shape[2])
         return out, pending
 
     @on_host
@@ -103,29 +109,55 @@ class LayerStore(LayerSlots):
         self._record(pending, rope_offset)
         seen_before = self.length
         self.length = pending.lengths(seen_before)
-        held = HeldSlots(
-            self.keys, self.values, self.positions, self.state, self.past() if pending.reads_past else None
-        )
         selected = select_tokens(
             self.selector,
-            held,
+            self.positions,
+            self.state,
             pending,
+            self.past() if pending.reads_past else None,
             seen_before=seen_before,
             length=self.length,
             keep=budget.keep.to(self.positions.device),
             layer_idx=self.layer_idx,
             ranks=self.ranks,
         )
-        self.positions, self.state, batch = selected
-        if self.reserved:  # tokens of dictionary slots stay where they are
-            batch.chosen[..., : self.layout.exact] &= self._open_slots()
+        keys, values = pending.keys, pending.values
+        if self.layout.exact:  # a first prompt is not copied whole
+            keys = torch.cat([self.keys, keys], 2)
+            values = torch.cat([self.values, values], 2)
+        batch = TokenBatch(keys, values, *self._evict(selected))
         self._allocate(pending, budget)
         first = (seen_before == 0) & (self.length > 0)
         if self.limits is not None and bool(first.any()):
             pin_tokens(self.limits, self.codec.traits, pending.positions(seen_before), massive, first)
-        self.keys, self.values = self._place(batch, pending.idle, first)
+        data = self._place(batch, pending.idle, first)
+        self._assign_first(data)
+        self.keys, self.values = data.keys, data.values
         self._fix_addresses()
         self.demote()
+
+    def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor]:
+        """Evict from the coded slots what was not selected.
+
+        Args:
+            selected: The selection among the slots and the tokens of the prompt.
+
+        Returns:
+            Positions, state and choice of the tokens that are not coded, which are placed again: those of the
+            full-precision buffer, then those of the prompt.
+        """
+        slots = self.positions.shape[-1]
+        exact = self.layout.exact
+
+        def outside_codes(t: Tensor) -> Tensor:
+            return torch.cat([t[..., :exact], t[..., slots:]], -1)
+
+        chosen = outside_codes(selected.chosen)
+        if self.reserved:  # tokens of dictionary slots stay where they are
+            chosen[..., :exact] &= self._open_slots()
+        self.positions = selected.positions[..., :slots].masked_fill(~selected.chosen[..., :slots], -1)
+        self.state = map_state(lambda t: t[..., :slots], selected.state)
+        return outside_codes(selected.positions), map_state(outside_codes, selected.state), chosen
 
     def _record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
         """Update the limits that a prompt determines."""
@@ -149,8 +181,8 @@ class LayerStore(LayerSlots):
         most = (budget.keep + budget.extra).to(self.positions.device)
         self._set_budget(most if idle is None else torch.where(idle, self.budget, most))
 
-    def _place(self, batch: TokenBatch, idle: Tensor | None, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Give every chosen token a slot: those that leave first are demoted, the others stay in full precision.
+    def _place(self, batch: TokenBatch, idle: Tensor | None, first: Tensor | None) -> SlotData:
+        """Demote the tokens that leave first, and lay out the others in the full-precision buffer.
 
         Args:
             batch: The tokens.
@@ -158,11 +190,11 @@ class LayerStore(LayerSlots):
             first: Rows that got their first tokens, [B] bool, some of which may become the dictionary.
 
         Returns:
-            Keys and values of the full-precision buffer, [B, H, E, D].
+            The contents of the full-precision buffer, which are still to be assigned.
         """
         if self.limits is None or not sum(self.layout.coded):  # then there is no dictionary either
             ordered = batch.take(batch.by_position()[..., : self.layout.exact])
-            return self._assign_buffer(placement.first_slots(ordered, ~ordered.chosen, self.layout.exact))
+            return token_batch.first_slots(ordered, ~ordered.chosen, self.layout.exact)
         batch = batch.trimmed()
         if first is not None and self._reserve_dictionary(batch, first):
             batch = batch._replace(chosen=batch.chosen & ~is_pinned(self.limits, batch.positions))
@@ -171,10 +203,10 @@ class LayerStore(LayerSlots):
         moved = demotion.demoted_counts(counts, self.limits.flush_threshold, self.codec.traits, idle)
         self._demote_tokens(batch.take(order), moved)
         start = self.reserved * has_dictionary(self.limits) if self.reserved else 0
-        data = placement.slots_after(batch, order, moved, start, self.layout.exact)
+        data = token_batch.slots_after(batch, order, moved, start, self.layout.exact)
         if self.reserved:
-            data = placement.with_dictionary(data, self._buffer(), self.reserved, self._open_slots())
-        return self._assign_buffer(data)
+            data = token_batch.with_dictionary(data, self._buffer(), self.reserved, self._open_slots())
+        return data
 
     def _buffer(self) -> SlotData:
         """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
@@ -182,11 +214,10 @@ class LayerStore(LayerSlots):
         state = map_state(lambda t: t[..., :exact], self.state)
         return SlotData(self.keys, self.values, self.positions[..., :exact], state)
 
-    def _assign_buffer(self, data: SlotData, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Write positions and state to the first slots of `rows` [B, 1, 1], or of all, and return keys and values."""
-        placement.assign_first(self.positions, data.positions, rows)
-        placement.assign_first_state(self.state, data.state, rows)
-        return data.keys, data.values
+    def _assign_first(self, data: SlotData, rows: Tensor | None = None) -> None:
+        """Write positions and state to the first slots of `rows` [B, 1, 1], or of all rows."""
+        token_batch.assign_first(self.positions, data.positions, rows)
+        token_batch.assign_first_state(self.state, data.state, rows)
 
     def _reserve_dictionary(self, batch: TokenBatch, first: Tensor) -> bool:
         """Move each row's newest tokens to the dictionary slots, once, if the codec uses them as atoms."""
@@ -200,9 +231,11 @@ class LayerStore(LayerSlots):
         newest = batch.take(by_age[..., :width])
         # Alone in a batch, a row without codes would have no dictionary either.
         empty = ~newest.chosen | (self.limits.flush_threshold == BEYOND)[..., None]
-        placement.assign_first(self.limits.pins, newest.positions.masked_fill(empty, -1), rows)
+        token_batch.assign_first(self.limits.pins, newest.positions.masked_fill(empty, -1), rows)
         # The atoms must be in place before the first token is coded with them.
-        keys, values = self._assign_buffer(placement.first_slots(newest, empty, traits.pinned), rows)
+        data = token_batch.first_slots(newest, empty, traits.pinned)
+        self._assign_first(data, rows)
+        keys, values = data.keys, data.values
         if self.reserved:
             keys = torch.where(rows[..., None], keys, self.keys[:, :, : self.reserved])
             values = torch.where(rows[..., None], values, self.values[:, :, : self.reserved])
@@ -248,10 +281,11 @@ class LayerStore(LayerSlots):
         moving = past.occupied & due[..., None]
         moving[..., : self.layout.exact] &= self._open_slots()
         self.positions.masked_fill_(moving, -1)
-        keys, values = self._place(TokenBatch(past.keys, past.values, positions, state, moving), None, None)
+        data = self._place(TokenBatch(past.keys, past.values, positions, state, moving), None, None)
+        self._assign_first(data)
         # `_place` works on all heads; those that were not due get back what they had.
         again = due[..., None]
-        for held, new in ((self.keys, keys), (self.values, values)):
+        for held, new in ((self.keys, data.keys), (self.values, data.values)):
             held.copy_(torch.where(again[..., None], new, held))
         self.positions.copy_(torch.where(again, self.positions, positions))
         for held, new in zip(tensors(self.state), tensors(select_state(again, self.state, state)), strict=True):

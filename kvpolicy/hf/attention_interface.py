@@ -117,9 +117,16 @@ def _stock_mask(stock: str, query: Tensor, key: Tensor, valid: Tensor | None) ->
     """The causal mask that the stock function is given without a cache, [B, 1, P, P]."""
     make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
     return make(
-        batch_size=query.shape[0], q_length=query.shape[2], kv_length=key.shape[2], q_offset=0, kv_offset=0,
-        mask_function=causal_mask_function, attention_mask=valid, dtype=query.dtype, device=query.device,
-    )  # fmt: skip
+        batch_size=query.shape[0],
+        q_length=query.shape[2],
+        kv_length=key.shape[2],
+        q_offset=0,
+        kv_offset=0,
+        mask_function=causal_mask_function,
+        attention_mask=valid,
+        dtype=query.dtype,
+        device=query.device,
+    )
 
 
 def _pairs(queries: int, heads: int) -> bool:
@@ -150,7 +157,7 @@ def policy_mask(
         make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
         return make(
             q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
-        )  # fmt: skip
+        )
     if attention_mask is None:
         return None
     if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):

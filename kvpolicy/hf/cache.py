@@ -112,6 +112,7 @@ class PolicyCache(Cache):
 
     @prompt.setter
     def prompt(self, prompt: Tensor | None) -> None:
+        """Announce a prompt."""
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
     @property
@@ -262,7 +263,7 @@ class PolicyCache(Cache):
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending)
-        self._compress(layer, pending)
+        layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
 
     @on_host
     def finish(self) -> None:
@@ -285,14 +286,17 @@ class PolicyCache(Cache):
             assert pending is not None
             if number == 0:
                 self._divide(layer, pending)
-            self._compress(layer, pending)
+            layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
 
-    def _compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
+    def _row_budget(self, layer: PolicyLayer) -> RowBudget:
+        """A layer's share of the divided budget."""
         number = self.policy_layers.index(layer)
-        assert self._tokens is not None
-        budget = RowBudget(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
-        massive = self.guard.massive.pop(layer.layer_idx, None)
-        layer.store.compress(pending, budget, massive=massive, rope_offset=self._rope_offset)
+        assert self._tokens is not None, "the first layer divides the budget"
+        return RowBudget(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
+
+    def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
+        """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
+        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": self._rope_offset}
 
     # metrics of a prompt
 

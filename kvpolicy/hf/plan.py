@@ -53,10 +53,10 @@ def plan(
         >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
         >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
         >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
-        (250, 132048, 512000)
+        (250, 132056, 512000)
         >>> on_two = plan(config, "window@0.25", prompt=1000, tp=2, backend="hf", dtype=torch.float32)
         >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
-        (66048, 16696576, 16004, 4129)
+        (66056, 16696576, 16002, 4129)
     """
     policy = Policy.of(policy)
     config = as_config(config)

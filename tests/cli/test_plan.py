@@ -44,8 +44,9 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output("plan llama-3-70b snapkv@0.2 --tp 8", capsys).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "model   llama-3-70b in bfloat16, on each of 8 ranks (deepspeed)"
-    assert lines[5].split() == ["0-79", "819", "819", "0", "425.90", "KB", "0.162"]
-    cells = {line[:26].strip(): line[26:].split() for line in lines[7:-3]}
+    assert lines[5].split() == ["0", "819", "819", "0", "425.91", "KB", "0.162"]  # and what the cache has once
+    assert lines[6].split() == ["1-79", "819", "819", "0", "425.90", "KB", "0.162"]
+    cells = {line[:26].strip(): line[26:].split() for line in lines[8:-3]}
     assert cells["weights, replicated"] == ["2.10", "GB"]
     assert cells["weights"] == ["19.48", "GB"] * 2
     assert cells["cache"] == ["34.07", "MB", "209.72", "MB"]

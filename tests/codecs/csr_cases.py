@@ -52,13 +52,13 @@ def tokens(count: int, dim: int = 16, seed: int = 0) -> tuple[Tensor, Tensor]:
     return normal(B, H, count, dim, seed=10 + seed), normal(B, H, count, dim, seed=50 + seed) * 3
 
 
-def none_live() -> Tensor:
+def none_occupied() -> Tensor:
     return torch.zeros(B, H, C, dtype=torch.bool)
 
 
 def write_all(csr: CSR, store: StageStore, keys: Tensor, values: Tensor) -> None:
     count = keys.shape[2]
-    csr.write(store, keys, values, at(*range(count)), flags(*[True] * count), none_live())
+    csr.write(store, keys, values, at(*range(count)), flags(*[True] * count), none_occupied())
 
 
 def copy(store: StageStore) -> StageStore:

@@ -1,4 +1,4 @@
-"""What every stage must keep to, whatever it stores."""
+"""Checks that every stage of a codec must pass."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check_rows(stage: Stage, slots: int, dim: int) -> None:
-    """A row is coded the same alone as in a batch, and with tokens beside it that are not write_mask."""
+    """A row has the same codes on its own, in a batch, and among tokens that are not written."""
     stage_rules.check_rows(trial(stage, slots, dim), str(stage))
 
 
 def check_inactive(stage: Stage, slots: int, dim: int) -> None:
-    """A head that is given nothing stays as it was, whether it holds tokens or none."""
+    """A write changes only the heads that it has tokens for."""
     stage_rules.check_inactive(trial(stage, slots, dim), str(stage))
 
 
 def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
-    """One dead slot is taken anew: all others and what is `fixed` per sequence stay, and the values are as if alone."""
+    """A write to a free slot keeps other slots and what is `fixed`; its value is encoded as on its own."""
     store, _, _ = fill(stage, slots, dim)
     before, (more_keys, more_values) = read(stage, store, slots), draw(1, dim, seed=2)
     held = {name: getattr(store.codes, name).clone() for name in fixed}
@@ -88,7 +88,7 @@ def check_overwrite(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) ->
 
 
 def check_ways_to_read(stage: Stage, slots: int, dim: int, group_size: int = 1) -> None:
-    """A range, an index, and products all tell of the same keys and values."""
+    """A range, an index and products give the same keys and values."""
     store, _, _ = fill(stage, slots, dim)
     keys, values = read(stage, store, slots)
     assert keys.shape == values.shape == (B, H, slots, dim) and keys.dtype == values.dtype == torch.float32
@@ -107,7 +107,7 @@ def check_ways_to_read(stage: Stage, slots: int, dim: int, group_size: int = 1) 
 
 
 def check_finite(stage: Stage, slots: int, dim: int) -> None:
-    """No number makes another infinite."""
+    """Numbers of any size decode to finite numbers."""
     ramp = torch.linspace(-1, 1, B * H * slots * dim).reshape(B, H, slots, dim)
     tiny = ramp * 1e-40
     for x in (torch.zeros_like(ramp), torch.full_like(ramp, 1e6), ramp * 1e9, ramp.sign() * 65504, tiny):
@@ -118,7 +118,7 @@ def check_finite(stage: Stage, slots: int, dim: int) -> None:
 
 
 def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> None:
-    """What is fixed per sequence does not depend on the order of the tokens, even where they nearly cancel out."""
+    """What is fixed per sequence does not depend on the order of the tokens, even if they nearly cancel out."""
     keys, values = draw(slots, dim)
     keys[:, :, 1::2] = keys[:, :, 1::2] / 1000 - keys[:, :, ::2]
     found: list[list[Tensor]] = []
@@ -130,7 +130,7 @@ def check_order(stage: Stage, slots: int, dim: int, fixed: Sequence[str]) -> Non
 
 
 def check_compiled(stage: Stage, slots: int, dim: int, backend: Any, compare: Callable[[Tensor, Tensor], None]) -> None:
-    """Everything traces as a whole, and gives the same."""
+    """All methods trace without graph breaks, with equal results."""
 
     def once(
         store: StageStore, keys: Tensor, values: Tensor, slot: Tensor, write_mask: Tensor, occupied: Tensor

@@ -24,7 +24,7 @@ from tests.codecs.csr_cases import (
     copy,
     flags,
     made,
-    none_live,
+    none_occupied,
     normal,
     part,
     same,
@@ -53,12 +53,12 @@ def test_inactive_tokens_write_nothing(folder: Path, fields: dict[str, Any]) -> 
     write_all(csr, store, *tokens(C))
     before, (keys, values) = copy(store), tokens(3, seed=1)
     keys[:, :, 1], values[:, :, 1] = torch.inf, torch.nan
-    for occupied in (none_live(), ~none_live()):
+    for occupied in (none_occupied(), ~none_occupied()):
         csr.write(store, keys, values, at(5, 5, 9), flags(False, False, False), occupied)
         assert same(store, before)
-    csr.write(store, keys, values, at(5, 5, 5), flags(False, False, True), none_live())
+    csr.write(store, keys, values, at(5, 5, 5), flags(False, False, True), none_occupied())
     alone = copy(before)
-    csr.write(alone, keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), none_live())
+    csr.write(alone, keys[:, :, 2:], values[:, :, 2:], at(5), flags(True), none_occupied())
     assert same(store, alone) and not same(store, before)
 
 
@@ -69,7 +69,7 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
     before, (keys, values) = copy(store), tokens(4, seed=1)
     write_mask = torch.zeros(B, H, 4, dtype=torch.bool)
     write_mask[0, 0, :2] = True
-    csr.write(store, keys, values, at(3, 4, 5, 6), write_mask, none_live())
+    csr.write(store, keys, values, at(3, 4, 5, 6), write_mask, none_occupied())
     for name, new, old in zip(CSRCodes._fields, store.codes, before.codes, strict=True):
         assert torch.equal(new[1], old[1])
         assert torch.equal(new[0, 1:], old[0, 1:])
@@ -82,7 +82,7 @@ def test_heads_differ_in_what_is_active(folder: Path, fields: dict[str, Any]) ->
 def test_a_scale_is_fitted_once(folder: Path) -> None:
     csr, store = made(folder, coef="fp8")
     write_all(csr, store, *tokens(C))
-    before, occupied, (keys, values) = copy(store), none_live(), tokens(1, seed=1)
+    before, occupied, (keys, values) = copy(store), none_occupied(), tokens(1, seed=1)
     occupied[:, 1:] = True
     csr.write(store, keys * 100, values, at(4), flags(True), occupied)
     assert torch.equal(store.codes.key_scale[:, 1:], before.codes.key_scale[:, 1:])
@@ -109,7 +109,7 @@ def test_outlier_atoms_are_the_vectors_of_largest_error(folder: Path) -> None:
         2,
         8,
     )
-    before, occupied = copy(store), none_live()
+    before, occupied = copy(store), none_occupied()
     occupied[0, 2, 7] = True  # of one head alone
     csr.write(store, *tokens(2, seed=3), at(0, 1), flags(True, True), occupied)
     for b, h in product(range(B), range(H)):
@@ -131,13 +131,13 @@ def test_a_batch_is_its_rows(folder: Path, fields: dict[str, Any]) -> None:
     csr, store = made(folder, **fields)
     (keys, values), write_mask = tokens(6), flags(*[True] * 6).clone()
     write_mask[0, :, :3] = write_mask[1, 1, 4:] = False
-    csr.write(store, keys, values, at(*range(6)), write_mask, none_live())
+    csr.write(store, keys, values, at(*range(6)), write_mask, none_occupied())
     for b in range(B):
         first = 3 if b == 0 else 0
         _, batch = made(folder, **fields)
         alone = part(batch, slice(b, b + 1), slice(H))
         key, value, slots, some = (t[b : b + 1, :, first:] for t in (keys, values, at(*range(6)), write_mask))
-        csr.write(alone, key, value, slots, some, none_live()[b : b + 1])
+        csr.write(alone, key, value, slots, some, none_occupied()[b : b + 1])
         for got, want in zip(alone.codes, store.codes, strict=True):
             if want.dtype in (torch.int16, torch.uint8):
                 assert torch.equal(got[0], want[b])
@@ -163,16 +163,16 @@ ONLY_ONE: list[dict[str, Any]] = [
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fields: dict[str, Any], count: int) -> None:
     """To the last bit: a rank of several holds the codes of its heads that one rank would hold."""
     csr, store = made(folder, 32, **fields)
-    empty, occupied = copy(store), none_live()
+    empty, occupied = copy(store), none_occupied()
     some = flags(*[True] * count).clone()
     some[0, 2, : count // 2] = False
     occupied[1, 1, C - 1] = True  # so that its outlier atoms and scale stay
     new = *tokens(count, 32), at(*range(count)), some
-    csr.write(store, *new, none_live())
+    csr.write(store, *new, none_occupied())
     csr.write(store, *new, occupied)
     for b, h in ((slice(B), slice(1)), (slice(B), slice(1, 3)), (slice(1, 2), slice(2, 3))):
         alone = part(empty, b, h)
-        csr.write(alone, *(x[b, h] for x in (*new, none_live())))
+        csr.write(alone, *(x[b, h] for x in (*new, none_occupied())))
         csr.write(alone, *(x[b, h] for x in (*new, occupied)))
         assert same(alone, part(store, b, h))
         every = slice(0, C)
@@ -228,7 +228,7 @@ def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> Non
         return [*read, csr.score(store, queries, turned), csr.mix(store, weights)]
 
     fast = torch.compile(step, fullgraph=True, backend=counter)
-    occupied = none_live()
+    occupied = none_occupied()
     for seed in range(3):
         new = (*tokens(4, seed=seed), at(*range(4)) + 4 * seed, flags(*[seed != 1] * 4), occupied)
         for got, want in zip(fast(compiled, *new), step(eager, *new), strict=True):
@@ -244,7 +244,7 @@ def test_it_compiles_whole_and_once(folder: Path, fields: dict[str, Any]) -> Non
 @pytest.mark.filterwarnings("default")
 def test_it_compiles_to_kernels(folder: Path, fields: dict[str, Any]) -> None:
     csr, eager = made(folder, **fields)
-    compiled, new = copy(eager), (*tokens(C), at(*range(C)), flags(*[True] * C), none_live())
+    compiled, new = copy(eager), (*tokens(C), at(*range(C)), flags(*[True] * C), none_occupied())
     csr.write(eager, *new)
     torch.compile(csr.write, fullgraph=True)(compiled, *new)
     others = (compiled.codes.key_index != eager.codes.key_index).any(-1).sum(-1)

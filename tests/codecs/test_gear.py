@@ -18,7 +18,7 @@ from tests.codecs import stages
 from tests.codecs.stages import B, H, at, copy, draw, empty, error, flags, read
 
 C, D, N = 24, 20, 8
-LIVE = flags([True] * C)
+ALL = flags([True] * C)
 
 
 def made(bits: Any = 2, **fields: Any) -> GEAR:
@@ -141,7 +141,7 @@ def test_outliers_are_exact() -> None:
     codec = made(2, sparse=0.02)
     store, (keys, values) = empty(codec, C, D), draw(C, D)
     keys[:, :, 3, 7], keys[:, :, 5, 7], values[:, :, 4, 2], values[:, :, 4, 3] = 1e4, -1e4, 300.0, -300.0
-    codec.write(store, keys, values, at(range(C)), LIVE, ~LIVE)
+    codec.write(store, keys, values, at(range(C)), ALL, ~ALL)
     got_keys, got_values = read(codec, store, C)
     assert got_keys[0, 0, [3, 5], 7].tolist() == [1e4, -1e4] and got_values[0, 0, 4, [2, 3]].tolist() == [300, -300]
     assert (got_keys - keys).abs().max() < 100 and (got_values - values).abs().max() < 3
@@ -171,13 +171,13 @@ def test_head_dimensions(dim: int) -> None:
     assert store.codes.value_places.dtype == torch.uint8
 
 
-def test_a_block_with_a_live_token_is_frozen() -> None:
+def test_a_block_with_an_occupied_slot_keeps_its_scales() -> None:
     codec = made(4, sparse=0.3)
     store, _, _ = fill_(codec)
     before, (keys, values) = copy(store), draw(1, D, seed=1)
     keys *= 3
-    occupied = LIVE.clone()
-    occupied[:, :, 8:15] = False  # slot 15 lives on
+    occupied = ALL.clone()
+    occupied[:, :, 8:15] = False  # slot 15 stays occupied
     codec.write(store, keys, values, at([10]), flags([True]), occupied)
     codes, old = store.codes, before.codes
     for name in ("key_scale", "key_zero", "key_places", "key_right", "value_right"):
@@ -199,11 +199,11 @@ def test_a_block_with_a_live_token_is_frozen() -> None:
     assert (got_values[:, :, 10] - values[:, :, 0]).abs().max() < 0.2
 
 
-def test_a_dead_block_starts_anew_beside_frozen_ones() -> None:
+def test_an_empty_block_is_fitted_again_beside_others() -> None:
     codec = made(2)
     store, _, _ = fill_(codec)
     before, (keys, values) = copy(store), draw(N + 1, D, seed=3)
-    occupied = LIVE.clone()
+    occupied = ALL.clone()
     occupied[:, :, 0] = occupied[:, :, 8:16] = False
     slots = [9, 8, 11, 0, 10, 12, 13, 15, 14]
     codec.write(store, keys, values, at(slots), flags([True] * 9), occupied)
@@ -220,10 +220,10 @@ def test_a_dead_block_starts_anew_beside_frozen_ones() -> None:
 def test_a_block_that_is_begun_with_few_tokens() -> None:
     codec = made(4, sparse=0.3)
     store, (keys, values) = empty(codec, C, D), draw(5, D)
-    codec.write(store, keys[:, :, :3], values[:, :, :3], at([4, 1, 6]), flags([True] * 3), ~LIVE)
+    codec.write(store, keys[:, :, :3], values[:, :, :3], at([4, 1, 6]), flags([True] * 3), ~ALL)
     got, _ = read(codec, store, C)
     torch.testing.assert_close(got[:, :, [4, 1, 6]], keys[:, :, :3], atol=0.01, rtol=0.1)
-    occupied = ~LIVE
+    occupied = ~ALL
     occupied[:, :, [4, 1, 6]] = True
     codec.write(store, keys[:, :, 3:], values[:, :, 3:], at([0, 7]), flags([True] * 2), occupied)
     again, _ = read(codec, store, C)
@@ -234,7 +234,7 @@ def test_a_group_of_equal_numbers_is_exact() -> None:
     for fields in ({}, {"sparse": 0.0}, {"rank": 0}):
         codec = made(2, **fields)
         store, x = empty(codec, C, D), torch.full((B, H, C, D), -3.25)
-        codec.write(store, x, x, at(range(C)), LIVE, ~LIVE)
+        codec.write(store, x, x, at(range(C)), ALL, ~ALL)
         assert all(torch.equal(got, x) for got in read(codec, store, C))
 
 
@@ -286,7 +286,7 @@ def test_it_compiles_whole() -> None:
 def test_it_compiles_to_kernels() -> None:
     codec, eager = made(4), empty(made(4), C, D)
     compiled, (keys, values) = copy(eager), draw(C, D)
-    given = (keys, values, at(range(C)), LIVE, ~LIVE)
+    given = (keys, values, at(range(C)), ALL, ~ALL)
     codec.write(eager, *given)
     torch.compile(codec.write, fullgraph=True)(compiled, *given)
     for name in ("keys", "key_scale", "key_zero", "key_places", "key_outliers", "values", "value_places"):

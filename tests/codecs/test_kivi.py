@@ -48,8 +48,8 @@ def flags(*values: bool) -> Tensor:
 
 def write_all(kivi: KIVI, codes: KIVICodes, keys: Tensor, values: Tensor) -> None:
     count = keys.shape[2]
-    dead = torch.zeros(B, H, codes.keys.shape[2], dtype=torch.bool)
-    kivi.write(StageStore(codes), keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), dead)
+    occupied = torch.zeros(B, H, codes.keys.shape[2], dtype=torch.bool)
+    kivi.write(StageStore(codes), keys, values, at(*range(count)), torch.ones(B, H, count, dtype=torch.bool), occupied)
 
 
 def copy(codes: KIVICodes) -> KIVICodes:
@@ -140,7 +140,7 @@ def test_heads_differ_in_what_is_active() -> None:
         assert not got[0, 1].any() and not got[1, 2, 4:].any()
 
 
-def test_a_group_with_a_live_token_is_frozen() -> None:
+def test_a_group_with_an_occupied_slot_keeps_its_scales() -> None:
     kivi, codes = made(2)
     keys, values = tokens(12)
     write_all(kivi, codes, keys, values)
@@ -158,10 +158,10 @@ def test_a_group_with_a_live_token_is_frozen() -> None:
     assert torch.equal(got_keys[:, :, 7], read(kivi, before)[0][:, :, 7])
     fresh = kivi.alloc(B, H, 12, D, "cpu")
     write_all(kivi, fresh, new_keys, new_values)
-    assert torch.equal(got_values[:, :, 6], read(kivi, fresh)[1][:, :, 0]), "values are never frozen"
+    assert torch.equal(got_values[:, :, 6], read(kivi, fresh)[1][:, :, 0]), "values have scales of their own"
 
 
-def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
+def test_an_empty_group_is_fitted_to_the_tokens_written() -> None:
     kivi, codes = made(4)
     write_all(kivi, codes, *tokens(12))
     keys, values = tokens(4, seed=3)
@@ -173,7 +173,7 @@ def test_a_dead_group_starts_anew_with_the_tokens_written() -> None:
         assert torch.equal(got[0, 0, [7, 4, 5], channel], formula(keys[0, 0, :3, channel], 4))
 
 
-def test_one_write_over_fresh_and_frozen_groups() -> None:
+def test_one_write_to_empty_and_occupied_groups() -> None:
     kivi, codes = made(4)
     write_all(kivi, codes, *tokens(12))
     before = copy(codes)

@@ -191,7 +191,7 @@ class Written(NamedTuple):
 
 
 def tokens(dim: int, kind: str, slots: list[int], idle: list[tuple[int, int, int]], seed: int = 0) -> Written:
-    """Tokens for `slots` of every head, of which those of `idle` (row, head, which) are garbage and not write_mask."""
+    """Tokens for `slots` of every head, of which those of `idle` (row, head, which) are garbage, not in the mask."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (DATA[kind](torch.randn(B, H, len(slots), dim, generator=generator)).clone() for _ in range(2))
     write_mask = torch.ones(B, H, len(slots), dtype=torch.bool)

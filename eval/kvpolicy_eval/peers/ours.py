@@ -100,9 +100,8 @@ class Ours(Side):
             self.model(torch.tensor([ids]), past_key_values=cache)
             for step in range(steps):
                 self.model(torch.tensor([[step % 500 + 3]]), past_key_values=cache)
-        kept = [
-            sum(p in _occupied(head) for p in range(4)) for layer in cache.policy_layers for head in layer.positions[0]
-        ]
+        heads = [_occupied(head) for layer in cache.policy_layers for head in layer.positions[0]]
+        kept = [sum(sink in positions for sink in range(4)) for positions in heads]
         return {"value": min(kept), "of": 4, "held": cache.policy_layers[0].positions.shape[-1]}
 
     def _trap_chunks(self, ids: list[int], chunk: int, method: str) -> Answer:

@@ -44,9 +44,8 @@ def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
 def kvquant_normalized() -> tuple[Tensor, Tensor]:
     """Unrotated keys of the layer in units of their calibrated ranges, and the levels that they are rounded to."""
     calibration = after(KVQUANT).calibrations[0]
-    return (
-        (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
-    ).flatten(), calibration.key_levels
+    normalized = (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
+    return normalized.flatten(), calibration.key_levels
 
 
 def kvquant() -> Figure:

@@ -90,7 +90,7 @@ def kept(policy: str) -> Kept:
     with kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model, new=len(prompt.answer))
         model(prompt.ids, past_key_values=cache, logits_to_keep=1)
-        layers = [_inspect(layer, prompt.length) for layer in cache.policy_layers]
+        layers = [_inspect(layer.store, prompt.length) for layer in cache.policy_layers]
         budgets = [int(layer.budget[0].clamp_max(prompt.length)) for layer in cache.policy_layers]
         out = model.generate(prompt.ids, max_new_tokens=len(prompt.answer), do_sample=False)
     share, mark, score = (torch.stack(rows) for rows in zip(*layers, strict=True))
@@ -109,18 +109,18 @@ def cosines() -> list[float]:
         return cache.cosines()[0].tolist()
 
 
-def _inspect(layer: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _inspect(store: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Share of KV heads that keep each position of a layer, that keep it as a representative, and its mean score."""
-    positions: Tensor = layer.positions[0].long()  # [H, S]
+    positions: Tensor = store.positions[0].long()  # [H, S]
     heads = len(positions)
     occupied = positions >= 0
     index = positions.where(occupied, length).flatten()  # empty slots count in an extra column, which is dropped
     kept_count = torch.zeros(length + 1).index_add_(0, index, occupied.flatten().float())
     mark_count = torch.zeros(length + 1)
-    if hasattr(layer.state, "mark"):
-        mark_count.index_add_(0, index, (layer.state.mark[0] > 0).flatten().float())
+    if hasattr(store.state, "mark"):
+        mark_count.index_add_(0, index, (store.state.mark[0] > 0).flatten().float())
     score = torch.full((length,), torch.nan)
-    statistic = _statistic(layer.state)
+    statistic = _statistic(store.state)
     if statistic is not None:
         total = torch.zeros(length + 1).index_add_(0, index, statistic[0].flatten().float())
         score = (total / kept_count.clamp_min(1)).where(kept_count > 0, torch.nan)[:length]

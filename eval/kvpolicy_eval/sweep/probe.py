@@ -53,11 +53,9 @@ def layers(lm: Any, rows: Sequence[Tensor]) -> dict[str, Any]:
     with torch.inference_mode(), kvpolicy.attach(lm.model, lm.policy):
         caches = [_prefill(lm, lm.policy, row) for row in rows]
     kept = torch.stack([_kept(cache, row.shape[1]) for cache, row in zip(caches, rows, strict=True)]).mean(0)
-    budget = torch.stack(
-        [torch.stack([layer.budget.float().mean().cpu() for layer in c.policy_layers]) for c in caches]
-    )
+    budget = torch.stack([_mean_budgets(cache) for cache in caches])
     return {
-        "layers": [layer.layer_idx for layer in caches[0].slots],
+        "layers": [layer.layer_idx for layer in caches[0].policy_layers],
         "prompt": round(sum(row.shape[1] for row in rows) / len(rows), 1),
         "budget": [round(float(mean), 1) for mean in budget.mean(0)],
         "kept": [[round(100 * float(share)) for share in layer] for layer in kept],
@@ -68,6 +66,11 @@ def _prefill(lm: Any, policy: Any, row: Tensor) -> Any:
     cache = kvpolicy.PolicyCache(lm.model, policy, new=1)
     lm.model(row, past_key_values=cache)
     return cache
+
+
+def _mean_budgets(cache: Any) -> Tensor:
+    """Budget of each layer, averaged over its rows, [L]."""
+    return torch.stack([layer.budget.float().mean().cpu() for layer in cache.policy_layers])
 
 
 def _kept(cache: Any, length: int) -> Tensor:

@@ -13,7 +13,6 @@ from kvpolicy.cli.formatting import as_json, input_size, paragraph, size, table,
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
-from kvpolicy.planning.result import NOT_MEASURED
 from kvpolicy.spec.errors import KVPolicyError
 
 FOOTER = "1 GB is 10^9 bytes, 1 MB is 10^6. Not included: activations, and the uncompressed cache during prefill."
@@ -125,6 +124,8 @@ def render(facts: dict[str, Any], full: int) -> str:
 
 def notes(facts: dict[str, Any]) -> list[str]:
     """Return the notes of a plan as sentences."""
+    from kvpolicy.planning.result import NOT_MEASURED
+
     texts: list[str] = []
     if not facts["measured"]:
         texts.append(NOT_MEASURED)

@@ -54,6 +54,11 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Rows of a CSV file."""
+    return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+
+
 # what is written
 
 
@@ -74,12 +79,12 @@ def test_a_cell_has_lm_evals_format(swept: Path) -> None:
 
 
 def test_the_table_has_costs_intervals_and_errors(swept: Path) -> None:
-    rows = {row["method"] + row["budget"]: row for row in csv.DictReader((swept / "table.csv").open(encoding="utf-8"))}
+    rows = {row["method"] + row["budget"]: row for row in read_table(swept / "table.csv")}
     assert set(rows) == {"full", "snapkv0.2", "streaming0.001"}
     assert rows["full"]["kv_share"] == "1.0" and 0.15 < float(rows["snapkv0.2"]["kv_share"]) < 0.25
     assert float(rows["full"]["low"]) <= float(rows["full"]["value"]) <= float(rows["full"]["high"])
     failed = rows["streaming0.001"]
-    assert failed["status"] == "failed" and failed["error"].startswith("ValueError: ") and not failed["value"]
+    assert failed["status"] == "failed" and failed["error"].startswith("KVPolicyError: ") and not failed["value"]
     lines = (swept / "table.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["method"] for line in lines] == [row["method"] for row in rows.values()]
 
@@ -134,7 +139,7 @@ def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
         words = ["sweep", str(file(tmp_path, probes=0)), "--out", str(tmp_path / jobs), "--jobs", jobs]
         line = [sys.executable, "-m", "kvpolicy_eval.cli", *words]
         subprocess.run(line, env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=300, capture_output=True)
-        rows = csv.DictReader((tmp_path / jobs / "table.csv").open(encoding="utf-8"))
+        rows = read_table(tmp_path / jobs / "table.csv")
         found.append([(row["method"], row["value"], row["kv_bytes"]) for row in rows])
     assert found[0] == found[1] and len(found[0]) == 2
 
@@ -153,9 +158,9 @@ def test_processes_that_divide_examples_find_what_one_finds(tmp_path: Path) -> N
         line = [sys.executable, *(launcher if processes == "2" else []), *words]
         ran = subprocess.run(line, env=environment, timeout=300, capture_output=True, text=True, check=False)
         assert "[3/3]" in ran.stderr, ran.stderr
-        rows = csv.DictReader((tmp_path / processes / "table.csv").open(encoding="utf-8"))
+        rows = read_table(tmp_path / processes / "table.csv")
         found.append([(row["method"], row["value"], row["error"][:30]) for row in rows])
-    assert found[0] == found[1] and found[0][2][2].startswith("ValueError: A budget of 0.001")
+    assert found[0] == found[1] and found[0][2][2].startswith("KVPolicyError: The budget must")
 
 
 def test_a_draft_is_no_result(tmp_path: Path) -> None:
