@@ -42,7 +42,7 @@ def stored_bytes(cache: PolicyCache) -> int:
     """Bytes of every storage that can be reached from a cache's layers, each counted once; not calibrated ones."""
     found: dict[int, int] = {}
     for layer in cache.layers:
-        held = vars(getattr(layer, "store", layer))
+        held = vars(layer) | vars(getattr(layer, "store", layer))
         own = {name: part for name, part in held.items() if name != "calibrations"}
         own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
         for tensor in _reach(own, set()):

@@ -13,13 +13,12 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, TURNS, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
+from tests.sampling import product
 
 SHORT = [TURNS[0], 1, 1, 1]
 
 
-@pytest.mark.parametrize("rows", [*ROWS])
-@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED])
-@pytest.mark.parametrize("policy", ["full", "snapkv@40"])
+@product("policy,family,rows", ["full", "snapkv@40"], [*FAMILIES, *UNNAMED], [*ROWS])
 def test_equals_the_stock_cache(policy: str, family: str, rows: str) -> None:
     model = build(family)
     ids, mask = make_batch(ROWS[rows])

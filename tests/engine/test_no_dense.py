@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +14,15 @@ DENSE = TOKENS * HEADS * DIM * 4
 """Bytes of all keys, or all values, in fp32."""
 
 
-@pytest.mark.parametrize("codec", [name for name in names("codec") if name != "plain"])
-@pytest.mark.parametrize("what", ["score", "mix"])
-def test_no_dense_copy(codec: str, what: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=[name for name in names("codec") if name != "plain"])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A codec that holds many tokens; writing them takes longer than reading."""
     with torch.inference_mode():
-        case = Case(codec, TOKENS, tmp_path)
-        with Alive(torch.nn.Identity()) as watch:
-            out = getattr(case, what)()
+        return Case(request.param, TOKENS, tmp_path_factory.mktemp("calibration"))
+
+
+@pytest.mark.parametrize("what", ["score", "mix"])
+def test_no_dense_copy(case: Case, what: str) -> None:
+    with torch.inference_mode(), Alive(torch.nn.Identity()) as watch:
+        out = getattr(case, what)()
     assert sum(part.nbytes for part in out) < watch.peak < DENSE * 2 / 3

@@ -133,12 +133,13 @@ def test_deepspeed(launch, alone, tmp_path: Path):
     assert len(first) > 4 and first.keys() == second.keys()
 
 
+@pytest.mark.full
 def test_hf(launch, alone, tmp_path: Path):
     ask(launch, "torchrun", tmp_path / "out", "tp=2,backend=hf")
     check_against(alone, tmp_path / "out", "hf")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("launcher", "backend"), [("torchrun", "deepspeed"), ("deepspeed", "hf")])
 def test_other_launcher(launch, alone, tmp_path: Path, launcher: str, backend: str):
     pytest.importorskip("deepspeed")
