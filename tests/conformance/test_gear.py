@@ -59,8 +59,12 @@ class GroupTwin:
     def drop(self, *slots: int) -> None:
         self.want = {place: read for place, read in self.want.items() if place[2] not in slots}
 
-    def check(self) -> None:
-        """Compare every occupied slot; of a low rank, whose basis is anyone's, how much of the error it takes away."""
+    def check(self, error_tolerance: float = 0.1) -> None:
+        """Compare every occupied slot; of a low rank, whose basis is arbitrary, how much of the error it removes.
+
+        Args:
+            error_tolerance: The largest difference of the errors, relative to the error without the low rank.
+        """
         backwards = torch.arange(SLOTS - 1, -1, -1).expand(B, H, -1)
         for which, read in enumerate((self.stage.keys, self.stage.values)):
             got = read(self.store, slice(0, SLOTS))
@@ -72,7 +76,7 @@ class GroupTwin:
                 fast += float((got[place] - token.given[which]).double().square().sum())
                 slow += float((token.read[which] - token.given[which]).double().square().sum())
                 backbone += float((token.plain[which] - token.given[which]).double().square().sum())
-            assert abs(fast - slow) <= 0.1 * backbone
+            assert abs(fast - slow) <= error_tolerance * backbone
 
 
 GEARS: dict[str, dict[str, Any]] = {
@@ -123,9 +127,12 @@ def test_gear_keeps_a_group_that_lives(name: str) -> None:
 def test_gear_of_a_group_that_is_not_full(name: str, count: int) -> None:
     twin = gear_twin(name, 32)
     twin.write(tokens(32, "outliers", list(range(4, 4 + count)), [], seed=3))
-    twin.check()
+    # A rank above the number of tokens leaves a direction that is rounding noise: how much of the error it removes
+    # depends on the order of sums, which differs between processors.
+    error_tolerance = 0.2 if GEARS[name].get("rank", 0) > count else 0.1
+    twin.check(error_tolerance)
     twin.write(tokens(32, "normal", [7], [], seed=4))
-    twin.check()
+    twin.check(error_tolerance)
 
 
 @pytest.mark.parametrize(("rank", "sparse", "bits"), [(2, 0.0, 3.25), (2, 0.02, 3.25 + 0.75 * 24 / 32), (0, 0.0, 2.5)])
