@@ -85,8 +85,8 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
 def no_single_stack(name: str) -> KVPolicyError:
     """The error for a model whose attention layers cannot be found, or form several stacks."""
     return KVPolicyError(
-        f"The model must be a decoder-only causal language model of transformers, got {name}, which has no single "
-        "stack of attention layers."
+        f"The model must have a single stack of attention layers that cache keys and values, got {name}; try a "
+        "decoder-only model with multi-head or grouped-query attention."
     )
 
 
@@ -116,9 +116,8 @@ def check_attention_class(name: str, kind: type) -> None:
             f"({kind.__name__}), which is not supported."
         )
     known = hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
-    own = (
-        "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used
-    )  # other classes of the module may use the interface
+    # Other classes of the module may use the interface.
+    own = "softmax" in used and "ALL_ATTENTION_FUNCTIONS" not in used
     if not known or own:
         raise KVPolicyError(
             f"Attention must use the attention interface of transformers to be replaced, got {name} "
