@@ -18,7 +18,6 @@ from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.planning.memory import planned_resident, resident_bytes
 from kvpolicy.planning.notes import remarks
 from kvpolicy.planning.planner import Tokens, divide, plan_layers
@@ -200,7 +199,7 @@ class PolicyCache(Cache):
         self._rope_offset = offset
         for layer in self.policy_layers:
             if layer.is_initialized and layer.length.is_inference() and not torch.is_inference_mode_enabled():
-                layer.store.leave_inference_mode()
+                layer.leave_inference_mode()
             if one_token:
                 self._ensure_capacity(layer)
         self._first = None if one_token or not bool((seen == 0).any()) else seen == 0
@@ -247,9 +246,7 @@ class PolicyCache(Cache):
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward)
             self.compress(layer, pending)
         if layer is self.policy_layers[0]:
-            if layer.mask_digest is None:
-                layer.mask_digest = torch.zeros_like(store.length)
-            extend_digest(layer.mask_digest, valid, new)
+            layer.extend_digest(valid, new)
         if has_slots:
             refuse_gradients(out)
         return out[:, :heads]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore
+from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -116,7 +118,24 @@ class PolicyLayer(CacheLayerMixin):
         """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
         self.store.map_rows(fn)
         if self.mask_digest is not None:
-            self.mask_digest = fn(self.mask_digest)
+            self._hold_digest(fn(self.mask_digest))
+
+    def leave_inference_mode(self) -> None:
+        """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
+        self.store.leave_inference_mode()
+        if self.mask_digest is not None:
+            self._hold_digest(self.mask_digest.clone())
+
+    def extend_digest(self, valid: Tensor | None, columns: int) -> None:
+        """Add columns to the digest of the mask; see `kvpolicy.hf.mask_digest`."""
+        if self.mask_digest is None:
+            self._hold_digest(torch.zeros_like(self.store.length))
+        assert self.mask_digest is not None
+        extend_digest(self.mask_digest, valid, columns)
+
+    def _hold_digest(self, digest: Tensor) -> None:
+        self.mask_digest = digest
+        fix_addresses([digest])  # a compiled step writes to it, as to the slots
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse: what was evicted for the tokens to remove is gone."""

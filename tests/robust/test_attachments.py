@@ -73,12 +73,12 @@ def test_a_cache_with_a_model_that_has_no_policy(policy: str) -> None:
     """Its layers would attend to the newest tokens alone."""
     with kvpolicy.attach(build("llama"), policy), torch.no_grad():
         cache = PolicyCache(build("llama"))
-        with refused("has none"):
+        with refused("got one without a policy"):
             build("qwen2")(prompt(), past_key_values=cache)
         with kvpolicy.attach(build("qwen2"), policy), refused("another model"):
             build("qwen2")(prompt(), past_key_values=cache)
         build("llama")(prompt(), past_key_values=cache)
-        with refused("has none"):
+        with refused("got one without a policy"):
             build("qwen2")(prompt(1), past_key_values=cache)
         build("llama")(prompt(1), past_key_values=cache)
     with refused("detached"), kvpolicy.attach(build("llama"), "window@0.5"), torch.no_grad():
@@ -99,7 +99,7 @@ def test_changed_while_attached(policy: str) -> None:
         held, layer = model.model.layers[1].self_attn, model.model.layers[1]
         layer.self_attn = type(held)(model.config, 1)
         layer.self_attn.load_state_dict(held.state_dict())
-        with refused("did not attend"):
+        with refused("must attend to the cache"):
             answer(model)
         layer.self_attn = held
         assert torch.equal(answer(model), want)
@@ -115,7 +115,7 @@ def test_a_layer_that_attends_twice(policy: str) -> None:
         once = attention.forward
         attention.forward = lambda *args, **kwargs: (once(*args, **kwargs), once(*args, **kwargs))[1]
         for call in (lambda: model(prompt(1), past_key_values=cache), lambda: model(prompt(), use_cache=True)):
-            with refused("attended twice"):
+            with refused("must attend once"):
                 call()
 
 

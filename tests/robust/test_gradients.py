@@ -91,7 +91,7 @@ def test_checkpoints_with_a_cache(policy: str) -> None:
         model.gradient_checkpointing_enable()
         assert torch.equal(answer(model), want)
         model.train()
-        with refused("did not attend"):
+        with refused("must attend to the cache"):
             model(prompt(), past_key_values=PolicyCache(model))
 
 

@@ -84,7 +84,7 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         for ids in (prompt(1), prompt()):
             places = torch.arange(start, start + ids.shape[1])[None]
             for how in ({}, {"position_ids": places}):
-                with refused("broken off"):
+                with refused("was interrupted"):
                     model(ids, past_key_values=cache, **how)
         cache.reset()
         model(prompt(), past_key_values=cache)
@@ -106,7 +106,7 @@ def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: 
             model(prompt(), use_cache=False)
         else:
             torch.compile(model, backend="eager", fullgraph=True)(prompt(1), past_key_values=other)
-        with refused("broken off"):
+        with refused("was interrupted"):
             model(prompt(5), past_key_values=cache)
 
 
@@ -116,7 +116,7 @@ def test_the_models_own_cache_is_broken_off(policy: str) -> None:
     with kvpolicy.attach(model, policy) as handle:
         want = answer(model)
         broken(model, None, prompt(), "model.layers.1.mlp")
-        with refused("broken off"), torch.no_grad():
+        with refused("was interrupted"), torch.no_grad():
             model(prompt(1), past_key_values=handle.cache)
         assert torch.equal(answer(model), want)
 
@@ -124,9 +124,9 @@ def test_the_models_own_cache_is_broken_off(policy: str) -> None:
 def test_a_refused_budget_spoils_nothing() -> None:
     model = build("llama")
     with kvpolicy.attach(model, "streaming:sinks=4@0.1"):
-        with refused("too few"):
+        with refused("must be at least"):
             answer(model)
-        with refused("too few"):
+        with refused("must be at least"):
             answer(model)
 
 

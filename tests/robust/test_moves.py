@@ -65,7 +65,7 @@ def test_another_dtype_in_a_conversation(policy: str, new: int) -> None:
         cache = PolicyCache(model)
         model(prompt(), past_key_values=cache)
         model.to(torch.bfloat16)
-        with refused("now makes torch.bfloat16"):
+        with refused("got torch.bfloat16"):
             model(prompt(new), past_key_values=cache)
 
 

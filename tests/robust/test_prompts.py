@@ -135,7 +135,7 @@ def test_behind_the_last_position(policy: str) -> None:
 def test_huge_budgets(policy: str, budget: str) -> None:
     """Whatever will never come gets no slots."""
     if policy == "full":
-        with refused("name one"):
+        with refused("must have a selector"):
             kvpolicy.attach(build("llama"), f"full@{budget}")
         return
     model = build("llama")
