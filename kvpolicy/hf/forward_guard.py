@@ -79,9 +79,9 @@ class ForwardGuard:
         Raises:
             KVPolicyStateError: If it has already attended in this forward: its tokens would be stored twice.
         """
-        if torch.compiler.is_compiling():  # a compiled step changes nothing on the host
+        if not self.running:  # a step that is compiled as a whole changes nothing on the host
             return
-        if self.running and layer_idx not in self._pending:
+        if layer_idx not in self._pending and not torch.compiler.is_compiling():
             raise KVPolicyStateError(
                 f"Every layer must attend once in a forward, got layer {layer_idx} twice, which would store every "
                 "token twice; try a model whose layers attend once."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore
@@ -133,6 +134,7 @@ class PolicyLayer(CacheLayerMixin):
         assert self.mask_digest is not None
         extend_digest(self.mask_digest, valid, columns)
 
+    @on_host
     def _hold_digest(self, digest: Tensor) -> None:
         self.mask_digest = digest
         fix_addresses([digest])  # a compiled step writes to it, as to the slots

@@ -120,7 +120,7 @@ def test_behind_the_last_position(policy: str) -> None:
     stock = model.generate(prompt(20), **GREEDY)
     with kvpolicy.attach(model, roomy(policy)):
         model.generate(prompt(18), **GREEDY)
-        with pytest.warns(kvpolicy.KVPolicyWarning, match="longer than the 24 positions"):
+        with pytest.warns(kvpolicy.KVPolicyWarning, match="exceeds the 24 positions"):
             ours = model.generate(prompt(20), **GREEDY)
         assert torch.equal(model.generate(prompt(20), **GREEDY), ours)
     assert ours.shape == stock.shape and (not exact(policy) or torch.equal(ours, stock))
