@@ -13,7 +13,7 @@ before the model's `max_position_embeddings`. Beyond it, a KVPolicyWarning says 
 Without `--model`, the embedded model answers. It does not support roles, only records and questions about them, and its
 budget here is 256 tokens.
 
-Prints (embedded model, CPU): 5 turns, 1,085 tokens seen, 256 kept in each layer: 2,162,880 bytes, 0.24 of the full
+Prints (embedded model, CPU): 5 turns, 1,085 tokens seen, 256 kept in each layer: 2,162,888 bytes, 0.24 of the full
 cache
 """
 

@@ -9,7 +9,7 @@ the last tokens of the prompt, the request to summarize, attend to.
 Without `--model`, the embedded model answers. It cannot write summaries: its documents are lists of records, and it is
 asked for the value of one of them.
 
-Prints (embedded model, CPU): 4 summaries, 4 of them right; 7,130,688 bytes held, the full cache 13,705,216
+Prints (embedded model, CPU): 4 summaries, 4 of them right; 7,130,720 bytes held, the full cache 13,705,216
 """
 
 import argparse

@@ -10,7 +10,7 @@ second line, the script runs on one rank: only the number of ranks and the bytes
 Without `--model`, it runs the embedded model on two CPU processes.
 
 Prints (embedded model, CPU): 2 rank(s): answer 3513, right is 3513; kept per layer [415, 415, 59, 59, 59, 59, 59,
-59]; 627,712 bytes on this rank
+59]; 627,720 bytes on this rank
 """
 
 import argparse

@@ -49,7 +49,7 @@ def test_transformers_is_correct_on_two_ranks_or_names_the_other_backend(tmp_pat
     assert all(_right(value) for name, value in found.items() if name not in refused), found
     heads = {"one head", "three heads", "no head"}
     assert refused == heads | {"phi3", "opt", "old opt", "falcon_grouped", "falcon_single", "falcon_serial"}
-    assert all('use backend="deepspeed"' in found[name] for name in refused)
+    assert all('try backend="deepspeed"' in found[name] for name in refused)
 
 
 @pytest.mark.full
