@@ -93,7 +93,6 @@ def _print_failed(found: dict[str, dict[str, object]]) -> int:
 
 
 def _run(quick: bool, only: list[str]) -> dict[str, dict[str, object]]:
-    prepare()
     cases = [case for name, case in all_cases(quick).items() if not only or any(text in name for text in only)]
     print(f"{len(cases)} cases with {kvpolicy.__file__}", file=sys.stderr)
     start = time.perf_counter()
@@ -123,4 +122,5 @@ def _record_revision(revision: str, file: Path, quick: bool, only: list[str]) ->
 
 
 if __name__ == "__main__":
+    prepare()  # not in main(): the log level is that of the process, and tests call main()
     sys.exit(main())
