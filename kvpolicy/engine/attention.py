@@ -110,8 +110,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -
     """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
     out = torch.zeros_like(q)
     for rows, columns in _rows_by_columns(valid):
-        part = _attend_fused(*(t[rows][:, :, columns] for t in (q, k, v)), scale)
-        out[rows, :, columns] = part
+        queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
+        out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
     return out
 
 

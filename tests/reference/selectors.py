@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Config] = {
     "window": {},
     "streaming": {"sinks": 4},
     "h2o": {"recent": 0.5},
-    "snapkv": {"window": 32, "kernel": 5, "pool": "avg"},
+    "snapkv": {"window": 32, "kernel": 7, "pool": "avg"},
     "tova": {},
     "probe": {"recent": 0.05, "random": 0.05, "seed": 0},
     "kvcrush": {
