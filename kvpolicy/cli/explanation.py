@@ -102,7 +102,7 @@ def of_allocator(case: Case) -> list[str]:
         length,
         length + case.new,
         [case.model.shape] * layers,
-        sum(case.planned.left_alone.values()),
+        sum(case.planned.unmanaged.values()),
     )
     text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
     if not measures:

@@ -65,7 +65,7 @@ def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, c
         return allocators.pyramid(*bounds, beta=policy.allocator.beta)  # pyright: ignore[reportAttributeAccessIssue]
     assert name == "SqueezeAttention" and cosines is not None, f"tests/reference has no slow version of {name}"
     total, _, floor, ceiling = bounds
-    return allocators.squeeze(cosines, total, floor, ceiling, share=policy.allocator.share)  # pyright: ignore[reportAttributeAccessIssue]
+    return allocators.squeeze(cosines, total, floor, ceiling, share=policy.allocator.keep_share)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @product("allocator,selector,codec,family,rows,dtype", *AXES)

@@ -37,6 +37,11 @@ def other_tensors(layer: Any) -> dict[str, list[Tensor]]:
     }
 
 
+def _unmanaged(plan: Any) -> dict[int, int]:
+    """Bytes of the unmanaged layers, by layer; a tree from before the rename has them under another name."""
+    return plan.unmanaged if hasattr(plan, "unmanaged") else plan.left_alone
+
+
 def plan_numbers(plan: Any) -> list[int]:
     """A plan as numbers: of each layer, then of the whole. Kinds of bytes that are 0 are left out."""
     found: list[int] = []
@@ -44,7 +49,7 @@ def plan_numbers(plan: Any) -> list[int]:
         exact, coded = layer.layout
         found += [layer.layer_idx, layer.tokens, exact, *coded]
         found += [size for size in layer.nbytes.values() if size]
-    for index, size in plan.left_alone.items():
+    for index, size in _unmanaged(plan).items():
         found += [index, size]
     return [*found, plan.nbytes, plan.full_nbytes, plan.resident_nbytes, int(plan.measured)]
 
