@@ -39,8 +39,8 @@ class SqueezeAttention:
         [[190, 190, 40, 40, 40]]
 
     Source: SqueezeAttention (arXiv:2404.04793), Algorithm 1. Differences from the paper and its code: `keep_share` is
-    the fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite). The k-means is exact and has no
-    seed. The cosine and its mean are fp32, over the tokens of the row without padding, and every row has its own
+    the fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite). The k-means is exact and
+    has no seed. The cosine and its mean are fp32, over the tokens of the row without padding, and every row has its own
     budgets. What a layer cannot use goes to the other layers in proportion. Rounding preserves the total. With fewer
     than three layers, or fewer distinct cosines than groups, all layers get the same budget.
     """
