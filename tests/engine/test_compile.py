@@ -86,8 +86,12 @@ def once(
     assert (got - want).abs().max() < atol
 
 
+LIKE_KIVI = ["bfp", "gear", "tokenwise", "turboquant"]
+"""Codecs that the engine treats as it treats `kivi`: tests/codecs compiles what they do themselves."""
+
+DIFFERENT = [codec for codec in CODECS if codec not in LIKE_KIVI]
 METHODS = [
-    *(words(selector, codec) for selector, codec in zip(cycle(SELECTORS), CODECS, strict=False)),
+    *(words(selector, codec) for selector, codec in zip(cycle(SELECTORS), DIFFERENT, strict=False)),
     "h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5",
     "full",
 ]
