@@ -12,7 +12,7 @@ from .codecs import kivi
 from .coding import Given
 from .engine import ReferenceLayer
 from .stages import Part
-from .versions import names
+from .versions import names, version
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
@@ -41,6 +41,11 @@ def test_a_full_budget_is_exact(name: str) -> None:
     out = torch.cat([layer.forward(*step) for step in steps], dim=1)
     torch.testing.assert_close(out, _exact(steps))
     assert layer.positions == [list(range(30))] * 2
+
+
+def test_a_method_without_a_slow_version_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"write tests/reference/selectors/h3o\.py, the slow version of 'h3o'"):
+        version("selector", "h3o")
 
 
 def test_snapkv_over_all_queries_is_h2o() -> None:
