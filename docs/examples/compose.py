@@ -35,7 +35,7 @@ def load(name: str) -> tuple[Any, Any]:
 def policies(budget: float) -> list[Policy]:
     """All combinations of the parts."""
     allocators = [Uniform(), SqueezeAttention()]
-    selectors = [SlidingWindow(), SnapKV(kernel=7), KVCrush(base=SnapKV(kernel=7))]
+    selectors = [SlidingWindow(), SnapKV(), KVCrush(base=SnapKV())]
     codecs = [Plain(), KIVI(bits=4)]
     return [
         Policy(allocator=allocator, selector=selector, codec=codec, budget=budget)

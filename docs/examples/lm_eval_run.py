@@ -8,7 +8,7 @@ the numbers. The policy `full` is the stock cache with lm-eval's own code.
 Without `--model`, the embedded model answers 4 documents of an offline task, so nothing is downloaded.
 
 Prints (embedded model, CPU): full: kvpolicy_recall_512 exact_match 1.00, 1.00 of the bytes;
-squeeze+kvcrush/snapkv:kernel=7@0.2: kvpolicy_recall_512 exact_match 1.00, 0.20 of the bytes
+squeeze+kvcrush/snapkv@0.2: kvpolicy_recall_512 exact_match 1.00, 0.20 of the bytes
 """
 
 import argparse
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--tasks", nargs="+", default=["kvpolicy_recall_512"])
-    parser.add_argument("--policy", default="squeeze+kvcrush/snapkv:kernel=7@0.2")
+    parser.add_argument("--policy", default="squeeze+kvcrush/snapkv@0.2")
     parser.add_argument("--limit", type=int, default=4)
     args = parser.parse_args()
     tiny = args.model == "tiny"

@@ -57,7 +57,7 @@ def main() -> None:
         texts = [with_request(tokenizer, file.read_text(encoding="utf-8")) for file in args.files]
         max_new_tokens = 200
     batch = tokenizer(texts, padding=True, add_special_tokens=not tokenizer.chat_template, return_tensors="pt")
-    policy = kvpolicy.Policy(selector=kvpolicy.SnapKV(kernel=7), budget=args.budget)
+    policy = kvpolicy.Policy(selector=kvpolicy.SnapKV(), budget=args.budget)
     with kvpolicy.attach(model, policy) as handle:
         output = model.generate(**batch.to(model.device), max_new_tokens=max_new_tokens, do_sample=False)
         answers = tokenizer.batch_decode(output[:, batch.input_ids.shape[1] :], skip_special_tokens=True)

@@ -29,7 +29,7 @@ def main() -> None:
     """Generate on every rank; the first one prints."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default=str(files("kvpolicy") / "assets" / "tiny"))
-    parser.add_argument("--policy", default="squeeze+kvcrush/snapkv:kernel=7@0.3")
+    parser.add_argument("--policy", default="squeeze+kvcrush/snapkv@0.3")
     parser.add_argument("--backend", default="deepspeed", help="deepspeed, or hf for transformers")
     args = parser.parse_args()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1")):

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class BFPCodes(NamedTuple):
@@ -49,15 +50,17 @@ class BFP:
         mantissa: Bits of a mantissa including its sign: 3, 4, 5, 6 or 8.
         block_channels: Channels that share an exponent; the last block of a token may have fewer.
         exact_values: Whether values are stored in fp16. Otherwise they are encoded like keys, but not sorted.
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
+            at least 1 and up to 32.
 
     Raises:
         KVPolicyError: If a parameter is out of range.
 
     Examples:
         >>> BFP(mantissa=4).layout(1000)
-        Layout(exact=64, coded=(968,))
+        Layout(exact=31, coded=(1000,))
 
     Source: Accurate Block Quantization in LLMs with Outliers (2024), K-sort and BFP12. Only its abstract and a summary
     were read, so all details are unverified.
@@ -74,8 +77,8 @@ class BFP:
     mantissa: Literal[3, 4, 5, 6, 8] = 4
     block_channels: int = 32
     exact_values: bool = False
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -86,7 +89,12 @@ class BFP:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks; slots share only the channel order of their head."""
-        return Traits(block=self.block_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
+        return Traits(block=block, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -95,7 +103,7 @@ class BFP:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import CHUNK_SLOTS, ordinary_layout, score_by_chunks
 from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, value_dictionary, width
 from kvpolicy.codecs._files import check_model, load
@@ -18,7 +19,7 @@ from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class CSRDictionaries(NamedTuple):
@@ -82,7 +83,8 @@ class CSR:
             `unrotated`.
         approx_distance: The distance between query and keys that approximate scores assume, in tokens.
         residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time.
+        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
+            at least 1 and up to 32.
         dictionary: The folder of the dictionaries, or `tiny` for those of the embedded model.
 
     Examples:
@@ -123,7 +125,7 @@ class CSR:
     read_top_k: int = 0
     approx_distance: int = 2048
     residual_length: int = 0
-    block_size: int = 32
+    block_size: AutoInt = "auto"
     dictionary: str = "tiny"
 
     def __post_init__(self) -> None:
@@ -153,9 +155,14 @@ class CSR:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks; the newest tokens of the prompt stay as atoms."""
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
-            block=self.block_size,
-            residual=self.residual_length,
+            block=block,
+            residual=residual,
             key_space=self.key_space,
             pins="newest" if self.prompt_atoms else "none",
             pinned=self.prompt_atoms,
@@ -168,7 +175,7 @@ class CSR:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for atoms, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRDictionaries:
         """The dictionaries of a layer, shared by the layers of its group and by all caches."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
@@ -17,7 +18,7 @@ from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class GEARCodes(NamedTuple):
@@ -74,13 +75,14 @@ class GEAR:
         rank: Rank of L; 0 for none.
         sparse: Fraction of the elements of a vector that are outliers, in [0, 1): half of them the largest, half the
             smallest, rounded, and at least one of each; 0 for none.
-        residual_length: How many of the newest tokens always stay in full precision.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
+            of the budget, up to 64.
         backbone: The value groups of Q: `group_size` channels, or the largest divisor of the head dimension up to it
             (`kivi`), or all channels (`kcvt`). A key group is one channel of a block in either case.
 
     Examples:
         >>> GEAR(bits=4, rank=4).layout(1000)
-        Layout(exact=128, coded=(960,))
+        Layout(exact=95, coded=(1024,))
 
     Source: GEAR (arXiv:2403.05527), the equations X ~ Q + L + S, low rank by power iteration for each head.
     Differences: the paper (unverified in full; its code was read) has one L for the prompt and one, of half the rank,
@@ -99,7 +101,7 @@ class GEAR:
     group_size: int = 64
     rank: int = 2
     sparse: float = 0.02
-    residual_length: int = 64
+    residual_length: AutoInt = "auto"
     backbone: Literal["kivi", "kcvt"] = "kivi"
 
     def __post_init__(self) -> None:
@@ -119,7 +121,14 @@ class GEAR:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks."""
-        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(
+            tokens, residual=self.residual_length, block=self.group_size, largest_residual=64
+        )
+        return Traits(block=block, group_size=self.group_size, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -128,7 +137,7 @@ class GEAR:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one block; everything else is encoded in whole blocks."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""

@@ -8,13 +8,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class KIVICodes(NamedTuple):
@@ -49,11 +50,12 @@ class KIVI:
         bits: Bits per code: 2, 4 or 8.
         group_size: Tokens per key group, and the maximum number of channels per value group (which has the largest
             divisor of the head dimension up to it).
-        residual_length: How many of the newest tokens always stay in full precision.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
+            of the budget, up to 128.
 
     Examples:
         >>> KIVI(bits=4).layout(1000)
-        Layout(exact=160, coded=(896,))
+        Layout(exact=63, coded=(992,))
 
     Source: KIVI (arXiv:2402.02750), Section 3 and Algorithm 1; keys after the rotary embedding, as in its code.
     Differences: keys and values share one full-precision buffer of `residual_length` to `residual_length + group_size`
@@ -64,7 +66,7 @@ class KIVI:
 
     bits: Literal[2, 4, 8] = 2
     group_size: int = 32
-    residual_length: int = 128
+    residual_length: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -75,7 +77,14 @@ class KIVI:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks of one key group."""
-        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(
+            tokens, residual=self.residual_length, block=self.group_size, largest_residual=128
+        )
+        return Traits(block=block, group_size=self.group_size, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -84,7 +93,7 @@ class KIVI:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one group; everything else is encoded in whole groups."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 _FP16 = torch.finfo(torch.float16).max
 
@@ -79,13 +80,15 @@ class KVQuant:
             for none.
         sinks: How many of the first prompt tokens stay in full precision.
         norm: Whether decoding preserves the mean and standard deviation of the elements (Q-Norm).
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time during decode.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
+            budget, at least 1 and up to 32.
         calibration: Folder of the calibration, or `tiny` for that of the embedded model.
 
     Examples:
         >>> KVQuant(sinks=4).layout(1000)
-        Layout(exact=68, coded=(964,))
+        Layout(exact=35, coded=(996,))
 
     Source: KVQuant (arXiv:2401.18079): keys per channel before the rotary embedding, non-uniform levels, separate
     outliers, first tokens in full precision, Q-Norm. The paper is unverified in full; its code was read.
@@ -102,8 +105,8 @@ class KVQuant:
     outliers: float = 0.01
     sinks: int = 5
     norm: bool = True
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
     calibration: str = "tiny"
 
     def __post_init__(self) -> None:
@@ -119,9 +122,14 @@ class KVQuant:
     @property
     def traits(self) -> Traits:
         """The code of a token does not depend on other tokens."""
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
-            block=self.block_size,
-            residual=self.residual_length,
+            block=block,
+            residual=residual,
             key_space="unrotated",
             pins="first" if self.sinks else "none",
             pinned=self.sinks,
@@ -134,7 +142,7 @@ class KVQuant:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the first tokens, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(
         self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS

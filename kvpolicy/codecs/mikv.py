@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class MiKVCodes(NamedTuple):
@@ -128,14 +129,16 @@ class MiKV:
         bits: Bits per code of all other tokens: 2, 3 or 4.
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time during decode.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
+            budget, at least 1 and up to 32.
 
     Examples:
         >>> MiKV().layout(1000)
-        Layout(exact=264, coded=(768,))
+        Layout(exact=231, coded=(800,))
         >>> MiKV(high_bits=8).layout(1000)
-        Layout(exact=64, coded=(200, 768))
+        Layout(exact=31, coded=(200, 800))
 
     Source: MiKV (arXiv:2402.18096), from its abstract and secondary texts: the paper was not read in full (unverified).
     Differences: importance is the priority of the policy's selector (H2O in the paper). The balancer is fitted to the
@@ -148,8 +151,8 @@ class MiKV:
     high_bits: Literal[8, 16] = 16
     bits: Literal[2, 3, 4] = 2
     group_size: int = 128
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -161,7 +164,12 @@ class MiKV:
     @property
     def traits(self) -> Traits:
         """The tokens of lowest priority are demoted first."""
-        return Traits(block=self.block_size, residual=self.residual_length, demote_by="priority", query_absmax=True)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
+        return Traits(block=block, residual=residual, demote_by="priority", query_absmax=True)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -172,13 +180,15 @@ class MiKV:
     def layout(self, tokens: int) -> Layout:
         """Slots for the tokens in high precision, the residual and one block; everything else takes few bits."""
         high = math.ceil(self.high * tokens - 1e-6)  # in floating point, 0.07 * 100 is slightly more than 7
-        exact = self.residual_length + self.block_size + (high if self.high_bits == 16 else 0)
+        traits = self.traits_for(tokens)
+        exact = traits.residual + traits.block + (high if self.high_bits == 16 else 0)
         if tokens < exact:  # too few tokens to ever fill a block
             return Layout(tokens)
-        coded = tokens - self.residual_length
+        # An automatic residual is not subtracted: it may grow with the same token as `high`, and no stage may shrink.
+        coded = tokens - (0 if self.residual_length == "auto" else traits.residual)
         if self.high_bits == 16:
             return Layout(exact, (coded - high,))
-        first = max(min(high, coded), self.block_size)
+        first = max(min(high, coded), traits.block)
         return Layout(exact, (first, coded - first))
 
     def check(self, model: ModelInfo) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
@@ -15,7 +16,7 @@ from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class RotateCodes(NamedTuple):
@@ -53,12 +54,14 @@ class RotateKV:
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
         sinks: The maximum number of tokens that stay in full precision for their massive activations.
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time during decode.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
+            budget, at least 1 and up to 32.
 
     Examples:
         >>> RotateKV().layout(1000)
-        Layout(exact=84, coded=(948,))
+        Layout(exact=51, coded=(980,))
 
     Source: RotateKV (arXiv:2501.16383), by its code, which only simulates the codes; the paper was not read in full
     (unverified).
@@ -74,8 +77,8 @@ class RotateKV:
     bits: Literal[2, 3, 4] = 2
     group_size: int = 128
     sinks: int = 20
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -87,9 +90,14 @@ class RotateKV:
     @property
     def traits(self) -> Traits:
         """The code of a token does not depend on other tokens; massive activations are pinned."""
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(
-            block=self.block_size,
-            residual=self.residual_length,
+            block=block,
+            residual=residual,
             key_space="unrotated",
             pins="massive",
             pinned=self.sinks,
@@ -102,7 +110,7 @@ class RotateKV:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for sinks, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the order of the channels does not fit int16."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,14 +25,15 @@ class Staircase:
         tokens_8bit: The maximum number of tokens in 8 bits, rounded up to whole groups.
         tokens_4bit: The maximum number of tokens in 4 bits, rounded up to whole groups. All older ones are in 2 bits.
         group_size: Tokens per key group and the maximum number of channels per value group, in each stage.
-        residual_length: How many of the newest tokens always stay in full precision.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
+            of the budget, up to 32.
 
     Raises:
         KVPolicyError: If a parameter is out of range.
 
     Examples:
         >>> Staircase().layout(1000)
-        Layout(exact=64, coded=(128, 512, 352))
+        Layout(exact=63, coded=(128, 512, 352))
 
     Source: SAQ, a staircase quantization that builds on KIVI. Only SAQ's abstract and a summary were read, so all
     details are unverified. The stages are KIVI's (arXiv:2402.02750, the paper of KIVI, not of SAQ).
@@ -46,7 +48,7 @@ class Staircase:
     tokens_8bit: int = 128
     tokens_4bit: int = 512
     group_size: int = 32
-    residual_length: int = 32
+    residual_length: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -56,7 +58,14 @@ class Staircase:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks of one key group."""
-        return Traits(block=self.group_size, group_size=self.group_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(
+            tokens, residual=self.residual_length, block=self.group_size, largest_residual=32
+        )
+        return Traits(block=block, group_size=self.group_size, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -69,10 +78,11 @@ class Staircase:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one group; whole groups fill the stages in order."""
-        exact = self.residual_length + self.group_size
+        residual = self.traits_for(tokens).residual
+        exact = residual + self.group_size
         if tokens < exact:  # too few tokens to ever fill a group
             return Layout(tokens)
-        left = -(-(tokens - self.residual_length) // self.group_size)
+        left = -(-(tokens - residual) // self.group_size)
         groups: list[int] = []
         for most in (self.tokens_8bit, self.tokens_4bit):
             groups.append(min(-(-most // self.group_size), left))

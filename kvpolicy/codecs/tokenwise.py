@@ -8,12 +8,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 _E4M3 = 448.0
 """The largest number of e4m3, the fp8 format with 4 bits of exponent and 3 of mantissa."""
@@ -58,8 +59,10 @@ class TokenWise:
             with a scale and no zero.
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
+            at least 1 and up to 32.
         normalize: Whether key channels are normalized.
 
     Raises:
@@ -67,7 +70,7 @@ class TokenWise:
 
     Examples:
         >>> TokenWise(bits=4).layout(1000)
-        Layout(exact=64, coded=(968,))
+        Layout(exact=31, coded=(1000,))
 
     Source: our own composition, not a paper's. Scale and zero per token and group are what inference engines call
     per-token quantization; mean and standard deviation per channel replace KIVI's (arXiv:2402.02750) key groups along
@@ -81,8 +84,8 @@ class TokenWise:
 
     bits: Literal[2, 3, 4, 8, "fp8"] = 4
     group_size: int = 128
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
     normalize: bool = True
 
     def __post_init__(self) -> None:
@@ -94,7 +97,12 @@ class TokenWise:
     @property
     def traits(self) -> Traits:
         """Tokens are encoded in blocks; slots share only the mean and standard deviation of their head."""
-        return Traits(block=self.block_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
+        return Traits(block=block, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -103,7 +111,7 @@ class TokenWise:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
         """Nothing is calibrated."""

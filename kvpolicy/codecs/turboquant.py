@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._constants import constant
 from kvpolicy.codecs._rotation import mix, mixing, unmix
@@ -20,7 +21,7 @@ from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 _VALUE_GROUP = 128
 """The maximum number of channels per value group."""
@@ -56,12 +57,14 @@ class TurboQuant:
     Args:
         bits: Bits per code: 2, 3 or 4.
         seed: Seed of the random signs, at least 0.
-        residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time during decode.
+        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
+            leaves of one token for every 32 tokens of the budget, up to 32.
+        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
+            budget, at least 1 and up to 32.
 
     Examples:
         >>> TurboQuant().layout(1000)
-        Layout(exact=64, coded=(968,))
+        Layout(exact=31, coded=(1000,))
 
     Source: TurboQuant (arXiv:2504.19874), as implemented in vLLM; the paper itself was not read in full (unverified).
     Differences: the paper mixes with a dense random rotation and uses levels for the exact distribution of a channel of
@@ -74,8 +77,8 @@ class TurboQuant:
 
     bits: Literal[2, 3, 4] = 4
     seed: int = 0
-    residual_length: int = 32
-    block_size: int = 32
+    residual_length: AutoInt = "auto"
+    block_size: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -86,7 +89,12 @@ class TurboQuant:
     @property
     def traits(self) -> Traits:
         """The code of a token does not depend on other tokens."""
-        return Traits(block=self.block_size, residual=self.residual_length)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
+        return Traits(block=block, residual=residual)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -95,7 +103,7 @@ class TurboQuant:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits, tokens)
+        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""

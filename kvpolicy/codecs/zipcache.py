@@ -9,12 +9,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.spec.validation import AutoInt, check_fields
 
 
 class ZipCacheCodes(NamedTuple):
@@ -119,7 +120,8 @@ class ZipCache:
         high: Fraction of the tokens in `high_bits`, in [0, 1].
         high_bits: Bits per code of these tokens: 4 or 8.
         bits: Bits per code of all other tokens: 2, 3 or 4.
-        recode_every: The number of new tokens after which all tokens are encoded again, at least 1.
+        recode_every: The number of new tokens after which all tokens are encoded again, at least 1; `auto` for one for
+            every 8 tokens of the budget, at least 1 and up to 100.
 
     Examples:
         >>> ZipCache().layout(1000)
@@ -137,7 +139,7 @@ class ZipCache:
     high: float = 0.6
     high_bits: Literal[4, 8] = 4
     bits: Literal[2, 3, 4] = 2
-    recode_every: int = 100
+    recode_every: AutoInt = "auto"
 
     def __post_init__(self) -> None:
         """Check the parameters."""
@@ -149,7 +151,12 @@ class ZipCache:
     @property
     def traits(self) -> Traits:
         """All tokens are encoded again whenever the full-precision buffer is full."""
-        return Traits(block=self.recode_every, demote_by="priority", recode_all=True)
+        return self.traits_for(None)
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for rows of `tokens` tokens; see `SizedCodec`."""
+        sizes = buffer_sizes(tokens, residual=0, block=self.recode_every, largest_block=100, tokens_per_slot=8)
+        return Traits(block=sizes.block, demote_by="priority", recode_all=True)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -158,10 +165,11 @@ class ZipCache:
 
     def layout(self, tokens: int) -> Layout:
         """Full-precision slots for the new tokens of one period, and encoded slots for all tokens."""
-        if tokens < self.recode_every:
+        exact = self.traits_for(tokens).block
+        if tokens < exact:
             return Layout(tokens)
         high = math.ceil(self.high * tokens - 1e-6)  # in floating point, 0.07 * 100 is slightly more than 7
-        return Layout(self.recode_every, (high, tokens - high))
+        return Layout(exact, (high, tokens - high))
 
     def check(self, model: ModelInfo) -> None:
         """Every model is supported."""

@@ -82,11 +82,64 @@ def attend(
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    plain = past is None and valid is None and transform.softcap is None and transform.sinks is None
-    if plain and not sum_weights:
-        gqa = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=transform.scale, enable_gqa=gqa), None
-    return _attend_tiled(q, k, v, transform, past, valid, sum_weights)
+    fused = past is None and transform.softcap is None and transform.sinks is None and not sum_weights
+    if not fused:
+        return _attend_tiled(q, k, v, transform, past, valid, sum_weights)
+    if valid is None:
+        return _attend_fused(q, k, v, transform.scale), None
+    if torch.compiler.is_compiling():
+        return _attend_masked(q, k, v, transform.scale, valid), None
+    return _attend_rows(q, k, v, transform.scale, valid), None
+
+
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
+
+
+def _attend_masked(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -> Tensor:
+    """Attend causally to valid tokens with a mask of all pairs, which a compiled graph needs: its sizes are fixed."""
+    causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    itself = torch.eye(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+    # A padding query sees itself, since the softmax of no score at all is not a number.
+    mask = (causal & valid[:, None, None, :]) | itself
+    return _attend_fused(q, k, v, scale, mask).masked_fill(~valid[:, None, :, None], 0)
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -> Tensor:
+    """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
+    out = torch.zeros_like(q)
+    for rows, columns in _rows_by_columns(valid):
+        queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
+        out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
+    return out
+
+
+def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Tensor]]:
+    """Groups of rows whose valid tokens stand in the same columns, and these columns; rows without any are left out.
+
+    Args:
+        valid: [B, P] bool.
+    """
+    numbers = valid.to(torch.uint8)
+    count = valid.sum(-1)
+    first = numbers.argmax(-1)
+    stop = valid.shape[1] - numbers.flip(-1).argmax(-1)
+    spans: dict[tuple[int, int], list[int]] = {}
+    scattered: list[tuple[slice | list[int], slice | Tensor]] = []
+    for row, (size, begin, end) in enumerate(torch.stack([count, first, stop], 1).tolist()):
+        if size and size == end - begin:
+            spans.setdefault((begin, end), []).append(row)
+        elif size:  # padding between tokens
+            scattered.append((slice(row, row + 1), valid[row].nonzero().squeeze(1)))
+    whole = [(_as_slice(rows), slice(*span)) for span, rows in spans.items()]
+    return [*whole, *scattered]
+
+
+def _as_slice(rows: list[int]) -> slice | list[int]:
+    """Neighboring rows as a slice, which reads them without a copy."""
+    neighbors = rows[-1] - rows[0] + 1 == len(rows)
+    return slice(rows[0], rows[-1] + 1) if neighbors else rows
 
 
 def _attend_tiled(

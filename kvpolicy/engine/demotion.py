@@ -8,21 +8,22 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.row_limits import RowLimits, block_of
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.protocols import Stage, StageStore, State, Traits
 
 
-def demoted_counts(counts: Tensor, flush_threshold: Tensor, traits: Traits, idle: Tensor | None) -> Tensor:
+def demoted_counts(counts: Tensor, limits: RowLimits, traits: Traits, idle: Tensor | None) -> Tensor:
     """How many of each head's tokens are demoted after a prompt, [B, H] int64.
 
     Args:
         counts: Tokens of each head, [B, H].
-        flush_threshold: See `RowLimits`, [B, 1].
+        limits: Limits of the rows.
         traits: The codec's.
         idle: Rows that got no token, [B] bool: alone they would not have been called, so nothing of theirs is demoted.
     """
-    stays = flush_threshold - traits.block
+    stays = limits.flush_threshold - block_of(limits, traits)
     moved = (counts - stays).clamp_min(0).div(traits.group_size, rounding_mode="floor") * traits.group_size
     return moved if idle is None else moved.masked_fill(idle[:, None], 0)
 

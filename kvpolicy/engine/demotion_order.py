@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.row_limits import RowLimits, is_pinned
+from kvpolicy.engine.row_limits import RowLimits, block_of, is_pinned, residual_of
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.protocols import Ranks, Selector, State, Traits, View
 
@@ -57,7 +57,7 @@ class DemotionOrder(NamedTuple):
 
     def _precise_tokens(self) -> Tensor:
         """Tokens of each row that stay precise, [B]: the budget that the selector ranks for."""
-        precise = self.limits.flush_threshold[:, 0] - self.traits.block
+        precise = (self.limits.flush_threshold - block_of(self.limits, self.traits))[:, 0]
         if self.limits.stage_capacity.shape[1] > 1:  # the first of several stages is the more precise one
             precise = precise + self.limits.stage_capacity[:, 0]
         return torch.minimum(precise.clamp_min(self.selector.min_tokens), self.budget)
@@ -68,5 +68,6 @@ class DemotionOrder(NamedTuple):
         if self.traits.pinned:
             stays = is_pinned(self.limits, positions)
         if self.traits.demote_by == "priority":
-            stays = stays | (positions >= (self.length - self.traits.residual)[:, None, None])
+            newest = self.length[:, None] - residual_of(self.limits, self.traits)
+            stays = stays | (positions >= newest[..., None])
         return stays

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
-from kvpolicy.protocols import Codec, Traits
+from kvpolicy.protocols import Codec, Traits, traits_for
 
 
 class RowLimits(NamedTuple):
@@ -17,6 +17,8 @@ class RowLimits(NamedTuple):
     Attributes:
         flush_threshold: Tokens in the full-precision buffer (dictionary slots not counted) at which a head's oldest
             block is demoted, [B, 1] int64.
+        block: Tokens that are demoted at a time, [B, 1] int64; empty if they are the same for any row, `Traits.block`.
+        residual: The newest tokens that are never demoted, [B, 1] int64; empty as `block` is.
         stage_capacity: Slots of each stage that the row may use, [B, stages] int64.
         pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
         rope_offset: What the rotary embedding adds to a row's positions, [B] int64; empty unless keys are unrotated.
@@ -24,6 +26,8 @@ class RowLimits(NamedTuple):
     """
 
     flush_threshold: Tensor
+    block: Tensor
+    residual: Tensor
     stage_capacity: Tensor
     pins: Tensor
     rope_offset: Tensor
@@ -38,8 +42,11 @@ def alloc_limits(codec: Codec, batch: int, heads: int, head_dim: int, device: to
         return None
     pin_heads = heads if traits.pins == "newest" else 1  # heads may have kept different tokens
     unrotated = traits.key_space == "unrotated"
+    sized = batch if traits_for(codec, 0) != traits else 0
     return RowLimits(
         flush_threshold=torch.full((batch, 1), BEYOND, dtype=torch.int64, device=device),
+        block=torch.full((sized, 1), traits.block, dtype=torch.int64, device=device),
+        residual=torch.full((sized, 1), traits.residual, dtype=torch.int64, device=device),
         stage_capacity=torch.zeros(batch, stages, dtype=torch.int64, device=device),
         pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
         rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
@@ -62,12 +69,28 @@ def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: in
         [layout.exact - reserved * own if sum(layout.coded) else BEYOND]
         for layout, own in zip(layouts, has_dictionary, strict=True)
     ]
+    if limits.block.shape[0]:
+        sizes = [traits_for(codec, count) for count in tokens]
+        limits = limits._replace(
+            block=limits.block.new_tensor([[traits.block] for traits in sizes]),
+            residual=limits.residual.new_tensor([[traits.residual] for traits in sizes]),
+        )
     stages = limits.stage_capacity.shape[1]
     capacity = [[*layout.coded, *[0] * (stages - len(layout.coded))] for layout in layouts]
     return limits._replace(
         flush_threshold=limits.flush_threshold.new_tensor(threshold),
         stage_capacity=limits.stage_capacity.new_tensor(capacity),
     )
+
+
+def block_of(limits: RowLimits, traits: Traits) -> Tensor | int:
+    """Tokens of each row that are demoted at a time, [B, 1] or one number for all rows."""
+    return limits.block if limits.block.shape[0] else traits.block
+
+
+def residual_of(limits: RowLimits, traits: Traits) -> Tensor | int:
+    """The newest tokens of each row that are never demoted, [B, 1] or one number for all rows."""
+    return limits.residual if limits.residual.shape[0] else traits.residual
 
 
 def pin_tokens(limits: RowLimits, traits: Traits, positions: Tensor, massive: Tensor | None, first: Tensor) -> None:

@@ -34,6 +34,7 @@ from kvpolicy.protocols import (
     Selector,
     StageStore,
     State,
+    traits_for,
 )
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -52,6 +53,7 @@ class LayerSlots:
         capacity: Tokens that the layout was made for.
         expected_len: Tokens that each row has slots for.
         reserved: Dictionary slots, the first of the full-precision buffer.
+        largest_block: The most tokens that any row demotes at a time.
         keys: Keys of the full-precision buffer, [B, H, E, D].
         values: Values of the full-precision buffer, [B, H, E, D].
         positions: Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot.
@@ -89,6 +91,7 @@ class LayerSlots:
         self.capacity = 0
         self.expected_len: list[int] = []
         self.reserved = 0
+        self.largest_block = codec.traits.block
         self.limits = None
         self.is_initialized = False
         self._free_steps: float = 0
@@ -201,6 +204,7 @@ class LayerSlots:
         if self.limits is not None:
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             self.limits = with_tokens(self.limits, self.codec, allocated, self.reserved)
+            self.largest_block = max(traits_for(self.codec, count).block for count in allocated)
         self._may_exceed_plan = not self.grows and capacity.may_exceed_plan(self.expected_len, tokens)
 
     def _row_counts(self) -> list[int]:

@@ -14,7 +14,7 @@ from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
-from kvpolicy.engine.row_limits import has_dictionary, is_pinned, pin_tokens
+from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_state, select_state, tensors
@@ -200,7 +200,7 @@ class LayerStore(LayerSlots):
             batch = batch._replace(chosen=batch.chosen & ~is_pinned(self.limits, batch.positions))
         order = self._demotion_order().indices(batch.positions, batch.state, batch.chosen)
         counts = batch.chosen.sum(-1)
-        moved = demotion.demoted_counts(counts, self.limits.flush_threshold, self.codec.traits, idle)
+        moved = demotion.demoted_counts(counts, self.limits, self.codec.traits, idle)
         self._demote_tokens(batch.take(order), moved)
         start = self.reserved * has_dictionary(self.limits) if self.reserved else 0
         data = token_batch.slots_after(batch, order, moved, start, self.layout.exact)
@@ -264,9 +264,10 @@ class LayerStore(LayerSlots):
         occupied = (positions >= 0) & self._open_slots()
         due = occupied.sum(-1) >= self.limits.flush_threshold
         order = self._demotion_order().indices(positions, state, occupied)
-        slots = order[..., : self.codec.traits.block]
+        slots = order[..., : self.largest_block]
         batch = TokenBatch(self.keys, self.values, positions, state, occupied).take(slots)
-        batch = batch._replace(chosen=due[..., None].expand_as(slots))
+        rank = torch.arange(slots.shape[-1], device=slots.device)
+        batch = batch._replace(chosen=due[..., None] & (rank < self._row_block()))
         self.write(slots, None, batch.chosen)
         self._insert(0, self._in_key_space(batch))
 
@@ -291,6 +292,12 @@ class LayerStore(LayerSlots):
         for held, new in zip(tensors(self.state), tensors(select_state(again, self.state, state)), strict=True):
             held.copy_(new)
 
+    def _row_block(self) -> Tensor | int:
+        """Tokens of each row that are demoted at a time, [B, 1, 1] or one number for all rows."""
+        assert self.limits is not None
+        block = block_of(self.limits, self.codec.traits)
+        return block[..., None] if isinstance(block, Tensor) else block
+
     def _demotion_order(self) -> DemotionOrder:
         assert self.limits is not None
         return DemotionOrder(
@@ -310,11 +317,14 @@ class LayerStore(LayerSlots):
         if bool(is_empty_head.any()):
             self._fill_stages(batch, moved.where(is_empty_head, 0))
         # Heads that hold codes already get the tokens block by block, as in decode.
-        later = torch.where(is_empty_head, 0, moved)
-        block = self.codec.traits.block
-        rank = torch.arange(block, device=moved.device)
-        for start in range(0, int(later.max()), block):
-            self._insert(0, batch.window(start, block)._replace(chosen=start + rank < later[..., None]))
+        later = torch.where(is_empty_head, 0, moved)[..., None]
+        block = self._row_block()
+        rank = torch.arange(self.largest_block, device=moved.device)
+        for number in range(int((-(-later // block)).max())):
+            token = number * block + rank
+            chosen = (rank < block) & (token < later)
+            part = batch.take(token.clamp_max(most - 1).expand_as(chosen))
+            self._insert(0, part._replace(chosen=chosen))
 
     def _fill_stages(self, batch: TokenBatch, end: Tensor) -> None:
         """Fill empty stages with each head's first `end` [B, H] tokens, the first stage with the last of them."""

@@ -14,9 +14,11 @@ from kvpolicy.protocols.codec import Codes as Codes
 from kvpolicy.protocols.codec import Layout as Layout
 from kvpolicy.protocols.codec import ModelInfo as ModelInfo
 from kvpolicy.protocols.codec import RotaryView as RotaryView
+from kvpolicy.protocols.codec import SizedCodec as SizedCodec
 from kvpolicy.protocols.codec import Stage as Stage
 from kvpolicy.protocols.codec import StageStore as StageStore
 from kvpolicy.protocols.codec import Traits as Traits
+from kvpolicy.protocols.codec import traits_for as traits_for
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode

@@ -67,7 +67,8 @@ class Traits(NamedTuple):
     """What the engine must know of a codec.
 
     Attributes:
-        block: Tokens that are demoted from the full-precision buffer at a time in decode; 0 where nothing is coded.
+        block: Tokens that are demoted from the full-precision buffer at a time in decode; 0 where nothing is coded. The
+            most of them if they depend on a row's tokens, see `SizedCodec`; the same holds for `residual`.
         group_size: Slots that share parameters, so that a prompt's tokens are demoted in multiples of it; 1 where a
             slot's code depends on its own token alone.
         residual: The fewest newest tokens that always stay in full precision.
@@ -217,3 +218,20 @@ class Codec(Protocol):
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a model's keys and values cannot be coded."""
         ...
+
+
+@runtime_checkable
+class SizedCodec(Codec, Protocol):
+    """A codec whose full-precision buffer depends on the tokens of a row."""
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        """The traits for a row of `tokens` tokens, or with the largest buffer for None.
+
+        Only `block` and `residual` may depend on `tokens`, and may not decrease with it; `traits` has the largest.
+        """
+        ...
+
+
+def traits_for(codec: Codec, tokens: int) -> Traits:
+    """The traits of any codec for a row of `tokens` tokens."""
+    return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits

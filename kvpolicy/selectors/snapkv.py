@@ -36,18 +36,19 @@ class SnapKV:
 
     Examples:
         >>> from kvpolicy import Policy
-        >>> str(Policy.parse("snapkv:pool=max:kernel=7@256"))
-        'snapkv:kernel=7:pool=max@256'
+        >>> str(Policy.parse("snapkv:pool=max:kernel=5@256"))
+        'snapkv:kernel=5:pool=max@256'
 
     Source:
-        SnapKV (arXiv:2404.14469), Listing 1. Differences: the query heads of a KV head are averaged before pooling and
-        keep the same tokens (the authors' code repeats the KV heads, and stores G times as much); the window shrinks to
-        half the budget; pooling is over the candidate tokens, which after a first chunk are the kept and the new ones;
-        each chunk selects again with its own window.
+        SnapKV (arXiv:2404.14469), Listing 1. Differences: `kernel` is 7, the authors' setting for LongBench, where the
+        listing has 5, which is too narrow for values of four tokens; the query heads of a KV head are averaged before
+        pooling and keep the same tokens (the authors' code repeats the KV heads, and stores G times as much); the
+        window shrinks to half the budget; pooling is over the candidate tokens, which after a first chunk are the kept
+        and the new ones; each chunk selects again with its own window.
     """
 
     window: int = 32
-    kernel: int = 5
+    kernel: int = 7
     pool: Literal["avg", "max"] = "avg"
     decode: DecodeMode = "evict"
 
@@ -58,7 +59,7 @@ class SnapKV:
         check_min(self, window=1)
         check_choice(self, pool=("avg", "max"))
         if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
-            raise KVPolicyError(f"SnapKV.kernel must be an odd number between 1 and 32767, got {self.kernel}; try 5.")
+            raise KVPolicyError(f"SnapKV.kernel must be an odd number between 1 and 32767, got {self.kernel}; try 7.")
 
     @property
     def needs(self) -> Needs:

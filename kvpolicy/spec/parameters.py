@@ -12,7 +12,7 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 def check_min(strategy: Any, **minimums: int) -> None:
-    """Raise KVPolicyError if a field is below its minimum.
+    """Raise KVPolicyError if a field is below its minimum; `auto` is above any.
 
     Args:
         strategy: A dataclass instance.
@@ -25,7 +25,8 @@ def check_min(strategy: Any, **minimums: int) -> None:
         kvpolicy.KVPolicyError: KIVI.group_size must be at least 1, got 0; try 32.
     """
     for field, minimum in minimums.items():
-        if not getattr(strategy, field) >= minimum:
+        value = getattr(strategy, field)
+        if value != "auto" and not value >= minimum:
             raise _error(strategy, field, f"at least {minimum}")
 
 

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ MAX_FIELD = 2**31
 
 MAX_SIZE = 2**40
 """The largest number of tokens, rows or ranks; larger ones would overflow when multiplied by the bytes of a layer."""
+
+
+AutoInt = int | Literal["auto"]
+"""A number of tokens, or `auto` for a number that depends on the budget."""
 
 
 class _Kind(NamedTuple):
@@ -82,7 +86,9 @@ def check_fields(strategy: Any) -> None:
     for field in fields(strategy):
         annotation = str(field.type)
         value = getattr(strategy, field.name)
-        if annotation in _KINDS:
+        if annotation == "AutoInt":
+            value = value if value == "auto" else _normalized("int", value, f"{type(strategy).__name__}.{field.name}")
+        elif annotation in _KINDS:
             value = _normalized(annotation, value, f"{type(strategy).__name__}.{field.name}")
         elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
             value = int(value)

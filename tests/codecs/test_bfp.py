@@ -31,7 +31,7 @@ def formula(block: list[float], mantissa: int) -> list[float]:
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
-    codec = made()
+    codec = made(residual_length=32, block_size=32)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
     assert [codec.layout(tokens) for tokens in (63, 64, 70)] == [(63, ()), (64, (32,)), (64, (38,))]

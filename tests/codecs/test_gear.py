@@ -57,7 +57,7 @@ def fill_(codec: GEAR, *, dim: int = D, slots: int = C) -> tuple[StageStore, Ten
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
-    codec = GEAR()
+    codec = GEAR(residual_length=64)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (64, 64, 64)
     assert [codec.layout(tokens) for tokens in (127, 128, 200)] == [(127, ()), (128, (64,)), (128, (192,))]

@@ -190,7 +190,7 @@ def test_one_write_to_empty_and_occupied_groups() -> None:
     ("tokens_", "exact", "coded"), [(0, 0, ()), (128, 128, ()), (159, 159, ()), (160, 160, (32,)), (1000, 160, (896,))]
 )
 def test_layout(tokens_: int, exact: int, coded: tuple[int, ...]) -> None:
-    kivi = KIVI()
+    kivi = KIVI(residual_length=128)
     assert kivi.layout(tokens_) == (exact, coded)
     assert (kivi.traits.block, kivi.traits.group_size, kivi.traits.residual) == (32, 32, 128)
     assert isinstance(kivi, Codec) and isinstance(kivi, Stage) and kivi.stages == (kivi,)

@@ -102,7 +102,7 @@ def value_formula(x: list[float], calibration: KVQuantCalibration, count: int) -
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
-    codec = KVQuant()
+    codec = KVQuant(residual_length=32, block_size=32)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     traits = codec.traits
     assert (traits.block, traits.group_size, traits.residual, traits.key_space) == (32, 1, 32, "unrotated")

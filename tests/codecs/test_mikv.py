@@ -90,14 +90,15 @@ def test_it_is_a_codec_of_stages() -> None:
     ],
 )
 def test_layout(tokens: int, exact: Layout, eight: Layout) -> None:
-    assert MiKV().layout(tokens) == exact
-    assert MiKV(high_bits=8).layout(tokens) == eight
+    sizes: dict[str, Any] = {"residual_length": 32, "block_size": 32}
+    assert MiKV(**sizes).layout(tokens) == exact
+    assert MiKV(high_bits=8, **sizes).layout(tokens) == eight
 
 
 @pytest.mark.parametrize("high", [0.0, 0.07, 0.5, 0.99, 1.0])
 @pytest.mark.parametrize("high_bits", [8, 16])
 def test_every_token_has_a_slot(high: float, high_bits: Any) -> None:
-    codec = MiKV(high=high, high_bits=high_bits)
+    codec = MiKV(high=high, high_bits=high_bits, residual_length=32, block_size=32)
     for tokens in range(0, 400):
         layout = codec.layout(tokens)
         if not layout.coded:
@@ -110,7 +111,9 @@ def test_every_token_has_a_slot(high: float, high_bits: Any) -> None:
 
 
 def test_a_share_is_not_one_token_more() -> None:
-    assert MiKV(high=0.07).layout(100).exact == 32 + 32 + 7  # 0.07 * 100 is a little more than 7
+    assert (
+        MiKV(high=0.07, residual_length=32, block_size=32).layout(100).exact == 32 + 32 + 7
+    )  # 0.07 * 100 is a little more than 7
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

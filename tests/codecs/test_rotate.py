@@ -66,7 +66,7 @@ def test_no_sum_depends_on_the_batch() -> None:
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
-    codec = RotateKV()
+    codec = RotateKV(residual_length=32, block_size=32)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     traits = codec.traits
     assert (traits.block, traits.group_size, traits.residual, traits.key_space) == (32, 1, 32, "unrotated")

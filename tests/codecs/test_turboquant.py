@@ -36,7 +36,7 @@ def test_levels_are_the_means_of_what_is_nearest(bits: int, loss: float) -> None
 
 
 def test_it_is_a_codec_and_a_stage() -> None:
-    codec = made()
+    codec = made(residual_length=32, block_size=32)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
     assert (codec.traits.block, codec.traits.group_size, codec.traits.residual) == (32, 1, 32)
     assert [codec.layout(tokens) for tokens in (63, 64, 1000)] == [(63, ()), (64, (32,)), (64, (968,))]

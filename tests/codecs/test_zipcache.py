@@ -50,7 +50,7 @@ def test_it_is_a_codec_of_two_stages() -> None:
     [(0, Layout(0)), (99, Layout(99)), (100, Layout(100, (60, 40))), (1001, Layout(100, (601, 400)))],
 )
 def test_layout(tokens: int, layout: Layout) -> None:
-    assert ZipCache().layout(tokens) == layout
+    assert ZipCache(recode_every=100).layout(tokens) == layout
 
 
 @pytest.mark.parametrize("high", [0.0, 0.07, 0.5, 1.0])

@@ -12,7 +12,7 @@ from kvpolicy_eval.bench.timing import Row
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
 COLUMNS = ["what", "policy", "time ratio, median (quartiles)", "bar", "seconds, stock or base", "seconds, ours"]
-ALL = {"prefill": prefill.measure, "decode": decode.measure, "kvcrush": crush.measure}
+ALL = {"prefill": prefill.measure, "padded": prefill.measure_padded, "decode": decode.measure, "kvcrush": crush.measure}
 
 
 def show(row: Row, bars: str) -> list[str]:
@@ -32,7 +32,7 @@ def lines(rows: Iterable[Row]) -> Iterator[list[str]]:
 def main() -> None:
     """Measure, print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench", description=__doc__)
-    parser.add_argument("which", nargs="*", default=list(ALL), help="prefill, decode, kvcrush; all by default")
+    parser.add_argument("which", nargs="*", default=list(ALL), help="prefill, padded, decode, kvcrush; all by default")
     add_threads_argument(parser)
     add_fill_argument(parser, "bench")
     args = parser.parse_args()

@@ -32,6 +32,7 @@ def parts(length: int, prompt: int, rounds: int) -> dict[str, Measure]:
     return {
         "decode": lambda: chain(decode.without_past(length, rounds), decode.measure(length, rounds)),
         "prefill": lambda: chain(prefill.noise(prompt, rounds), prefill.measure(prompt, rounds)),
+        "padded": lambda: prefill.measure_padded(prompt // 2, rounds),
         "startup": startup.measure,
         "lm": lambda: lm.measure(rounds=rounds),
     }

@@ -93,12 +93,13 @@ def decode_work(model: Any, kv_bytes: int, kv_numbers: int, rows: int = 1) -> Wo
     return Work((layers + head) * size + kv_bytes, 2 * rows * (layers + head + group * kv_numbers))
 
 
-def prefill_work(model: Any, tokens: int) -> Work:
-    """Work of the prompt of one row: all weights for all tokens, causal attention, and the logits of one token."""
+def prefill_work(model: Any, tokens: int, rows: int = 1) -> Work:
+    """Work of a prompt: all weights for all tokens, causal attention, and the logits of one token per row."""
     layers, head = weight_numbers(model)
     size = next(model.parameters()).element_size()
     config = model.config
     kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * tokens
     group = config.num_attention_heads // config.num_key_value_heads
     attention = 2 * group * kv_numbers * (tokens + 1) // 2
-    return Work((layers + head + kv_numbers) * size, 2 * (layers * tokens + head) + attention)
+    nbytes = (layers + head + rows * kv_numbers) * size
+    return Work(nbytes, rows * (2 * (layers * tokens + head) + attention))

@@ -7,17 +7,17 @@ from kvpolicy_eval.common.codecs import short_windows, with_ranking
 
 BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
-ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv:kernel=7"]
+ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv"]
 """Selectors with which allocators are measured."""
-CODEC_SELECTOR = "snapkv:kernel=7"
+CODEC_SELECTOR = "snapkv"
 """Selector with which codecs are measured under eviction."""
 CODEC_BUDGET = 0.2
 """Budget at which codecs are measured under eviction."""
 
 SELECTORS = {
     "window": ["window", "full"],
-    "snapkv": ["snapkv", "snapkv:kernel=7"],
-    "kvcrush": ["kvcrush/snapkv:kernel=7", "snapkv:kernel=7", "kvcrush/h2o", "h2o"],
+    "snapkv": ["snapkv:kernel=5", "snapkv"],
+    "kvcrush": ["kvcrush/snapkv", "snapkv", "kvcrush/h2o", "h2o"],
 }
 """Policies of a selector's page, without budgets and without the baseline; others have their defaults only."""
 
@@ -62,7 +62,7 @@ def codec_policies(name: str) -> list[str]:
     """Policies of the page of a codec: without a codec, the codec alone, and the codec under eviction.
 
     >>> codec_policies("zipcache")
-    ['full', 'snapkv:kernel=7@0.2', 'h2o+zipcache:recode_every=16', 'snapkv:kernel=7+zipcache:recode_every=16@0.2']
+    ['full', 'snapkv@0.2', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2']
     """
     policies = ["full", f"{CODEC_SELECTOR}@{CODEC_BUDGET}"]
     for codec in map(short_windows, CODECS.get(name, [name])):

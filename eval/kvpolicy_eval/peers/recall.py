@@ -11,20 +11,20 @@ from kvpolicy_eval.peers.process import Failed, Process
 OURS = [
     "full",
     "kivi:bits=4",
+    "snapkv:kernel=5",
     "snapkv",
-    "snapkv:kernel=7",
     "tova",
     "streaming",
     "knorm",
     "h2o",
-    "squeeze+snapkv:kernel=7",
-    "squeeze+kvcrush/snapkv:kernel=7",
-    "squeeze+kvcrush/snapkv:kernel=7+kivi:bits=4",
+    "squeeze+snapkv",
+    "squeeze+kvcrush/snapkv",
+    "squeeze+kvcrush/snapkv+kivi:bits=4",
     "tokenwise:bits=4",
-    "snapkv:kernel=7+tokenwise:bits=4",
-    "squeeze+kvcrush/snapkv:kernel=7+tokenwise:bits=4",
-    "snapkv:kernel=7+tokenwise:bits=4:residual_length=0:block_size=4",
-    "squeeze+snapkv:kernel=7+tokenwise:bits=4:residual_length=0:block_size=4",
+    "snapkv+tokenwise:bits=4",
+    "squeeze+kvcrush/snapkv+tokenwise:bits=4",
+    "snapkv+tokenwise:bits=4:residual_length=0:block_size=4",
+    "squeeze+snapkv+tokenwise:bits=4:residual_length=0:block_size=4",
 ]
 """Specs of our policies."""
 THEIRS = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvpolicy_eval.common.accuracy import TaskEvaluator, mean
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
-SELECTORS = ["window", "streaming", "h2o", "snapkv:kernel=7", "tova", "kvcrush/snapkv:kernel=7"]
+SELECTORS = ["window", "streaming", "h2o", "snapkv", "tova", "kvcrush/snapkv"]
 ALLOCATORS = ["", "squeeze+"]
 BUDGETS = [0.3, 0.2, 0.1]
 

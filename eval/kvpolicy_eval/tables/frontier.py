@@ -115,7 +115,7 @@ def main() -> None:
     """Print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.frontier", description=__doc__)
     parser.add_argument("--n", type=int, default=8, help="prompts per task")
-    parser.add_argument("--selector", default="snapkv:kernel=7", help="spec of the selector")
+    parser.add_argument("--selector", default="snapkv", help="spec of the selector")
     parser.add_argument("--codecs", nargs="*", default=CODECS, help="specs of codecs")
     parser.add_argument("--shares", nargs="*", type=float, default=BYTE_SHARES, help="shares of the full cache's bytes")
     add_fill_argument(parser, "frontier")

@@ -89,9 +89,9 @@ def test_a_codec_stands_beside_exact_tokens(tmp_path: Path, capsys: pytest.Captu
     short = "bfp:residual_length=8:block_size=8"
     assert rows == [
         "| `full` | 1.00 | 1.00 |  |  | 5.00 |",
-        "| `snapkv:kernel=7@0.2` | 0.83 | 0.50 |  |  | 6.00 |",
+        "| `snapkv@0.2` | 0.83 | 0.50 |  |  | 6.00 |",
         f"| `{short}` | 0.67 | 0.33 | 0.250 | 0.250 | 7.00 |",
-        f"| `snapkv:kernel=7+{short}@0.2` | 0.50 | 0.25 |  |  | 8.00 |",
+        f"| `snapkv+{short}@0.2` | 0.50 | 0.25 |  |  | 8.00 |",
     ]
 
 

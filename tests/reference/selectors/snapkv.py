@@ -9,7 +9,7 @@ from torch import Tensor
 from ..coding import Config
 from ._common import column_sums, kept_if_newest, mean_over, pool
 
-DEFAULTS: Config = {"window": 32, "kernel": 5, "pool": "avg"}
+DEFAULTS: Config = {"window": 32, "kernel": 7, "pool": "avg"}
 SMALL = "snapkv:window=6:kernel=3"
 
 

@@ -1,0 +1,126 @@
+"""Attention of a prompt: every way to compute it gives what the equations say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, ScoreTransform, attend
+
+HEADS, GROUP, DIM = 2, 3, 8
+PADDINGS = {
+    "left": ["001111", "111111", "000001"],
+    "right": ["111100", "111111", "100000"],
+    "both": ["011110", "011110", "001100"],
+    "between": ["101101", "110011", "011111"],
+    "empty row": ["000000", "001111", "000000"],
+    "nothing": ["000000", "000000", "000000"],
+    "everything": ["111111", "111111", "111111"],
+    "one token": ["0", "1", "1"],
+}
+
+
+def _expected(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor]:
+    """The output and the summed weights, query by query."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    total = torch.zeros(*q.shape[:3], dtype=torch.float64)
+    for row in range(len(q)):
+        for head in range(q.shape[1]):
+            for at in range(q.shape[2]):
+                seen = [column for column in range(at + 1) if valid[row, column]]
+                if not valid[row, at]:
+                    continue
+                scores = [float(q[row, head, at].double() @ k[row, head // GROUP, j].double()) for j in seen]
+                scores = [score * transform.scale for score in scores]
+                if transform.softcap is not None:
+                    scores = [transform.softcap * math.tanh(score / transform.softcap) for score in scores]
+                sink = [] if transform.sinks is None else [float(transform.sinks[head])]
+                weights = torch.tensor([*scores, *sink], dtype=torch.float64).softmax(0)
+                for weight, column in zip(weights, seen, strict=False):
+                    out[row, head, at] += weight * v[row, head // GROUP, column].double()
+                    total[row, head, column] += weight
+    return out, total
+
+
+def _tensors(size: int, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(size)
+    q = torch.randn(rows, size, HEADS * GROUP, DIM).transpose(1, 2)
+    k, v = (torch.randn(rows, size, HEADS, DIM).transpose(1, 2) for _ in range(2))
+    return q, k, v
+
+
+@pytest.mark.parametrize("sum_weights", [False, True])
+@pytest.mark.parametrize("name", PADDINGS)
+def test_prompts_with_padding(name: str, sum_weights: bool) -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS[name]])
+    q, k, v = _tensors(valid.shape[1])
+    transform = ScoreTransform(0.3)
+    out, total = attend(q, k, v, transform, None, valid, sum_weights)
+    expected, expected_total = _expected(q, k, v, valid, transform)
+    torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
+    if total is not None:
+        torch.testing.assert_close(total.double(), expected_total, atol=1e-6, rtol=1e-5)
+    assert (total is not None) == sum_weights
+
+
+@pytest.mark.parametrize("transform", [ScoreTransform(1.0, softcap=2.0), ScoreTransform(0.5, sinks=torch.arange(6.0))])
+def test_caps_and_sinks(transform: ScoreTransform) -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS["between"]])
+    q, k, v = _tensors(valid.shape[1])
+    out, _ = attend(q, k, v, transform, None, valid, False)
+    torch.testing.assert_close(out.double(), _expected(q, k, v, valid, transform)[0], atol=1e-6, rtol=1e-5)
+
+
+def test_a_row_gets_the_output_that_it_gets_alone() -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS["left"]])
+    q, k, v = _tensors(valid.shape[1])
+    together, _ = attend(q, k, v, ScoreTransform(0.3), None, valid, False)
+    for row, mask in enumerate(valid):
+        alone, _ = attend(*(t[row : row + 1, :, mask] for t in (q, k, v)), ScoreTransform(0.3), None, None, False)
+        assert torch.equal(together[row : row + 1, :, mask], alone)
+
+
+def test_a_compiled_graph_gives_the_same_output_and_gradients() -> None:
+    valid = torch.tensor([[mark == "1" for mark in row] for row in PADDINGS["both"] + PADDINGS["empty row"]])
+    results: list[list[Tensor]] = []
+    for compiled in (False, True):
+        q, k, v = (t.detach().requires_grad_() for t in _tensors(valid.shape[1], len(valid)))
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(q, k, v, ScoreTransform(0.3), None, valid, False)[0]
+
+        call = torch.compile(run, backend="eager", fullgraph=True) if compiled else run
+        out = call(q, k, v)
+        out.square().sum().backward()
+        grads = [t.grad for t in (q, k, v)]
+        assert all(grad is not None and grad.isfinite().all() for grad in grads)
+        results.append([out.detach(), *(grad for grad in grads if grad is not None)])
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager, atol=1e-6, rtol=1e-5)
+
+
+def test_slots_before_the_prompt_are_seen_by_every_query() -> None:
+    q, k, v = _tensors(9)
+    transform = ScoreTransform(0.3)
+    held = 4
+    occupied = torch.ones(3, HEADS, held, dtype=torch.bool)
+    occupied[1, 0, 2] = False
+    out, total = attend(
+        *(t[:, :, held:] for t in (q, k, v)),
+        transform,
+        Past(k[:, :, :held], v[:, :, :held], occupied),
+        None,
+        True,
+    )
+    valid = torch.ones(3, 9, dtype=torch.bool)
+    expected, _ = _expected(q, k, v, valid, transform)
+    torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2], :, held:], atol=1e-6, rtol=1e-5)
+    without, _ = _expected(q, k, v, valid.index_fill(1, torch.tensor(2), False), transform)
+    torch.testing.assert_close(out[1, :GROUP].double(), without[1, :GROUP, held:], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(out[1, GROUP:].double(), expected[1, GROUP:, held:], atol=1e-6, rtol=1e-5)
+    assert total is not None
+    assert (total[1, :GROUP, 2] == 0).all()
+    torch.testing.assert_close(total.sum(-1), torch.full((3, HEADS * GROUP), 5.0))
