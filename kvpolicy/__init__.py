@@ -11,9 +11,11 @@ A policy consists of three interchangeable parts and a budget:
 
 from typing import TYPE_CHECKING, Any
 
+from kvpolicy.registry import built_in_classes as _built_in_classes
 from kvpolicy.spec.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    # generated: imports
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention
     from kvpolicy.allocators.uniform import Uniform as Uniform
@@ -52,26 +54,12 @@ if TYPE_CHECKING:
     from kvpolicy.spec.errors import KVPolicyStateError as KVPolicyStateError
     from kvpolicy.spec.errors import KVPolicyTypeError as KVPolicyTypeError
     from kvpolicy.spec.errors import KVPolicyWarning as KVPolicyWarning
+    # /generated
 
 _LAZY = {
-    "Pyramid": "kvpolicy.allocators.pyramid",
-    "SqueezeAttention": "kvpolicy.allocators.squeeze",
-    "Uniform": "kvpolicy.allocators.uniform",
     "attach": "kvpolicy.hf.attach",
     "Handle": "kvpolicy.hf.attach",
     "PolicyCache": "kvpolicy.hf.cache",
-    "BFP": "kvpolicy.codecs.bfp",
-    "CSR": "kvpolicy.codecs.csr",
-    "GEAR": "kvpolicy.codecs.gear",
-    "KIVI": "kvpolicy.codecs.kivi",
-    "KVQuant": "kvpolicy.codecs.kvquant",
-    "MiKV": "kvpolicy.codecs.mikv",
-    "Plain": "kvpolicy.codecs.plain",
-    "RotateKV": "kvpolicy.codecs.rotate",
-    "Staircase": "kvpolicy.codecs.staircase",
-    "TokenWise": "kvpolicy.codecs.tokenwise",
-    "TurboQuant": "kvpolicy.codecs.turboquant",
-    "ZipCache": "kvpolicy.codecs.zipcache",
     "Distortion": "kvpolicy.distortion",
     "tiny": "kvpolicy.hf.embedded",
     "KVPolicyError": "kvpolicy.spec.errors",
@@ -82,18 +70,13 @@ _LAZY = {
     "CachePlan": "kvpolicy.planning.result",
     "Policy": "kvpolicy.policy",
     "profile": "kvpolicy.calibration.layer_profile",
-    "KeepAll": "kvpolicy.selectors.full",
-    "H2O": "kvpolicy.selectors.h2o",
-    "KVCrush": "kvpolicy.selectors.kvcrush",
-    "ProbeSalience": "kvpolicy.selectors.probe",
-    "SnapKV": "kvpolicy.selectors.snapkv",
-    "StreamingLLM": "kvpolicy.selectors.streaming",
-    "TOVA": "kvpolicy.selectors.tova",
-    "SlidingWindow": "kvpolicy.selectors.window",
     "Weights": "kvpolicy.parallel.weights",
     "weights_per_rank": "kvpolicy.hf.weights",
-}
-"""The module of each name, which is imported on first use, so that `import kvpolicy` does not wait for PyTorch."""
+} | _built_in_classes()
+"""The module of each name, which is imported on first use, so that `import kvpolicy` does not wait for PyTorch.
+
+`python -m kvpolicy_eval.catalog` writes the imports above, which only type checkers read.
+"""
 
 
 if not TYPE_CHECKING:  # a type checker would accept every misspelled name

@@ -10,11 +10,13 @@ import functools
 import importlib
 from collections.abc import Iterable
 from difflib import get_close_matches
-from importlib.metadata import entry_points
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.tables import shorten
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Kind = Literal["allocator", "selector", "codec"]
 
@@ -65,6 +67,17 @@ def names(kind: Kind | None = None) -> tuple[str, ...]:
         ('pyramid', 'squeeze', 'uniform')
     """
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
+
+
+def built_in_classes() -> dict[str, str]:
+    """The module of each built-in strategy, by the name of its class; nothing is imported.
+
+    Examples:
+        >>> built_in_classes()["KIVI"]
+        'kvpolicy.codecs.kivi'
+    """
+    targets = (target for table in _BUILT_IN.values() for target in table.values())
+    return {name: module for module, _, name in (target.partition(":") for target in targets)}
 
 
 def lookup(name: str) -> tuple[Kind, type[Any]]:
@@ -135,8 +148,15 @@ def _table() -> dict[str, tuple[Kind, str]]:
     for kind, built_in in _BUILT_IN.items():
         _add(table, kind, built_in.items())
     for kind in _BUILT_IN:
-        _add(table, kind, ((point.name, point.value) for point in entry_points(group=f"kvpolicy.{kind}s")))
+        _add(table, kind, ((point.name, point.value) for point in _entry_points(f"kvpolicy.{kind}s")))
     return table
+
+
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    # `import kvpolicy` imports this module, and importlib.metadata would take most of its time.
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)
 
 
 def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[str, str]]) -> None:

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpolicy
 from kvpolicy.hf.adapters import KVPressScorer
 from tests.conformance.models import VOCABULARY, build
+from tests.conformance.policies import ALLOCATORS
 
 
 @dataclass
@@ -115,7 +116,7 @@ def test_a_ratio_that_scores_depend_on_is_the_layers(model: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "squeeze"])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 def test_a_padded_row_is_itself_alone(model: Any, allocator: str) -> None:
     from kvpolicy.registry import lookup
 

@@ -221,5 +221,6 @@ def test_no_public_name_is_a_module() -> None:
 def test_every_method_has_a_page(name: str) -> None:
     page = ROOT / "docs" / "methods" / f"{name}.md"
     assert page.exists(), f"write {_name(page)}: idea, formula, differences from the paper, cost, when it fails"
-    assert f"methods/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert f"({name}.md)" in (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
+    command = "run python -m kvpolicy_eval.catalog"
+    assert f"methods/{name}.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), command
+    assert f"({name}.md)" in (ROOT / "docs" / "methods" / "index.md").read_text(encoding="utf-8"), command

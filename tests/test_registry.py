@@ -16,7 +16,7 @@ from kvpolicy.codecs.kivi import KIVI
 def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """A list to which a test adds entry points."""
     points: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [p for p in points if p.group == group])
+    monkeypatch.setattr(registry, "_entry_points", lambda group: [p for p in points if p.group == group])
     registry._table.cache_clear()
     yield points
     registry._table.cache_clear()

@@ -1,5 +1,6 @@
 """Codecs: how a kept token is stored."""
 
+# generated: methods
 from kvpolicy.codecs.bfp import BFP as BFP
 from kvpolicy.codecs.csr import CSR as CSR
 from kvpolicy.codecs.gear import GEAR as GEAR
@@ -12,3 +13,4 @@ from kvpolicy.codecs.staircase import Staircase as Staircase
 from kvpolicy.codecs.tokenwise import TokenWise as TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant as TurboQuant
 from kvpolicy.codecs.zipcache import ZipCache as ZipCache
+# /generated

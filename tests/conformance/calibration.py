@@ -51,13 +51,14 @@ def _kvquant() -> tuple[dict[str, Any], dict[str, Tensor]]:
 _MADE = {"csr": _csr, "kvquant": _kvquant}
 
 
-@functools.cache
-def folder(method: str) -> Path:
-    """The folder of a method's calibration, written when it is first asked for.
+FOLDER = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}"
+"""Where calibrations are; it has the same name in every run and every process, since names of tests have it."""
 
-    It has the same name in every run and every process, since names of tests have it.
-    """
-    path = Path(tempfile.gettempdir()) / f"kvpolicy-tests-{getpass.getuser()}" / method
+
+@functools.cache
+def write(method: str) -> Path:
+    """Write the calibration of a method into its folder, once."""
+    path = FOLDER / method
     meta, tensors = _MADE[method]()
     save(path, method, {"model": None, "head_dim": DIM, **meta}, tensors)
     return path

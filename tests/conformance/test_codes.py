@@ -7,7 +7,7 @@ import torch
 
 from kvpolicy.codecs._rotation import mix
 from tests.conformance.twins import CASES, DATA, SLOTS, B, H, Twin, signs, tokens
-from tests.reference import rotate
+from tests.reference.codecs import rotate
 from tests.sampling import product
 
 

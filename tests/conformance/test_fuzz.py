@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
 from kvpolicy import Policy
+from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw
-from tests.conformance.calibration import folder
-from tests.conformance.policies import CODECS, SELECTORS
+from tests.conformance.calibration import write
+from tests.conformance.policies import CODECS, SELECTORS, parameters
 from tests.sampling import product
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
@@ -52,6 +54,18 @@ _OPTIONS: dict[str, dict[str, list[object]]] = {
 }  # fmt: skip
 
 
+def _choices(name: str) -> dict[str, list[object]]:
+    """The parameters of a method that have few values, and these values as a spec has them."""
+    hints = get_type_hints(lookup(name)[1])
+    choices: dict[str, list[object]] = {}
+    for key, hint in hints.items():
+        if get_origin(hint) is Literal:
+            choices[key] = [*get_args(hint)]
+        elif hint is bool:
+            choices[key] = ["true", "false"]
+    return choices
+
+
 def draw_codec(dice: Random) -> str:
     """The words of a codec with options drawn at random."""
     name = dice.choice([*CODECS, "plain", "kivi"])
@@ -68,10 +82,11 @@ def draw_codec(dice: Random) -> str:
         return f"staircase:tokens_8bit={dice.randint(1, 9)}:tokens_4bit={dice.randint(1, 9)}:{sizes}"
     if name == "zipcache":
         return f"zipcache:high={dice.choice(['0.0', '0.3', '1.0'])}:bits=3:recode_every={dice.randint(1, 9)}"
-    options = {key: dice.choice(values) for key, values in _OPTIONS[name].items()}
-    options |= {"residual_length": dice.choice([0, 1, 4]), "block_size": dice.randint(1, 6)}
+    options = {key: dice.choice(values) for key, values in (_OPTIONS.get(name) or _choices(name)).items()}
+    sizes = {"residual_length": dice.choice([0, 1, 4]), "block_size": dice.randint(1, 6)}
+    options |= {key: size for key, size in sizes.items() if key in parameters(name)}
     if name in ("csr", "kvquant"):
-        options["dictionary" if name == "csr" else "calibration"] = folder(name)
+        options["dictionary" if name == "csr" else "calibration"] = write(name)
     return ":".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kvpolicy.codecs.gear import GEAR
 from tests.conformance.twins import CLOSE, DATA, SLOTS, B, H, Pair, Written, apart, plain_store, sides, tokens
-from tests.reference import gear
+from tests.reference.codecs import gear
 
 
 class Token(NamedTuple):

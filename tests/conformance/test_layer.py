@@ -13,10 +13,10 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.registry import name_of
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import CODECS, RANKED, SELECTORS, words
+from tests.conformance.policies import CODECS, RANKED, SELECTORS, parameters, spec_of, words
 from tests.sampling import Row, pairwise, product
 
-GROWING = [f"{name}:decode=grow" for name in ("window", "streaming:sinks=2", "h2o", "snapkv:window=6", "tova")]
+GROWING = [f"{spec_of(name)}:decode=grow" for name in SELECTORS if "decode" in parameters(name)]
 EVERYTHING = "full"
 """Keeps all tokens; a selector that ranks them takes its place where the codec needs a ranking."""
 

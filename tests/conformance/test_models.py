@@ -6,13 +6,14 @@ everything but each family. What a family has of its own, such as its rotary emb
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import cycle
 from typing import Any
 
 import torch
 
 from kvpolicy import Policy, PolicyCache
-from kvpolicy.registry import lookup
+from kvpolicy.registry import lookup, name_of
 from tests.conformance.calibration import DIM
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, play
@@ -74,15 +75,10 @@ def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, c
     """What the reference gives each layer of one row."""
     floor = policy.selector.min_tokens
     assert not isinstance(policy.budget, str)
-    bounds = (allocators.base_budget(policy.budget, length, floor) * layers, layers, floor, length + coming)
-    name = type(policy.allocator).__name__
-    if name == "Uniform":
-        return allocators.uniform(*bounds)
-    if name == "Pyramid":
-        return allocators.pyramid(*bounds, beta=policy.allocator.beta)  # pyright: ignore[reportAttributeAccessIssue]
-    assert name == "SqueezeAttention" and cosines is not None, f"tests/reference has no slow version of {name}"
-    total, _, floor, ceiling = bounds
-    return allocators.squeeze(cosines, total, floor, ceiling, share=policy.allocator.keep_share)  # pyright: ignore[reportAttributeAccessIssue]
+    total = allocators.base_budget(policy.budget, length, floor) * layers
+    config = dataclasses.asdict(policy.allocator)  # pyright: ignore[reportArgumentType]
+    name = name_of(type(policy.allocator))
+    return allocators.budgets(name, config, cosines, total, layers, floor, length + coming)
 
 
 @product("allocator,selector,codec,family,rows,dtype", *AXES, sample=sample())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.codecs.zipcache import ZipCacheStage
 from kvpolicy.protocols import Stage, StageStore
-from tests.reference import bfp, csr, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
+from kvpolicy.registry import lookup, names
+from tests.reference.codecs import Lone, bfp, csr, kvquant, make, mikv, rotate, tokenwise, turboquant, zipcache
+from tests.reference.coding import Given
 
 B, H, SLOTS = 2, 2, 8
 CLOSE = 1e-5
@@ -166,6 +169,21 @@ CASES: dict[str, Case] = {
     **{f"zipcache-{bits}": zipcache_case(bits=bits) for bits in (2, 3, 4, 8)},
     "bfp-exact": bfp_case(block_channels=64, exact_values=True),
 }
+
+
+def default_case(name: str) -> Case | None:
+    """A codec with its defaults and its slow version; None if its slots depend on each other."""
+    codec = lookup(name)[1]()
+    slow = make(name, dataclasses.asdict(codec))
+    coder = slow.coder(0, 0, 0) if slow else None
+    if not isinstance(coder, Lone):
+        return None
+    return Case(codec.stages[0], lambda dim, b, h: coder.make(dim, Given()), plain_store)
+
+
+for _name in names("codec"):
+    if not any(case.startswith(f"{_name}-") for case in CASES) and (_case := default_case(_name)):
+        CASES[_name] = _case
 
 DATA: dict[str, Callable[[Tensor], Tensor]] = {
     "normal": lambda x: x,

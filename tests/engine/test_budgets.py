@@ -12,7 +12,7 @@ from kvpolicy import Policy
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
-from tests.conformance.policies import SELECTORS, words
+from tests.conformance.policies import ALLOCATORS, SELECTORS, words
 from tests.sampling import product
 
 FLOORED = ["streaming:sinks=4", "streaming:sinks=9", "kvcrush:split=0.5/streaming:sinks=4"]
@@ -56,9 +56,7 @@ def test_tokens(selector: str) -> None:
     assert max(fill(f"{selector}@{smallest[1]}", [40]).policy_layers[0].budget.tolist()) == int(smallest[1])
 
 
-@product(
-    "allocator,selector,codec", ["uniform", "pyramid", "squeeze"], [*SELECTORS, "streaming:sinks=9"], ["plain", "kivi"]
-)
+@product("allocator,selector,codec", ALLOCATORS, [*SELECTORS, "streaming:sinks=9"], ["plain", "kivi"])
 def test_bytes(allocator: str, selector: str, codec: str) -> None:
     policy = words(allocator, selector, codec, budget="64B")
     said = refused(policy, [40, 27])

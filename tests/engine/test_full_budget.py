@@ -12,7 +12,7 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, TURNS, make_batch, talk
-from tests.conformance.policies import SELECTORS, words
+from tests.conformance.policies import ALLOCATORS, SELECTORS, words
 from tests.sampling import product
 
 SHORT = [TURNS[0], 1, 1, 1]
@@ -28,7 +28,7 @@ def test_equals_the_stock_cache(policy: str, family: str, rows: str) -> None:
     assert (ours - stock)[mask.bool()].abs().max() < 3e-5
 
 
-@pytest.mark.parametrize("allocator", ["uniform", "pyramid", "squeeze"])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_method(allocator: str, selector: str) -> None:
     model = build("llama")

@@ -20,6 +20,7 @@ from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import SELECTORS, words
 from tests.reference import allocators
+from tests.reference.allocators.squeeze import squeeze
 
 LENGTHS = [40, 26, 13]
 BEHIND = {
@@ -126,7 +127,7 @@ def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
     for row, cosines, length in zip(got, cache.cosines().tolist(), LENGTHS, strict=True):
         share: Any = float(budget) if "." in budget else int(budget)
         total = 8 * allocators.base_budget(share, length)
-        assert row == allocators.squeeze(cosines, total, 1, length)
+        assert row == squeeze(cosines, total, 1, length)
         assert sum(row) == total
     assert len({tuple(row[i] * 100 // sum(row) for i in range(8)) for row in got}) > 1, "rows were given one plan"
 

@@ -28,10 +28,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"common", "train"},
     "methods": {"common"},
     "pictures": {"common", "data"},
+    "catalog": {"common", "methods", "pictures"},
 }
 """Rooms that each room may import; a room comes after all rooms that it may import."""
 USERS = ("sweep", "report", "peers", "bench", "gpu", "cli")
-INTERNAL = {"tables", "methods", "pictures", "train"}
+INTERNAL = {"tables", "methods", "pictures", "catalog", "train"}
 
 
 def module_name(path: Path) -> str:

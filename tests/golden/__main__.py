@@ -117,8 +117,9 @@ def _record_revision(revision: str, file: Path, quick: bool, only: list[str]) ->
         tree, script = Path(folder) / "tree", Path(folder) / "script"
         subprocess.run(["git", "worktree", "add", "--quiet", "--detach", str(tree), revision], cwd=root, check=True)
         try:
-            # A copy, alone on the path: beside it lies the package that must not be imported.
-            shutil.copytree(HERE, script / "tests" / "golden")
+            # Copies, alone on the path: beside them lies the package that must not be imported.
+            for name in ("golden", "reference"):
+                shutil.copytree(HERE.parent / name, script / "tests" / name)
             path = [script, tree, tree / "integrations", tree / "eval"]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONSAFEPATH": "1"}
             options = [*(["--quick"] if quick else []), *(f"--only={text}" for text in only)]

@@ -9,28 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from kvpolicy import Policy
-from kvpolicy.registry import names
+from kvpolicy.registry import kinds, names
 from tests.golden import access
+from tests.reference.versions import small
 
-_SPECS = {
-    "streaming": "streaming:sinks=2",
-    "snapkv": "snapkv:window=6:kernel=3",
-    "kvcrush": "kvcrush/snapkv:window=6:kernel=3",
-    "probe": "probe:recent=0.2:random=0.2",
-    "pyramid": "pyramid:beta=4",
-    "kivi": "kivi:group_size=4:residual_length=4",
-    "tokenwise": "tokenwise:group_size=4:residual_length=4:block_size=4",
-    "bfp": "bfp:block_channels=4:residual_length=3:block_size=4",
-    "gear": "gear:bits=4:group_size=4:rank=2:residual_length=4",
-    "kvquant": "kvquant:outliers=0.1:sinks=2:residual_length=2:block_size=3:calibration=FOLDER/kvquant",
-    "rotate": "rotate:group_size=4:sinks=2:residual_length=2:block_size=4",
-    "turboquant": "turboquant:residual_length=2:block_size=4",
-    "staircase": "staircase:eight=4:four=4:group_size=4:residual_length=2",
-    "csr": "csr:s=4:online=2:residual_length=1:block_size=4:dictionary=FOLDER/csr",
-    "mikv": "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3",
-    "zipcache": "zipcache:recode_every=5",
-}
-"""Methods with options that fit tiny models; one that is not named here has its defaults."""
+_OTHERS = {"gear": "gear:bits=4:group_size=4:rank=2:residual_length=4"}
+"""Methods that the record has with other numbers than the conformance tests."""
+
+_SPECS = {name: small(kind, name) for kind in kinds() for name in names(kind)} | _OTHERS
+"""Methods with options that fit tiny models; FOLDER stands for the folder of calibrations."""
 
 _SNAPKV, _CSR, _KVQUANT, _GEAR = (_SPECS[name] for name in ("snapkv", "csr", "kvquant", "gear"))
 
@@ -89,9 +76,9 @@ class Scorer:
 
 def star() -> dict[str, str]:
     """By label: each selector with the plain codec, each codec with h2o, each allocator with snapkv."""
-    found = {name: f"{_spec(name)}@{'1.0' if name == 'full' else '0.5'}" for name in names("selector")}
-    found |= {f"h2o+{name}": f"h2o+{_spec(name)}@0.5" for name in names("codec") if name != "plain"}
-    found |= {f"{name}+snapkv": f"{_spec(name)}+{_SNAPKV}@0.5" for name in names("allocator") if name != "uniform"}
+    found = {name: f"{_SPECS[name]}@{'1.0' if name == 'full' else '0.5'}" for name in names("selector")}
+    found |= {f"h2o+{name}": f"h2o+{_SPECS[name]}@0.5" for name in names("codec") if name != "plain"}
+    found |= {f"{name}+snapkv": f"{_SPECS[name]}+{_SNAPKV}@0.5" for name in names("allocator") if name != "uniform"}
     return found
 
 
@@ -103,7 +90,3 @@ def parse(spec: str, folder: Path) -> Policy:
     _, decode, rest = spec.split(" ")
     selector = access.scorer_selector(Scorer(), decode=decode, window=4, attentions=True)
     return dataclasses.replace(Policy.parse(rest), selector=selector)
-
-
-def _spec(name: str) -> str:
-    return _SPECS.get(name, name)

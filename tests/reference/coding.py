@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
+
+Config = dict[str, Any]
+"""The parameters of a method, by name."""
 
 Pair = tuple[Tensor, Tensor]
 """A key and a value, each [D]."""

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import kvcrush, selectors
-from .coding import Codec, Rotation, Token, as_it_is
-from .selectors import Config
+from . import selectors
+from .coding import Codec, Config, Rotation, Token, as_it_is
+from .selectors import kvcrush
 from .stages import Head, Mover
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .selectors import Config
+from .coding import Config
 
 Scalar = float | np.float32
 Codes = dict[str, list[float]]

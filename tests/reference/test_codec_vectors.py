@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from . import bfp, csr, kvquant, mikv, rotate, scalars, tokenwise, turboquant, zipcache
+from . import scalars
+from .codecs import bfp, csr, kvquant, mikv, rotate, tokenwise, turboquant, zipcache
 from .drawn import D, channels, nmse, noise, reads, share
 
 # ---- Rounding

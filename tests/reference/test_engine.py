@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from . import codecs, kivi, selectors
+from . import codecs, selectors
+from .codecs import kivi
 from .coding import Given
 from .engine import ReferenceLayer
 from .stages import Part
+from .versions import names, version
 
 Step = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
@@ -32,13 +34,18 @@ def _exact(steps: list[Step]) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=steps[0][3])
 
 
-@pytest.mark.parametrize("name", [*selectors.DEFAULTS])
+@pytest.mark.parametrize("name", names("selector"))
 def test_a_full_budget_is_exact(name: str) -> None:
     steps = [_tokens(n, n + i) for i, n in enumerate([20, 1, 1, 7, 1])]
     layer = _layer(name, 30)
     out = torch.cat([layer.forward(*step) for step in steps], dim=1)
     torch.testing.assert_close(out, _exact(steps))
     assert layer.positions == [list(range(30))] * 2
+
+
+def test_a_method_without_a_slow_version_is_told() -> None:
+    with pytest.raises(AssertionError, match=r"write tests/reference/selectors/h3o\.py, the slow version of 'h3o'"):
+        version("selector", "h3o")
 
 
 def test_snapkv_over_all_queries_is_h2o() -> None:

@@ -10,7 +10,7 @@ import torch
 from sklearn.linear_model import orthogonal_mp
 from torch import Tensor
 
-from . import csr, gear
+from .codecs import csr, gear
 from .drawn import D, noise, share
 
 # ---- GEAR

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from . import allocators, kvcrush, selectors
+from . import allocators, selectors
+from .allocators.pyramid import pyramid
+from .allocators.squeeze import squeeze, top_group
+from .selectors import kvcrush
 
 # ---- KVCrush: the unit tests of OpenVINO GenAI, where a bit per token of a block stands for our bit per head
 
@@ -135,7 +138,7 @@ def test_page_representatives_spare_exactly_two(over: int, zeros: set[int], expe
 def test_squeeze_readme_mistral() -> None:
     """32 layers, 0.21 and 0.08 of 8000 tokens, 20 layers in the top group: windows of 3413 and 640."""
     cosines = [0.1] * 6 + [0.5] * 6 + [0.9] * 20
-    got = allocators.squeeze(cosines, 32 * 1680, floor=1, ceiling=10**6, share=0.08 / 0.21)
+    got = squeeze(cosines, 32 * 1680, floor=1, ceiling=10**6, share=0.08 / 0.21)
     assert got == [3414] * 4 + [3413] * 8 + [640] * 20  # the authors truncate and lose 4 tokens
     assert Fraction(3413) / 8000 == pytest.approx(0.4267, abs=1e-4)
 
@@ -143,18 +146,18 @@ def test_squeeze_readme_mistral() -> None:
 def test_squeeze_readme_llama() -> None:
     """0.40 and 0.25 of the prompt: share 0.625."""
     cosines = [0.1] * 4 + [0.5] * 4 + [0.9] * 24
-    got = allocators.squeeze(cosines, 32 * 3200, floor=1, ceiling=10**6, share=0.25 / 0.40)
+    got = squeeze(cosines, 32 * 3200, floor=1, ceiling=10**6, share=0.25 / 0.40)
     assert got == [6800] * 8 + [2000] * 24
 
 
 @pytest.mark.parametrize("cosines", [[0.5, 0.9], [0.7] * 8, [0.7] * 4 + [0.9] * 4, [0.7, 0.9, 0.9 + 1e-7]])
 def test_squeeze_of_nothing_to_tell_apart_is_even(cosines: list[float]) -> None:
     layers = len(cosines)
-    assert allocators.squeeze(cosines, 10 * layers, 1, 100) == [10] * layers
+    assert squeeze(cosines, 10 * layers, 1, 100) == [10] * layers
 
 
 def test_squeeze_ties_take_the_largest_top_group() -> None:
-    assert allocators.top_group([0.25, 0.5, 0.75, 1.0], 3) == {2, 3}
+    assert top_group([0.25, 0.5, 0.75, 1.0], 3) == {2, 3}
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -169,7 +172,7 @@ def test_kmeans_against_sklearn(seed: int, groups: int) -> None:
     fit = cluster.KMeans(n_clusters=groups, n_init=20, random_state=0).fit(values[:, None].double().numpy())
     highest = fit.cluster_centers_[:, 0].argmax()
     expected = {i for i, label in enumerate(fit.labels_) if label == highest}
-    assert allocators.top_group(values.tolist(), groups) == expected
+    assert top_group(values.tolist(), groups) == expected
 
 
 # ---- PyramidKV: the published schedule overshoots, ours sums exactly
@@ -189,7 +192,7 @@ def _published_pyramid(capacity: int, window: int, layers: int, beta: int = 20) 
 def test_pyramid_sums_exactly(capacity: int, window: int, layers: int, mean: float) -> None:
     published = _published_pyramid(capacity, window, layers)
     assert sum(published) / layers == mean
-    ours = allocators.pyramid(capacity * layers, layers, floor=1, ceiling=10**6)
+    ours = pyramid(capacity * layers, layers, floor=1, ceiling=10**6)
     assert sum(ours) == capacity * layers
     assert ours == sorted(ours, reverse=True)
 

@@ -1,41 +1,25 @@
-"""The codecs that tables compare, in the order of their bits per element."""
+"""The codecs that tables compare."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from kvpolicy import Policy
+from kvpolicy import Policy, registry
 
-CODECS = [
-    "plain",
-    "tokenwise:bits=8",
-    "tokenwise:bits=fp8",
-    "tokenwise",
-    "tokenwise:bits=3",
-    "tokenwise:bits=2",
-    "kivi:bits=4",
-    "kivi:bits=2",
-    "gear",
-    "kvquant:bits=4",
-    "kvquant:bits=3",
-    "kvquant:bits=2",
-    "rotate:bits=4",
-    "rotate:bits=2",
-    "turboquant:bits=4",
-    "turboquant:bits=3",
-    "turboquant:bits=2",
-    "bfp",
-    "staircase",
-    "csr:nnz=16",
-    "csr:nnz=8",
-    "csr:nnz=8:coef=fp8:index=packed",
-    "csr:nnz=4",
-    "mikv",
-    "mikv:high_bits=8",
-    "zipcache",
-]
-"""Specs of codecs at their defaults, apart from the options given; see `with_ranking` for `mikv` and `zipcache`."""
+VARIANTS = {
+    "tokenwise": ["tokenwise:bits=8", "tokenwise:bits=fp8", "tokenwise", "tokenwise:bits=3", "tokenwise:bits=2"],
+    "kivi": ["kivi:bits=4", "kivi:bits=2"],
+    "kvquant": ["kvquant:bits=4", "kvquant:bits=3", "kvquant:bits=2"],
+    "rotate": ["rotate:bits=4", "rotate:bits=2"],
+    "turboquant": ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2"],
+    "csr": ["csr:nnz=16", "csr:nnz=8", "csr:nnz=8:coef=fp8:index=packed", "csr:nnz=4"],
+    "mikv": ["mikv", "mikv:high_bits=8"],
+}
+"""Options with which a codec is compared, in the order of their bits per element; others have their defaults only."""
+
+CODECS = [spec for name in registry.CODECS for spec in VARIANTS.get(name, [name])]
+"""Specs of all codecs; see `with_ranking` for those that need a ranking of tokens."""
 
 _SHORT = {
     "residual_length": 8,
@@ -47,9 +31,6 @@ _SHORT = {
 }
 """Values of the options that set how many tokens a codec keeps in full precision."""
 
-_TOKEN_GROUPS = ("kivi", "gear", "staircase")
-"""Codecs whose `group_size` counts tokens; in the others it counts channels."""
-
 
 def with_ranking(codec: str, ranking: str = "h2o") -> str:
     """The spec of a policy that keeps every token under a codec.
@@ -58,7 +39,8 @@ def with_ranking(codec: str, ranking: str = "h2o") -> str:
         codec: Spec of the codec.
         ranking: Selector that is added for codecs which need a ranking of tokens.
     """
-    return f"{ranking}+{codec}" if codec.startswith(("mikv", "zipcache")) else codec
+    _, kind = registry.lookup(codec.partition(":")[0])
+    return f"{ranking}+{codec}" if kind().traits.demote_by == "priority" else codec
 
 
 def short_windows(codec: str) -> str:
@@ -76,7 +58,7 @@ def short_windows(codec: str) -> str:
     part: Any = policy.codec
     fields = {field.name for field in dataclasses.fields(part)}
     options = {name: value for name, value in _SHORT.items() if name in fields}
-    if not codec.startswith(_TOKEN_GROUPS):
+    if part.traits.group_size == 1:  # then the option counts channels, and not tokens
         options.pop("group_size", None)
     spec = str(dataclasses.replace(policy, codec=dataclasses.replace(part, **options)))
     return spec.split("+")[-1].split("@")[0]

@@ -15,32 +15,23 @@ CODEC_BUDGET = 0.2
 """Budget at which codecs are measured under eviction."""
 
 SELECTORS = {
-    "full": ["full"],
     "window": ["window", "full"],
-    "streaming": ["streaming"],
-    "h2o": ["h2o"],
     "snapkv": ["snapkv:kernel=5", "snapkv"],
-    "tova": ["tova"],
-    "probe": ["probe"],
     "kvcrush": ["kvcrush/snapkv", "snapkv", "kvcrush/h2o", "h2o"],
 }
-"""Policies of a selector's page, without budgets and without the baseline."""
+"""Policies of a selector's page, without budgets and without the baseline; others have their defaults only."""
 
 CODECS = {
     "plain": [],
     "tokenwise": ["tokenwise", "tokenwise:bits=2"],
     "kivi": ["kivi:bits=4", "kivi:bits=2"],
-    "gear": ["gear"],
     "kvquant": ["kvquant:bits=3", "kvquant:bits=2"],
     "rotate": ["rotate:bits=4", "rotate:bits=2"],
     "turboquant": ["turboquant:bits=4", "turboquant:bits=2"],
-    "bfp": ["bfp"],
-    "staircase": ["staircase"],
     "csr": ["csr:nnz=8", "csr:nnz=4"],
-    "mikv": ["mikv"],
     "zipcache": ["zipcache:recode_every=16"],
 }
-"""Codecs of a codec's page; policies without a codec are added for comparison."""
+"""Codecs of a codec's page, to which policies without a codec are added; others have their defaults only."""
 
 
 def methods() -> list[str]:
@@ -61,7 +52,7 @@ def selection_policies(name: str) -> list[str]:
     ['window', 'pyramid+window']
     """
     if name not in registry.ALLOCATORS:
-        return list(dict.fromkeys([*SELECTORS[name], BASELINE]))
+        return list(dict.fromkeys([*SELECTORS.get(name, [name]), BASELINE]))
     if name == "uniform":  # it is the default, so that there is nothing to compare it with
         return list(ALLOCATOR_SELECTORS)
     return [policy for selector in ALLOCATOR_SELECTORS for policy in (selector, f"{name}+{selector}")]
@@ -74,6 +65,6 @@ def codec_policies(name: str) -> list[str]:
     ['full', 'snapkv@0.2', 'h2o+zipcache:recode_every=16', 'snapkv+zipcache:recode_every=16@0.2']
     """
     policies = ["full", f"{CODEC_SELECTOR}@{CODEC_BUDGET}"]
-    for codec in map(short_windows, CODECS[name]):
+    for codec in map(short_windows, CODECS.get(name, [name])):
         policies += [with_ranking(codec), f"{CODEC_SELECTOR}+{codec}@{CODEC_BUDGET}"]
     return policies

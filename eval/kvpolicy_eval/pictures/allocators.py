@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 
+from kvpolicy import registry
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy_eval.pictures.scene import BUDGET, cosines, kept, scene
 from kvpolicy_eval.pictures.style import BLUE, GREY, ORANGE, Draw, blank
@@ -15,10 +17,10 @@ SELECTOR = "snapkv"
 """Selector of the tokens, on which the division does not depend."""
 
 
-def uniform() -> Figure:
-    """Tokens of each layer, which are equal."""
+def picture(name: str) -> Figure:
+    """Tokens that an allocator gives each layer with its defaults."""
     figure = blank(2.4)
-    bars(figure.subplots(), "uniform")
+    bars(figure.subplots(), name)
     return figure
 
 
@@ -72,5 +74,7 @@ def bars(axes: Any, allocator: str, colors: list[str] | None = None, *, labelled
         axes.set_ylabel(f"tokens, of {scene().length}")
 
 
-PICTURES: dict[str, Draw] = {"uniform": uniform, "pyramid": pyramid, "squeeze": squeeze}
+_OWN: dict[str, Draw] = {"pyramid": pyramid, "squeeze": squeeze}
+
+PICTURES: dict[str, Draw] = {name: _OWN.get(name, partial(picture, name)) for name in registry.ALLOCATORS}
 """Pictures by the name of the allocator."""

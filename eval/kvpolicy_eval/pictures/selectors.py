@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
+from kvpolicy import registry
 from kvpolicy_eval.pictures.crush import draw_distances
 from kvpolicy_eval.pictures.scene import BUDGET, RETRIEVES, Kept, kept, scene
 from kvpolicy_eval.pictures.style import BLUE, GREY, INK, LIGHT, ORANGE, PALE, VERMILION, Draw, blank
@@ -136,7 +137,7 @@ def _scored(selector: str, label: str, window: int = 0, at_full_budget: str = ""
 HALF = 31
 """Half of the budget of 62 tokens."""
 
-PICTURES: dict[str, Draw] = {
+_OWN: dict[str, Draw] = {
     "full": lambda: figure("full"),
     "window": lambda: figure(f"window@{BUDGET}", window=2 * HALF),
     "streaming": lambda: figure(f"streaming@{BUDGET}", sinks=4, window=2 * HALF - 4),
@@ -146,4 +147,13 @@ PICTURES: dict[str, Draw] = {
     "probe": _scored("probe", "attention, mean\nover probes"),
     "kvcrush": lambda: figure(f"kvcrush@{BUDGET}", score=draw_distances, window=23),
 }
+"""Pictures that show the scores, or the tokens that are always kept."""
+
+
+def picture(name: str) -> Figure:
+    """Positions that a selector keeps with its defaults."""
+    return figure(f"{name}@{BUDGET}")
+
+
+PICTURES: dict[str, Draw] = {name: _OWN.get(name, partial(picture, name)) for name in registry.SELECTORS}
 """Pictures by the name of the selector."""

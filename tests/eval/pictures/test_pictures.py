@@ -19,6 +19,7 @@ from matplotlib.colors import to_hex
 
 import kvpolicy
 from kvpolicy_eval.methods.plan import methods
+from kvpolicy_eval.pictures import allocators, selectors
 from kvpolicy_eval.pictures import scene as scenes
 from kvpolicy_eval.pictures.__main__ import main
 from kvpolicy_eval.pictures.catalog import pictures
@@ -110,6 +111,11 @@ def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> No
         main([name, "--out", str(tmp_path)])
     assert (tmp_path / f"{name}.svg").read_bytes() == first
     assert b"<dc:date>" not in first
+
+
+def test_methods_without_a_picture_of_their_own_have_one() -> None:
+    assert f"tova@{scenes.BUDGET}".encode() in svg(lambda: selectors.picture("tova"))
+    assert b"pyramid: " in svg(lambda: allocators.picture("pyramid"))
 
 
 def test_a_picture_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

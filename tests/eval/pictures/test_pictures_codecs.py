@@ -16,7 +16,7 @@ from kvpolicy.codecs.turboquant import TurboQuant, normal_levels
 from kvpolicy.distortion import coded_store, distortion
 from kvpolicy.registry import names
 from kvpolicy_eval.pictures import codecs_grid, codecs_levels, codecs_tiers, tensors
-from kvpolicy_eval.pictures.codecs import PICTURES
+from kvpolicy_eval.pictures.codecs import PICTURES, picture
 from kvpolicy_eval.pictures.stored import stored
 from kvpolicy_eval.pictures.style import svg
 from kvpolicy_eval.pictures.tensors import HEAD, PROMPT, after, originals, read, relative_error, stage_of
@@ -183,3 +183,8 @@ def test_zipcache_draws_three_moments() -> None:
     assert torch.equal(waiting[:PROMPT], prompt)
     assert int((anew == 0).sum()) <= 1 and int((anew == 1).sum()) == pytest.approx(0.6 * len(anew), abs=25)
     assert not torch.equal(anew[:PROMPT], prompt)
+
+
+def test_a_codec_without_a_picture_of_its_own_has_one() -> None:
+    drawn = svg(lambda: picture("tokenwise"))
+    assert len(drawn) < 100_000 and b"tokenwise:residual_length=8:block_size=8" in drawn

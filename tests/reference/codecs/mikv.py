@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from .scalars import Coded, column, complete, grouped, half, largest_divisor, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Coder, Config, Given
+from ..exact import ceil_share
+from ..scalars import Coded, column, complete, grouped, half, largest_divisor, scalars, vector
+from ._common import Alone, Books, Layout, Lone
 
 DEFAULTS: Config = {"bits": 2, "group_size": 128}
+SMALL = "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3"
 
 
 class Head:
@@ -41,3 +44,30 @@ class Head:
         value_codes, value_read = grouped(scalars(value), self.width, self.config["bits"])
         key_read = [x / b for x, b in zip(inner, self.balance, strict=True)]
         return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    block, residual, precise = config["block_size"], config["residual_length"], config["high_bits"] == 16
+    widths = [config["bits"]] if precise else [8, config["bits"]]
+
+    def layout(tokens: int) -> Layout:
+        high = ceil_share(config["high"], tokens)
+        exact = residual + block + (high if precise else 0)
+        if tokens < exact:
+            return tokens, []
+        if precise:
+            return exact, [tokens - residual - high]
+        first = max(min(high, tokens - residual), block)
+        return exact, [first, tokens - residual - first]
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        own = {"bits": widths[stage], "group_size": config["group_size"]}
+
+        def make(dim: int, given: Given) -> Alone:
+            assert given.query_absmax is not None
+            return Head(own, dim, given.query_absmax.tolist())
+
+        return Lone(make)
+
+    return Codec(layout=layout, coder=coder, block=block, residual=residual, demote_by="priority")

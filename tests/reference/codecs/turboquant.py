@@ -9,11 +9,13 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
+from ..coding import Codec, Config
+from ..scalars import Coded, complete, grouped, half, largest_divisor, nearest, scalars, vector
+from ._common import Books, lone, only
 from .rotate import mixing, times, transposed
-from .scalars import Coded, complete, grouped, half, largest_divisor, nearest, scalars, vector
-from .selectors import Config
 
 DEFAULTS: Config = {"bits": 4}
+SMALL = "turboquant:residual_length=2:block_size=4"
 GROUP = 128
 
 
@@ -77,3 +79,9 @@ class Head:
         key_read = [x * np.float32(sign) for x, sign in zip(unmixed, self.signs, strict=True)]
         value_codes, value_read = grouped(scalars(value), self.width, bits)
         return {"key": [float(code) for code in codes], "value": value_codes}, vector(key_read), vector(value_read)
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own = only(config, DEFAULTS)
+    return lone(config, lambda layer, head, dim, given: Head(own, dim, calibration(layer)["signs"].tolist()))

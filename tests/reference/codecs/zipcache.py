@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from .scalars import Coded, column, complete, grouped, half, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Coder, Config
+from ..exact import ceil_share
+from ..scalars import Coded, column, complete, grouped, half, scalars, vector
+from ._common import Books, Layout, Lone
 
 DEFAULTS: Config = {"bits": 2}
+SMALL = "zipcache:recode_every=5"
 
 
 def roots(tokens: list[Tensor]) -> list[np.float32]:
@@ -39,3 +42,17 @@ class Head:
             codes.append(some)
             reads.append(vector([v * c for v, c in zip(inner, by, strict=True)]))
         return {"key": codes[0], "value": codes[1]}, reads[0], reads[1]
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    every, widths = config["recode_every"], (config["high_bits"], config["bits"])
+
+    def layout(tokens: int) -> Layout:
+        high = ceil_share(config["high"], tokens)
+        return (every, [high, tokens - high]) if tokens >= every else (tokens, [])
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        return Lone(lambda dim, given: Head({"bits": widths[stage]}, dim))
+
+    return Codec(layout=layout, coder=coder, block=every, demote_by="priority", recode_all=True)

@@ -9,10 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .scalars import Coded, complete, descending, e4m3, half
-from .selectors import Config
+from ..coding import Codec, Config, Given
+from ..scalars import Coded, complete, descending, e4m3, half
+from ._common import Alone, Books, lone, only
 
 DEFAULTS: Config = {"nnz": 8, "value_chunks": 2, "solver": "mp", "coef": "fp16", "outlier_atoms": 0}
+SMALL = "csr:nnz=4:prompt_atoms=2:residual_length=1:block_size=4:dictionary=FOLDER/csr"
 Array = NDArray[np.float64]
 Atoms = list[Array]
 
@@ -178,3 +180,25 @@ class Head:
         value_index, value_coef, value_read = self.values.code(value)
         codes = {"key_index": list(map(float, key_index)), "key_coef": key_coef}
         return codes | {"value_index": list(map(float, value_index)), "value_coef": value_coef}, key_read, value_read
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own = only(config, DEFAULTS)
+
+    def make(layer: int, head: int, dim: int, given: Given) -> Alone:
+        space = {"unrotated": "pre", "rotated": "post"}[config["key_space"]]
+        names = f"keys.{space}", f"values.sn{config['value_chunks']}"
+        offline = [[atom / atom.norm() for atom in calibration(layer)[name].float().T] for name in names]
+        prompt = [[*side] for side in given.own or ((), ())]
+        return Head(own, dim, *offline, *prompt)
+
+    assert not config["read_top_k"], "the reference attends to all"
+    pinned = config["prompt_atoms"]
+    return lone(
+        config,
+        make,
+        key_space=config["key_space"],
+        pins="newest" if pinned else "none",
+        pinned=pinned,
+    )

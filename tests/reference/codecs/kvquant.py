@@ -8,10 +8,12 @@ import statistics
 import numpy as np
 from torch import Tensor
 
-from .scalars import LARGEST_HALF, Coded, complete, descending, half, nearest, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Config, Given
+from ..scalars import LARGEST_HALF, Coded, complete, descending, half, nearest, scalars, vector
+from ._common import Alone, Books, lone, only
 
 DEFAULTS: Config = {"bits": 3, "outliers": 0.01, "center": "median"}
+SMALL = "kvquant:outliers=0.1:sinks=2:residual_length=2:block_size=3:calibration=FOLDER/kvquant"
 
 
 def clipped(x: Tensor) -> list[np.float32]:
@@ -81,3 +83,24 @@ class Head:
         scale, shift = self.value_norm
         read = [np.float32(self.value_levels[code] * scale + shift) * width + offset for code in codes]
         return list(map(float, codes)), [half(x) if c in apart else read[c] for c, x in enumerate(xs)]
+
+
+def _pair(numbers: Tensor) -> tuple[float, float]:
+    first, second = numbers.tolist()
+    return first, second
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own, bits = only(config, DEFAULTS), config["bits"]
+
+    def make(layer: int, head: int, dim: int, given: Given) -> Alone:
+        have = calibration(layer)
+        offset, width = (have[f"keys.{name}"].expand(head + 1, -1)[head].tolist() for name in ("offset", "range"))
+        levels = [sorted(have[f"{side}.levels.b{bits}"].tolist()) for side in ("keys", "values")]
+        norms = [_pair(have[f"{side}.norm.b{bits}"]) if config["norm"] else (1.0, 0.0) for side in ("keys", "values")]
+        return Head(own, dim, offset, width, levels[0], levels[1], norms[0], norms[1])
+
+    return lone(
+        config, make, key_space="unrotated", pins="first" if config["sinks"] else "none", pinned=config["sinks"]
+    )

@@ -7,10 +7,12 @@ import math
 import numpy as np
 from torch import Tensor
 
-from .scalars import Coded, column, complete, descending, half, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Config
+from ..scalars import Coded, column, complete, descending, half, scalars, vector
+from ._common import Books, lone, only
 
 DEFAULTS: Config = {"mantissa": 4, "block_channels": 32, "exact_values": False}
+SMALL = "bfp:block_channels=4:residual_length=3:block_size=4"
 
 
 def exponent(xs: list[np.float32]) -> int:
@@ -62,3 +64,9 @@ class Head:
             return {"key": key_codes}, vector(key_read), vector([half(x) for x in scalars(value)])
         value_codes, value_read = blocks(scalars(value), self.width, self.config["mantissa"])
         return {"key": key_codes, "value": value_codes}, vector(key_read), vector(value_read)
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own = only(config, DEFAULTS)
+    return lone(config, lambda layer, head, dim, given: Head(own, dim))

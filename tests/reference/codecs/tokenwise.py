@@ -7,10 +7,12 @@ import math
 import numpy as np
 from torch import Tensor
 
-from .scalars import Coded, column, complete, e4m3, grouped, half, largest_divisor, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Config
+from ..scalars import Coded, column, complete, e4m3, grouped, half, largest_divisor, scalars, vector
+from ._common import Books, lone, only
 
 DEFAULTS: Config = {"bits": 4, "group_size": 128, "normalize": True}
+SMALL = "tokenwise:group_size=4:residual_length=4:block_size=4"
 
 
 def fp8(xs: list[np.float32], width: int) -> tuple[list[float], list[np.float32]]:
@@ -63,3 +65,9 @@ class Head:
     def _grouped(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
         bits = self.config["bits"]
         return fp8(xs, self.width) if bits == "fp8" else grouped(xs, self.width, int(bits))
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own = only(config, DEFAULTS)
+    return lone(config, lambda layer, head, dim, given: Head(own, dim))

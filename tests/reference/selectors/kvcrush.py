@@ -7,8 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-from .exact import Number, exact, floor_share
-from .selectors import Config, top
+from ..coding import Config
+from ..exact import Number, exact, floor_share
+from ._common import top
+
+DEFAULTS: Config = {
+    "base": {"name": "snapkv"},
+    "split": 0.25,
+    "anchor": "random",
+    "seed": 0,
+    "quantile": 0.5,
+    "pick": "first",
+    "buckets": "rank",
+    "page": 0,
+}
+SMALL = "kvcrush/snapkv:window=6:kernel=3"
 
 
 class Candidate(NamedTuple):

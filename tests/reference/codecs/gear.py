@@ -10,10 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .scalars import LARGEST_HALF, Frame, complete, decode, descending, encode, frame, half, largest_divisor
-from .selectors import Config
+from ..coding import Codec, Config, Given, Pair
+from ..scalars import LARGEST_HALF, Frame, complete, decode, descending, encode, frame, half, largest_divisor
+from ._common import Books, only, ordinary
 
 DEFAULTS: Config = {"bits": 2, "group_size": 64, "rank": 2, "sparse": 0.02, "backbone": "kivi"}
+SMALL = "gear:bits=4:group_size=4:rank=0:residual_length=4"
+"""The basis is anyone\'s, so that only without one GEAR can be compared number by number."""
 LOOPS = 3
 Array = NDArray[np.float32]
 
@@ -153,3 +156,41 @@ class Head:
         for t, c in places:
             read[t, c] = half(rows[t, c])
         return read.astype(np.float32)
+
+
+class Grouped:
+    """GEAR's groups of slots; see `stages.Coder`."""
+
+    def __init__(self, config: Config) -> None:
+        """Start without groups."""
+        self.config, self.size = config, config["group_size"]
+        self.groups: dict[int, Head] = {}
+
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """Fit a group that has no live token, and overwrite slots of any other."""
+        read: dict[int, Pair] = {}
+        for group in {slot // self.size for slot in slots}:
+            first = group * self.size
+            some = {slot - first: pair for slot, pair in zip(slots, tokens, strict=True) if slot // self.size == group}
+            some = dict(sorted(some.items()))
+            if any(live[first : first + self.size]):
+                pairs = [self.groups[group].overwrite(slot, *pair) for slot, pair in some.items()]
+            else:
+                self.groups[group] = Head(self.config, len(tokens[0][0]))
+                pairs = self.groups[group].fit_block(
+                    [k for k, _ in some.values()], [v for _, v in some.values()], [*some]
+                )
+            read |= {first + slot: pair for slot, pair in zip(some, pairs, strict=True)}
+        return [read[slot] for slot in slots]
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    size, residual, own = config["group_size"], config["residual_length"], only(config, DEFAULTS)
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        coder=lambda stage, layer, head: Grouped(own),
+        block=size,
+        group_size=size,
+        residual=residual,
+    )

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .coding import Given, Pair
-from .selectors import Config
+from ..coding import Codec, Config, Given, Pair
+from ._common import Books, ordinary
 
 DEFAULTS: Config = {"bits": 2, "group_size": 32, "residual_length": 128}
+SMALL = "kivi:group_size=4:residual_length=4"
 
 
 class Frame(NamedTuple):
@@ -92,3 +93,15 @@ class Head:
             (coded_key(key, self.frames[slot // self.size], self.bits), coded_value(value, self.bits, self.size))
             for slot, (key, value) in zip(slots, tokens, strict=True)
         ]
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    size, residual = config["group_size"], config["residual_length"]
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        coder=lambda stage, layer, head: Head(config),
+        block=size,
+        group_size=size,
+        residual=residual,
+    )

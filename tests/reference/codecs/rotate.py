@@ -7,10 +7,12 @@ import math
 import numpy as np
 from torch import Tensor
 
-from .scalars import Coded, complete, descending, half, largest_divisor, scalars, vector
-from .selectors import Config
+from ..coding import Codec, Config
+from ..scalars import Coded, complete, descending, half, largest_divisor, scalars, vector
+from ._common import Books, lone, only
 
 DEFAULTS: Config = {"bits": 2, "group_size": 128}
+SMALL = "rotate:group_size=4:sinks=2:residual_length=2:block_size=4"
 Matrix = list[list[float]]
 
 
@@ -96,3 +98,15 @@ class Head:
             for c, x in zip(some, inner, strict=True):
                 read[c] = x
         return codes, times(read, transposed(self.matrix))
+
+
+def codec(config: Config, calibration: Books) -> Codec:
+    """The codec as the engine sees it."""
+    own = only(config, DEFAULTS)
+    return lone(
+        config,
+        lambda layer, head, dim, given: Head(own, dim),
+        key_space="unrotated",
+        pins="massive",
+        pinned=config["sinks"],
+    )

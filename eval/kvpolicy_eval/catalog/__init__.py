@@ -1,0 +1,1 @@
+"""Lists of all methods in the code and the documentation, generated from the registry."""

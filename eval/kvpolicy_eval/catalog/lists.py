@@ -1,0 +1,133 @@
+"""Every list of methods in the code and in the documentation.
+
+The order is that of the registry. What a table says of a method stands in the front matter of its page, under the names
+of the columns; the source is that of the docstring unless the front matter names another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import kvpolicy
+from kvpolicy import registry
+from kvpolicy.cli.strategy_docs import read
+from kvpolicy.engine.state import tensors
+from kvpolicy.registry import Kind
+from kvpolicy_eval.catalog.places import Place
+from kvpolicy_eval.common.markdown import table
+
+_TABLES: dict[Kind, dict[str, str]] = {
+    "allocator": registry.ALLOCATORS,
+    "selector": registry.SELECTORS,
+    "codec": registry.CODECS,
+}
+COLUMNS: dict[Kind, list[str]] = {
+    "allocator": ["what it does", "input", "memory while prefilling", "source"],
+    "selector": [
+        "what it keeps",
+        "attention used in the prompt",
+        "attention used while decoding",
+        "statistics",
+        "source",
+    ],
+    "codec": ["what it does", "source"],
+}
+"""Columns of the tables of docs/methods/index.md after the name."""
+
+
+def places(root: Path) -> list[Place]:
+    """All generated places.
+
+    Args:
+        root: Folder of the source tree, whose pages of methods are read.
+    """
+    allocators = _classes("allocator") | dict.fromkeys(("load_profile", "save_profile"), "kvpolicy.allocators.profile")
+    found = [
+        Place(path="kvpolicy/__init__.py", name="imports", text=_imports(vars(kvpolicy)["_LAZY"], indent="    ")),
+        # Selectors are not re-exported by their package.
+        Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
+        Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(_classes("codec"))),
+    ]
+    for kind, names in _TABLES.items():
+        kinds = f"{kind}s"
+        entries = "".join(f"          - methods/{name}.md\n" for name in names)
+        found += [
+            Place(path="README.md", name=kinds, text=_in_code(names)),
+            Place(path="mkdocs.yml", name=kinds, text=entries),
+            Place(path="docs/methods/index.md", name=kinds, text=f"\n{index(root, kind)}\n"),
+            Place(path="docs/api/index.md", name=kinds, text=_in_code(_classes(kind))),
+            Place(path=f"docs/api/{kinds}.md", name=kinds, text=_api(_classes(kind))),
+        ]
+    return found
+
+
+def index(root: Path, kind: Kind) -> str:
+    """The table of all methods of a kind."""
+    rows = [[f"[`{name}`]({name}.md)", *_cells(root, name)] for name in _TABLES[kind]]
+    return table(["name", *COLUMNS[kind]], rows)
+
+
+def front_matter(page: Path) -> dict[str, str]:
+    """The front matter of a page of a method.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    found = re.match(r"---\n(.*?)^---\n", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{page} must begin with front matter, see the other pages of methods.")
+    return {key: str(value) for key, value in yaml.safe_load(found[1]).items()}
+
+
+def _cells(root: Path, name: str) -> Iterator[str]:
+    """What the table of a kind says of a method.
+
+    Raises:
+        ValueError: If the front matter lacks a column, or has a key that is none.
+    """
+    kind, strategy = registry.lookup(name)
+    page = root / "docs" / "methods" / f"{name}.md"
+    said = front_matter(page)
+    if unknown := said.keys() - {*COLUMNS[kind]}:
+        raise ValueError(f"The front matter of {page} has no column {min(unknown)!r}; it has {COLUMNS[kind]}.")
+    for column in COLUMNS[kind]:
+        if column in said:
+            yield said[column]
+        elif column == "source":
+            yield _source(strategy)
+        elif column == "statistics":
+            yield f"{sum(part.nbytes for part in tensors(strategy().alloc(1, 1, 1, 'cpu')))} bytes"
+        else:
+            raise ValueError(f"The front matter of {page} must have {column!r}.")
+
+
+def _source(strategy: type[Any]) -> str:
+    """The paper that a docstring cites, with a link."""
+    said = read(strategy)
+    if not said.arxiv:
+        return ""
+    return f"{said.source.partition(' (')[0]}, [arXiv:{said.arxiv}](https://arxiv.org/abs/{said.arxiv})"
+
+
+def _classes(kind: Kind) -> dict[str, str]:
+    """The module of each class of a kind, by the name of the class."""
+    return {target.partition(":")[2]: target.partition(":")[0] for target in _TABLES[kind].values()}
+
+
+def _imports(modules: dict[str, str], indent: str = "") -> str:
+    """Imports that re-export names, in the order of a sorter of imports."""
+    pairs = sorted((module, name) for name, module in modules.items())
+    return "".join(f"{indent}from {module} import {name} as {name}\n" for module, name in pairs)
+
+
+def _in_code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _api(names: Iterable[str]) -> str:
+    return "\n\n" + "".join(f"::: kvpolicy.{name}\n    options:\n      members: false\n\n" for name in names)

@@ -1,0 +1,72 @@
+"""What the slow versions of codecs share: a coder whose slots do not depend on each other, and the usual layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..coding import Codec, Coder, Config, Given, Pair
+
+Calibration = dict[str, Tensor]
+"""What was calibrated for one layer."""
+
+Layout = tuple[int, list[int]]
+Books = Callable[[int], Calibration]
+
+
+class Alone(Protocol):
+    """A coder whose slots do not depend on each other, once it is fitted."""
+
+    def fit(self, keys: list[Tensor], values: list[Tensor]) -> None: ...
+
+    def code(self, key: Tensor, value: Tensor) -> tuple[Any, Tensor, Tensor]: ...
+
+
+class Lone:
+    """Fits a coder anew whenever it has no live token; see `stages.Coder`."""
+
+    def __init__(self, make: Callable[[int, Given], Alone]) -> None:
+        """Start; `make` makes the coder, of a head dimension and of what is known when it is fitted."""
+        self.make = make
+        self.head: Alone | None = None
+
+    def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
+        """Code tokens wherever they go."""
+        if self.head is None or not any(live):
+            self.head = self.make(len(tokens[0][0]), given)
+            self.head.fit([key for key, _ in tokens], [value for _, value in tokens])
+        return [self.head.code(key, value)[1:] for key, value in tokens]
+
+
+def ordinary(tokens: int, block: int, group_size: int, residual: int, pinned: int = 0, frozen: int = 0) -> Layout:
+    """Some tokens exact, and one stage for all others; frozen slots hold no others."""
+    exact = pinned + frozen + residual + block
+    if tokens < exact:
+        return tokens, []
+    return exact, [math.ceil((tokens - residual - pinned) / group_size) * group_size]
+
+
+def only(config: Config, known: Config) -> Config:
+    """The parameters of a codec that its coder knows."""
+    return {key: config[key] for key in known if key in config}
+
+
+def lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinned: int = 0, **more: Any) -> Codec:
+    """A codec of one stage whose slots are alone; `make` takes layer, head, head dimension and what is given."""
+    block, residual = config["block_size"], config["residual_length"]
+    held = {"frozen" if more.get("pins") == "newest" else "pinned": pinned}
+
+    def coder(stage: int, layer: int, head: int) -> Coder:
+        return Lone(lambda dim, given: make(layer, head, dim, given))
+
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, block, 1, residual, **held),
+        coder=coder,
+        block=block,
+        residual=residual,
+        pinned=pinned,
+        **more,
+    )

@@ -1,0 +1,91 @@
+"""Which tokens are kept: the slow version of each selector stands in the file of its name.
+
+A file has `DEFAULTS`, the parameters that the selector has beside `decode`, and `priority`. A selector that looks at
+attention also has `scores_after_prefill` and `scores_after_decode`. Further functions that a file may have, with what
+they are where it has none: `smallest_budget` (1), `observation_window` (32), and `statistic`, what a refiner asks for
+(the attention of the queries in that window). `SMALL` is a spec with numbers that fit tiny models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..coding import Config
+from ..versions import version
+from ._common import column_sums as column_sums
+from ._common import evicted as evicted
+from ._common import margin as margin
+from ._common import mean_over as mean_over
+from ._common import pool as pool
+from ._common import top as top
+
+
+def complete(config: str | Config) -> Config:
+    """Fill in the defaults of a selector: `"h2o"` or `{"name": "h2o", "recent": 0.25}`."""
+    given = {"name": config} if isinstance(config, str) else dict(config)
+    known = version("selector", given["name"]).DEFAULTS
+    unknown = set(given) - set(known) - {"name"}
+    if unknown:
+        raise ValueError(f"{given['name']} has no {sorted(unknown)}; it has {sorted(known)}.")
+    full = {**known, **given}
+    if "base" in full:
+        full["base"] = complete(full["base"])
+    return full
+
+
+def _function(config: Config, name: str) -> Any:
+    """A function of a selector's file; None where it has no such function."""
+    return getattr(version("selector", config["name"]), name, None)
+
+
+def smallest_budget(config: Config) -> int:
+    """The fewest tokens that a selector (not a refiner) can work with."""
+    own = _function(config, "smallest_budget")
+    return own(config) if own else 1
+
+
+def observation_window(config: Config, budget: int) -> int:
+    """How many of the newest queries a score or a refiner's statistic sums over."""
+    own = _function(config, "observation_window")
+    return own(config, budget) if own else 32
+
+
+def priority(config: Config, position: int, score: complex, length: int, budget: int) -> float:
+    """What one token is worth when `length` tokens have been seen.
+
+    A score is a number; a probe's is two, the attention that a token got and from how many probes, as a complex one.
+    """
+    return version("selector", config["name"]).priority(config, position, score, length, budget)
+
+
+def scores_after_prefill(
+    config: Config, old: Sequence[complex], attention: list[Tensor], group: list[int], budget: int
+) -> Sequence[complex]:
+    """The scores of one KV head's tokens after a prefill or chunk.
+
+    Args:
+        config: A selector (not a refiner).
+        old: Score of each token on offer before, zero for the new ones.
+        attention: Matrix of every query head of the layer.
+        group: Which query heads read this KV head.
+        budget: Tokens the selector may keep.
+    """
+    own = _function(config, "scores_after_prefill")
+    return own(config, old, attention, group, budget) if own else old
+
+
+def scores_after_decode(
+    config: Config, old: Sequence[complex], attention: list[Tensor], group: list[int]
+) -> Sequence[complex]:
+    """The scores of one KV head's tokens after one generated token, itself included as the last."""
+    own = _function(config, "scores_after_decode")
+    return own(config, old, attention, group) if own else old
+
+
+def statistic(config: Config, matrix: Tensor, budget: int) -> list[float]:
+    """One query head's own score of each token, before any pooling, for a refiner."""
+    own = _function(config, "statistic")
+    return own(config, matrix) if own else column_sums(matrix, observation_window(config, budget))
