@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import matmul, products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
 
@@ -136,5 +136,6 @@ def mix_by_chunks(
     Returns:
         [B, H, G, D] fp32.
     """
-    sums = [weights[..., at] @ values(store, at).to(weights.dtype) for at in chunks(weights.shape[-1], group_size)]
+    ranges = chunks(weights.shape[-1], group_size)
+    sums = [matmul(weights[..., at], values(store, at).to(weights.dtype)) for at in ranges]
     return sum(sums[1:], sums[0]).float()
