@@ -227,8 +227,8 @@ class SizedCodec(Codec, Protocol):
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for a row of `tokens` tokens, or with the largest buffer for None.
 
-        Only `block` and `residual` may depend on `tokens`, and neither may decrease as it grows; `traits` has the largest
-        of both. `layout(tokens)` must agree with them.
+        Only `block` and `residual` may depend on `tokens`, and neither may decrease as it grows; `traits` has the
+        largest of both. `layout(tokens)` must agree with them.
         """
         ...
 
