@@ -26,6 +26,22 @@ SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
 Samples = dict[tuple[str, int], Any]
 
 
+OURS_ALONE = """
+from kvpolicy_lm_eval import startup
+
+def register(tasks):
+    startup.register_tasks(tasks)
+    from pathlib import Path
+    from lm_eval.tasks.manager import TaskIndex
+    build, others = TaskIndex.build, Path(tasks.__file__).parent
+    TaskIndex.build = staticmethod(lambda paths: build([path for path in paths if path != others]))
+
+startup._HOOKS["lm_eval.tasks"] = register
+startup.install()
+"""
+"""A start-up file that leaves lm-eval's own tasks out: each rank would read thousands of files, for seconds."""
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a module or script on two ranks, after the start-up file."""
@@ -124,6 +140,7 @@ def test_deepspeed(launch, alone, tmp_path: Path):
     from sqlitedict import SqliteDict
 
     pytest.importorskip("deepspeed")
+    (tmp_path / "sitecustomize.py").write_text(OURS_ALONE)
     output = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
     check_against(alone, tmp_path / "out", "deepspeed")
     assert output.count("|kvpolicy_hot") == 1  # one table is printed
