@@ -28,8 +28,11 @@ def test_all_dimensions(name: str, dim: int) -> None:
     twin.check()
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("name", CASES)
+KINDS = [*DATA]
+SOME_DATA = [(name, KINDS[(number + 2 * more) % len(KINDS)]) for number, name in enumerate(CASES) for more in range(3)]
+
+
+@product("name,kind", [*CASES], KINDS, sample=SOME_DATA)
 def test_all_data(name: str, kind: str) -> None:
     twin = Twin(CASES[name], 64)
     twin.write(tokens(64, kind, [0, 1, 2, 3, 4], [(1, 0, 0), (1, 0, 3), (1, 1, 4)]))

@@ -18,7 +18,7 @@ from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, with_profile, words
 from tests.engine.live import stored_bytes
-from tests.sampling import product, star
+from tests.sampling import pairwise, product, star
 
 PROMPT, NEW = 40, 9
 ROWS = {"one": [PROMPT], "padded": [PROMPT, 33, 20]}
@@ -63,9 +63,11 @@ def check(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, measur
 
 UNMEASURED = [name for name in ALLOCATORS if not lookup(name)[1]().layer_metric]
 """Allocators whose budgets do not depend on the prompt."""
+METHODS = (UNMEASURED, SELECTORS, CODECS, BUDGETS, [*ROWS])
+SAMPLE = pairwise(*METHODS, apart=[(1, 2), (1, 3)])  # a selector's bytes depend on neither the codec nor the budget
 
 
-@product("allocator,selector,codec,budget,rows", UNMEASURED, SELECTORS, CODECS, BUDGETS, [*ROWS])
+@product("allocator,selector,codec,budget,rows", *METHODS, sample=SAMPLE)
 def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: str) -> None:
     check("llama", words(allocator, selector, codec, budget=budget), ROWS[rows])
 

@@ -148,17 +148,15 @@ def test_other_conversations_need_no_other_graph() -> None:
     assert counter.frame_count == 1
 
 
-TURNS = [PROMPT, 1, 1, 5, 1]
-
-
+TURNS = [PROMPT, 1, 5, 1]
 PROMPTS = ["h2o@0.5", "squeeze+h2o+kivi:group_size=4:residual_length=4@0.5"]
 
 
 @pytest.mark.filterwarnings("ignore")
-@product("policy,padded", PROMPTS, [False, True], sample=[(PROMPTS[1], False)])
-def test_a_prompt_through_a_compiled_model(policy: str, padded: bool) -> None:
+@product("policy,padded,layers", PROMPTS, [False, True], [1, LAYERS], sample=[(PROMPTS[1], False, 1)])
+def test_a_prompt_through_a_compiled_model(policy: str, padded: bool, layers: int) -> None:
     """Prompts need the host, so that they break the graph; the result is the same, or one sentence says no."""
-    model = build("llama", layers=LAYERS)
+    model = build("llama", layers=layers)
     ids, mask = make_batch([PROMPT, 15] if padded else [PROMPT], TURNS)
     with kvpolicy.attach(model, policy):
         want = talk(model, ids, mask, TURNS, PolicyCache(model))

@@ -13,8 +13,8 @@ from tests.conformance.policies import CODECS, RANKED, SELECTORS, star_of, words
 from tests.sampling import product, star
 
 PROMPT = 30
-STEPS = [50, 200]
-"""Enough that every codec writes more than ten blocks; and so many that all slots were overwritten many times."""
+STEPS = [30, 200]
+"""Enough that every codec writes several blocks; and so many that all slots were overwritten many times."""
 GROWING = ["window:decode=grow", "h2o:decode=grow", "full"]
 SINKS = ["streaming:sinks=4", "kvcrush/streaming:sinks=4"]
 

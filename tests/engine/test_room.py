@@ -13,7 +13,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
-from tests.sampling import product
+from tests.sampling import product, star
 
 STEPS = 16
 POLICIES = [
@@ -42,7 +42,11 @@ def run(policy: str, rows: list[int], row: int | None, **known: Any) -> tuple[Po
     return cache, logits
 
 
-@product("policy,rows,new", POLICIES, [[14, 17], [9, 40], [30, 8]], [None, 1, 5])
+ROWS, ANNOUNCED = [[14, 17], [9, 40], [30, 8]], [None, 1, 5]
+STAR = star(POLICIES, ROWS, ANNOUNCED, centers=[("", ROWS[1], None), (POLICIES[1], [], 1), (POLICIES[3], ROWS[2], 0)])
+
+
+@product("policy,rows,new", POLICIES, ROWS, ANNOUNCED, sample=STAR)
 def test_rows_go_on_as_alone(policy: str, rows: list[int], new: int | None) -> None:
     """A row whose neighbour has reached its budget was never given room, and then lost its oldest tokens."""
     both, logits = run(policy, rows, None, new=new)

@@ -13,7 +13,7 @@ from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, star_of_three, words
 from tests.sampling import product
 
-LENGTHS = [26, 17, 11, 6]
+LENGTHS = [26, 15, 6]
 
 
 def check(policy: str, family: str, lengths: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,22 @@ POLICY = "squeeze+kvcrush@0.5"
 TASKS = ["kvpolicy_fewshot", "kvpolicy_hot", "kvpolicy_text"]
 SIZES: dict[str, Any] = {"chars": 300, "asks": 6, "fresh": 6, "shots": 4}
 Samples = dict[tuple[str, int], Any]
+
+
+OURS_ALONE = """
+from kvpolicy_lm_eval import startup
+
+def register(tasks):
+    startup.register_tasks(tasks)
+    from pathlib import Path
+    from lm_eval.tasks.manager import TaskIndex
+    build, others = TaskIndex.build, Path(tasks.__file__).parent
+    TaskIndex.build = staticmethod(lambda paths: build([path for path in paths if path != others]))
+
+startup._HOOKS["lm_eval.tasks"] = register
+startup.install()
+"""
+"""A start-up file that leaves lm-eval's own tasks out: each rank would read thousands of files, for seconds."""
 
 
 @pytest.fixture
@@ -123,6 +140,7 @@ def test_deepspeed(launch, alone, tmp_path: Path):
     from sqlitedict import SqliteDict
 
     pytest.importorskip("deepspeed")
+    (tmp_path / "sitecustomize.py").write_text(OURS_ALONE)
     output = ask(launch, "deepspeed", tmp_path / "out", "tp=2", "--use_cache", str(tmp_path / "answers"))
     check_against(alone, tmp_path / "out", "deepspeed")
     assert output.count("|kvpolicy_hot") == 1  # one table is printed
@@ -167,43 +185,50 @@ def script(folder: Path, body: str) -> str:
     return str(path)
 
 
-def test_a_failing_rank_ends_the_job_with_its_error(launch, tmp_path: Path):
-    body = """
-        def fail(*_args, **_kwargs):
-            raise MemoryError("the second rank has no room")
-        if rank == 1:
-            lm.model.lm_head.register_forward_pre_hook(fail)
-        ask()
-        print("answered")
-    """
-    done = launch("torchrun", script(tmp_path, body))
+SEEDED = """
+    import random, torch
+    import torch.distributed as dist
+    from kvpolicy_lm_eval import ranks
+
+    def seeded(seed):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        return KVPolicyLM(policy="snapkv@0.5", tp=2, backend="hf", max_length=256)
+
+    lm = seeded(rank)  # as `--seed None` leaves it
+    found = [None, None]
+    dist.all_gather_object(found, (ask(do_sample=True, temperature=3.0), random.random()))
+    assert found[0] == found[1], found
+    refused = False
+    try:
+        ask(f"rank {rank}")
+    except RuntimeError as error:
+        print(error, "-" if rank else "+", file=sys.stderr, flush=True)
+        refused = True
+"""
+FAILING = """
+    def fail(*_args, **_kwargs):
+        raise MemoryError("the second rank has no room")
+    dist.barrier()  # both ranks have said what they refuse
+    if rank == 1:
+        lm.model.lm_head.register_forward_pre_hook(fail)
+    ask()
+    print("answered")
+"""
+REFUSED = "All ranks must have the same generate_until requests, got different ones"
+
+
+def test_ranks_draw_alike_and_refuse_other_requests_and_end_together(launch, tmp_path: Path):
+    """All ranks sample with the seed of the first one; a request that differs or fails ends every rank, no deadlock."""
+    done = launch("torchrun", script(tmp_path, SEEDED + FAILING))
     assert done.returncode != 0 and "answered" not in done.stdout
+    assert all(re.search(f"{REFUSED}.*{re.escape(mark)}$", done.stderr, re.MULTILINE) for mark in "+-"), done.stderr
     assert "MemoryError: the second rank has no room" in done.stderr
 
 
-def test_ranks_draw_alike_and_refuse_other_requests(launch, tmp_path: Path):
-    """All ranks sample with the seed of the first rank; different requests end every rank, instead of a deadlock."""
-    body = """
-        import random, torch
-        import torch.distributed as dist
-        from kvpolicy_lm_eval import ranks
-
-        def seeded(seed):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            return KVPolicyLM(policy="snapkv@0.5", tp=2, backend="hf")
-
-        lm = seeded(rank)  # as `--seed None` leaves it
-        found = [None, None]
-        dist.all_gather_object(found, (ask(do_sample=True, temperature=3.0), random.random()))
-        assert found[0] == found[1], found
-        try:
-            ask(f"rank {rank}")
-        except RuntimeError as error:
-            print(error, "-" if rank else "+", file=sys.stderr)
-            sys.exit(7)
-    """
-    done = launch("torchrun", script(tmp_path, body))
-    assert done.returncode != 0
-    assert "exitcode  : 7" in done.stderr
-    assert "All ranks must have the same generate_until requests, got different ones" in done.stderr
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["if refused: sys.exit(7)", "raise MemoryError('no room')"])
+def test_the_exit_of_a_rank_ends_the_job(launch, tmp_path: Path, end: str):
+    done = launch("torchrun", script(tmp_path, SEEDED + f"    {end}\n"))
+    assert done.returncode != 0 and REFUSED in done.stderr
+    assert ("exitcode  : 7" if "exit" in end else "MemoryError: no room") in done.stderr

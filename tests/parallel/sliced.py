@@ -23,7 +23,7 @@ from kvpolicy.parallel.runtime import share
 from tests.conformance.access import Attend, attending, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
 
-PROMPT, STEPS, NEXT = 26, 9, 11
+PROMPT, STEPS, NEXT = 26, 6, 11
 
 
 class Heads(NamedTuple):

@@ -130,7 +130,7 @@ def test_a_refused_budget_spoils_nothing() -> None:
             answer(model)
 
 
-def in_threads(*jobs: Any, times: int = 4) -> list[list[Tensor]]:
+def in_threads(*jobs: Any, times: int = 2) -> list[list[Tensor]]:
     with ThreadPoolExecutor(len(jobs)) as pool:
         running = [pool.submit(lambda job=job: [job() for _ in range(times)]) for job in jobs]
         return [job.result() for job in running]
