@@ -61,7 +61,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    environment = os.environ | paths | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # some import for seconds
     return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
 
 

@@ -12,6 +12,7 @@ from kvpolicy.codecs.bfp import BFP
 from kvpolicy.protocols import Codec, ModelInfo, Stage
 from tests.codecs import stages
 from tests.codecs.stages import B, H, at, draw, empty, error, fill, flags, read
+from tests.sampling import product
 
 C, D = 12, 20
 MANTISSAS = [3, 4, 5, 6, 8]
@@ -185,7 +186,7 @@ def test_nothing_to_write() -> None:
 
 
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
-@pytest.mark.parametrize("exact_values", [True, False])
+@product("exact_values", [True, False], sample=[(False,)])
 def test_it_compiles_whole(exact_values: bool) -> None:
     codec = made(5, exact_values=exact_values, block_channels=8)
     stages.check_compiled(codec, C, D, "aot_eager", torch.testing.assert_close)

@@ -280,8 +280,11 @@ def test_nothing_to_write(tmp_path: Path) -> None:
     assert all(part.shape == (B, H, 0, D) for part in read(stage, store, 0))
 
 
+# tests/engine/test_compile.py compiles a whole step with this codec on every commit
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("aot_eager", marks=pytest.mark.full), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_it_compiles_whole(tmp_path: Path, backend: str) -> None:
     def compare(got: Tensor, want: Tensor) -> None:
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)

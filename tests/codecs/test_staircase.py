@@ -97,6 +97,7 @@ def test_it_refuses(parameters: dict[str, int]) -> None:
         Staircase(**parameters)
 
 
+@pytest.mark.full  # tests/engine/test_compile.py compiles a whole step with this codec on every commit
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole() -> None:
     codec = made()

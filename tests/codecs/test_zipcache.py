@@ -152,6 +152,7 @@ def test_nothing_to_write() -> None:
     assert stage.keys(store, slice(0, 0)).shape == (B, H, 0, D)
 
 
+@pytest.mark.full  # tests/engine/test_compile.py compiles a whole step with this codec on every commit
 @pytest.mark.filterwarnings("default")  # the compiler warns about itself
 def test_it_compiles_whole() -> None:
     stages.check_compiled(made(3), C, D, "aot_eager", torch.testing.assert_close)

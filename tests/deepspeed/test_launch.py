@@ -40,23 +40,29 @@ def _launch(launcher: str, *arguments: str) -> tuple[int, str]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-# tests/lm_eval/test_tensor_parallel.py starts ranks with `deepspeed`, which imports it twice more than `torchrun`.
-@product("launcher", ["torchrun", "deepspeed"], sample=[("torchrun",)])
+def _check_sampled(output: str) -> None:
+    """Both ranks sampled the same, from the same seed."""
+    sampled = re.findall(r"sampled (\[[\d, ]+\])", output)
+    assert len(sampled) == 2 and sampled[0] == sampled[1], output
+
+
+# On every commit, docs/examples/two_ranks.py and lm-eval's ranks start with both launchers, generate and exit.
+@product("launcher", ["torchrun", "deepspeed"], sample=[])
 def test_ranks_load_generate_and_exit(launcher: str, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    code, output = _launch(launcher, save("llama", tmp_path), "deepspeed")
+    code, output = _launch(launcher, save("llama", tmp_path), "deepspeed", "exit")
     assert code == 0, output
-    sampled = re.findall(r"sampled (\[[\d, ]+\])", output)
-    assert len(sampled) == 2 and sampled[0] == sampled[1], output  # sampled, from the same seed
+    _check_sampled(output)
     assert "AssertionError" not in output
 
 
 @product("launcher", ["torchrun", "deepspeed"], sample=[("torchrun",)])
-def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str) -> None:
+def test_a_rank_that_fails_ends_the_job_with_its_error(launcher: str, tmp_path: Path) -> None:
     if launcher == "deepspeed":
         pytest.importorskip("deepspeed")
-    code, output = _launch(launcher, "", "fail")
+    code, output = _launch(launcher, save("llama", tmp_path), "hf", "fail")
     assert code != 0, output
+    _check_sampled(output)
     assert "Rank 1 of 2 failed" in output and "RuntimeError: the second rank failed on purpose" in output, output
 
 

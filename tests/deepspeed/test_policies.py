@@ -205,6 +205,6 @@ def _compiled(rank: int, world: int, folder: str, backend: str, policy: str) -> 
     return int(counter.frame_count)
 
 
-@product("backend,policy", BACKENDS, [ASKING, SILENT], sample=[("deepspeed", ASKING), ("hf", SILENT)])
+@product("backend,policy", BACKENDS, [ASKING, SILENT], sample=[("deepspeed", ASKING)])
 def test_a_compiled_step_is_one_graph(backend: str, policy: str, tmp_path: Path) -> None:
     assert run_ranks(_compiled, 2, save("llama", tmp_path), backend, policy) == [1, 1]

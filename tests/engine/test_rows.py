@@ -42,7 +42,7 @@ def test_methods(allocator: str, selector: str, codec: str) -> None:
 
 @pytest.mark.parametrize("family", [*FAMILIES])
 def test_families(family: str) -> None:
-    check("squeeze+h2o+kivi:group_size=4:residual_length=4@0.5", family, LENGTHS)
+    check("squeeze+h2o+kivi:group_size=4:residual_length=4@0.5", family, LENGTHS[::2])
 
 
 @pytest.mark.parametrize("budget", ["0.25", "5"])
