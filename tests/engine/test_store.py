@@ -213,8 +213,8 @@ def test_without_room_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
-    """A prompt observes every token, and a step writes a state of zeros for the new one."""
-    selector = Ranking(score=lambda state, seen, view: (view.positions * 5 % 7).float())
+    """A prompt observes every token, coded ones too, and a step writes a state of zeros for the new one."""
+    selector = Ranking(score=lambda state, seen, view: -1.0 - view.positions * 5 % 7)  # new tokens outlive others
     store = LayerStore(0, selector, CODECS[name], "evict")  # pyright: ignore[reportArgumentType]
     observed = 0
     for seed, count in enumerate([9, 1, 1, 1, 4, 1, 1, 1, 1, 5]):
@@ -234,7 +234,7 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
         worth, number = (part.where(there, 0) for part in store.state)
         old = there & (store.positions < observed)
         assert torch.equal(number, store.positions.long().where(old, 0))
-        assert torch.equal(worth, (store.positions * 5 % 7).float().where(old, 0.0))
+        assert torch.equal(worth, (-1.0 - store.positions * 5 % 7).where(old, 0.0))
 
 
 def test_counting_a_step_demotes_a_full_buffer() -> None:
