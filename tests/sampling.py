@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from random import Random
 from typing import Any, NamedTuple
 
@@ -30,13 +30,17 @@ def anything(row: Row) -> bool:
     return True
 
 
-def pairwise(*axes: Sequence[Any], seed: int = SEED, allowed: Allowed = anything) -> list[Row]:
+def pairwise(
+    *axes: Sequence[Any], seed: int = SEED, allowed: Allowed = anything, apart: Collection[tuple[int, int]] = ()
+) -> list[Row]:
     """Rows in which every value of an axis meets every value of every other axis, in random but fixed order.
 
     Args:
         axes: The values of each axis.
         seed: Decides between values that are equally good; the rows depend on it and the axes alone.
         allowed: Which rows may be used. Pairs that stand in no such row are left out.
+        apart: Pairs of axes, the earlier one first, whose values do not have to meet: where two long axes do not
+            interact, their product would decide how many rows there are.
 
     Raises:
         ValueError: An axis has no values, or has a value twice.
@@ -46,7 +50,7 @@ def pairwise(*axes: Sequence[Any], seed: int = SEED, allowed: Allowed = anything
             raise ValueError(f"an axis must have values, each of them once, got {list(axis)}")
     if len(axes) == 1:
         return [(value,) for value in axes[0] if allowed((value,))]
-    return [*_Search(axes, Random(seed), allowed)]
+    return [*_Search(axes, Random(seed), allowed, apart)]
 
 
 def star(*axes: Sequence[Any], centers: Sequence[Row]) -> list[Row]:
@@ -72,13 +76,17 @@ class _Search:
     each row makes at least one pair.
     """
 
-    def __init__(self, axes: Sequence[Sequence[Any]], dice: Random, allowed: Allowed) -> None:
+    def __init__(
+        self, axes: Sequence[Sequence[Any]], dice: Random, allowed: Allowed, apart: Collection[tuple[int, int]]
+    ) -> None:
         self._axes, self._allowed = axes, allowed
         self._luck = {(axis, place): dice.random() for axis, values in enumerate(axes) for place in range(len(values))}
         self._longest = sorted(range(len(axes)), key=lambda axis: (-len(axes[axis]), self._luck[axis, 0]))
         self._missing: set[Pair] = set()
         self._left = Counter[tuple[int, int]]()
         for (i, first), (j, second) in itertools.combinations(enumerate(axes), 2):
+            if (i, j) in apart:
+                continue
             self._missing |= {(i, a, j, b) for a in range(len(first)) for b in range(len(second))}
             self._left.update({(i, a): len(second) for a in range(len(first))})
             self._left.update({(j, b): len(first) for b in range(len(second))})

@@ -96,13 +96,16 @@ def arguments(thing: Any) -> set[str]:
         return set()
 
 
+ERRORS = ("ValueError", "TypeError", "KVPolicyError", "KVPolicyTypeError", "KVPolicyStateError")
+
+
 def raises(thing: Any) -> bool:
     """Whether a function itself tells a user what is wrong; classes check their fields, whose ranges `Args` has."""
     if not inspect.isfunction(thing):
         return False
     tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
     calls = (node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise))
-    return any(isinstance(call, ast.Call) and ast.unparse(call.func) in ("ValueError", "TypeError") for call in calls)
+    return any(isinstance(call, ast.Call) and ast.unparse(call.func) in ERRORS for call in calls)
 
 
 def test_methods_name_their_source() -> None:

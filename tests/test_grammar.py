@@ -155,8 +155,8 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("kivi:bits=3", "option kivi:bits must be 2 or 4 or 8, got '3'"),
         ("kivi:group_size=1.5", "kivi:group_size must be an integer, got '1.5'"),
         ("kivi:group_size=0", r"KIVI\.group_size must be at least 1, got 0; try 32"),
-        ("squeeze:share=much", "squeeze:share must be a number, got 'much'"),
-        ("squeeze:share=nan", "must be a number, got 'nan'"),
+        ("squeeze:keep_share=much", "squeeze:keep_share must be a number, got 'much'"),
+        ("squeeze:keep_share=nan", "must be a number, got 'nan'"),
         ("squeeze:profile=a,b", "squeeze:profile must be a string of .*, got 'a,b'"),
         ("csr:frame=both", "csr:key_space must be unrotated or rotated, got 'both'"),
         ("every:on=1", "every:on must be true or false, got '1'"),
@@ -241,7 +241,7 @@ paths = st.none() | st.text(st.characters(exclude_categories=["Cs"]), min_size=1
 allocators = st.one_of(
     st.just(Uniform()),
     st.builds(Pyramid, beta=st.floats(1, 1e30)),
-    st.builds(SqueezeAttention, share=shares, groups=st.integers(2, 9), profile=paths),
+    st.builds(SqueezeAttention, keep_share=shares, groups=st.integers(2, 9), profile=paths),
 )
 every = st.builds(
     Every,

@@ -154,7 +154,7 @@ def test_what_is_no_policy(given: Any, message: str) -> None:
         lambda: StreamingLLM(sinks=True),
         lambda: H2O(recent="0.5"),  # pyright: ignore[reportArgumentType]
         lambda: KIVI(group_size=32.0),  # pyright: ignore[reportArgumentType]
-        lambda: SqueezeAttention(share=None),  # pyright: ignore[reportArgumentType]
+        lambda: SqueezeAttention(keep_share=None),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_parameters_of_another_type(make: Callable[[], object]) -> None:
@@ -179,9 +179,9 @@ def test_a_split_that_is_no_share(split: float) -> None:
 
 
 def test_policy_is_a_value() -> None:
-    policy = Policy(allocator=SqueezeAttention(share=0.3), codec=KIVI(bits=4))
+    policy = Policy(allocator=SqueezeAttention(keep_share=0.3), codec=KIVI(bits=4))
     assert {policy: 1}[Policy.parse(str(policy))] == 1
-    assert dataclasses.replace(policy, codec=Plain()) == Policy(allocator=SqueezeAttention(share=0.3))
+    assert dataclasses.replace(policy, codec=Plain()) == Policy(allocator=SqueezeAttention(keep_share=0.3))
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.budget = 0.5  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -192,12 +192,12 @@ def test_policy_of_a_selector_without_a_name_still_prints() -> None:
 
 def test_design_example() -> None:
     policy = Policy(
-        allocator=SqueezeAttention(share=0.4),
+        allocator=SqueezeAttention(keep_share=0.4),
         selector=KVCrush(base=SnapKV(window=32), split=0.25),
         codec=KIVI(bits=4),
         budget=0.2,
     )
-    text = "squeeze:share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2"
+    text = "squeeze:keep_share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2"
     assert Policy.parse(text) == policy
     assert str(policy) == "squeeze+kvcrush+kivi:bits=4@0.2"
     assert Policy.parse(str(policy)) == policy

@@ -46,6 +46,15 @@ def test_rows_that_are_not_allowed_are_left_out_and_no_pair_that_is(seed: int) -
     assert pairs_of(rows) == pairs_of([row for row in itertools.product(*axes) if row not in wrong])
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_axes_that_are_apart_need_not_meet_and_all_others_do(seed: int) -> None:
+    axes = [range(100 * axis, 100 * axis + size) for axis, size in enumerate([3, 11, 12, 2])]
+    rows = pairwise(*axes, seed=seed, apart=[(1, 2)])
+    wanted = {pair for pair in pairs_of([*itertools.product(*axes)]) if (pair[0], pair[2]) != (1, 2)}
+    assert wanted <= pairs_of(rows)
+    assert len(rows) < 60, "the product of the two axes has 132 rows"
+
+
 def test_one_axis_is_taken_whole() -> None:
     assert pairwise(SIZES) == [(1,), (2,), (3,), (4,)]
     assert pairwise(SIZES, allowed=lambda row: row != (3,)) == [(1,), (2,), (4,)]

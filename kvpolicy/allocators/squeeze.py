@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ class SqueezeAttention:
 
     The metric of a layer is the cosine between the residual stream before and after its attention, averaged over the
     prompt. Layers are clustered into `groups` by this metric. The layers of the group with the highest cosine keep the
-    fraction `share` of the average budget, and the others divide the rest equally. The total does not change.
+    fraction `keep_share` of the average budget, and the others divide the rest equally. The total does not change.
 
     Args:
-        share: The fraction of the average budget that the layers with the highest cosine keep, in (0, 1].
+        keep_share: The fraction of the average budget that the layers with the highest cosine keep, in (0, 1].
         groups: The number of groups, at least 2.
         profile: A file of stored cosines (see `save_profile`). With it nothing is measured, and each layer is
             compressed as soon as it has run; without it, all layers of the prompt run first.
@@ -38,23 +38,25 @@ class SqueezeAttention:
         >>> SqueezeAttention().budgets(cosine, torch.tensor([500]), 1, torch.tensor([1000]), 5).tolist()
         [[190, 190, 40, 40, 40]]
 
-    Source: SqueezeAttention (arXiv:2404.04793), Algorithm 1. Differences from the paper and its code: `share` is the
-    fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite). The k-means is exact and has no
-    seed. The cosine and its mean are fp32, over the tokens of the row without padding, and every row has its own
+    Source: SqueezeAttention (arXiv:2404.04793), Algorithm 1. Differences from the paper and its code: `keep_share` is
+    the fraction that is kept, as in Algorithm 1 (the paper's discussion says the opposite). The k-means is exact and
+    has no seed. The cosine and its mean are fp32, over the tokens of the row without padding, and every row has its own
     budgets. What a layer cannot use goes to the other layers in proportion. Rounding preserves the total. With fewer
     than three layers, or fewer distinct cosines than groups, all layers get the same budget.
     """
 
-    share: float = 0.4
+    ALIASES: ClassVar[dict[str, str]] = {"share": "keep_share"}
+
+    keep_share: float = 0.4
     groups: int = 3
     profile: str | None = None
 
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_fields(self)
-        if not 0 < self.share <= 1:
+        if not 0 < self.keep_share <= 1:
             raise KVPolicyError(
-                f"SqueezeAttention.share must be greater than 0 and at most 1, got {self.share}; try 0.4."
+                f"SqueezeAttention.keep_share must be greater than 0 and at most 1, got {self.keep_share}; try 0.4."
             )
         check_min(self, groups=2)
 
@@ -77,7 +79,7 @@ class SqueezeAttention:
             is_squeezed = torch.stack([self._squeezed(row) for row in metrics.float().cpu()])
         is_squeezed = is_squeezed.to(total.device)
         average = total.double()[:, None] / layers
-        kept = torch.where(is_squeezed.any(-1, keepdim=True), self.share * average, average)
+        kept = torch.where(is_squeezed.any(-1, keepdim=True), self.keep_share * average, average)
         count = is_squeezed.sum(-1, keepdim=True)
         rest = (total[:, None] - count * kept) / (layers - count)
         return waterfill(torch.where(is_squeezed, kept, rest), total, floor, ceiling)

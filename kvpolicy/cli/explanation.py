@@ -13,7 +13,7 @@ from kvpolicy.cli.formatting import counted, ranges, size
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Traits, View
+from kvpolicy.protocols import Needs, Traits, View, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
 
 EXAMPLE_COSINES = (0.5, 0.95)
@@ -102,7 +102,7 @@ def of_allocator(case: Case) -> list[str]:
         length,
         length + case.new,
         [case.model.shape] * layers,
-        sum(case.planned.left_alone.values()),
+        sum(case.planned.unmanaged.values()),
     )
     text = _per_layer(budgets.keep[0].clamp_max(case.prompt + case.new).tolist(), case)
     if not measures:
@@ -216,7 +216,7 @@ def of_codec(case: Case) -> list[str]:
         f"Here: {stages}; in the dtype of the model, a number takes {bits} bits.",
         f"A layer of {_tokens(case.tokens)} has a full-precision buffer of {counted(layout.exact, 'slot')}, and "
         f"{encoded} encoded slots.",
-        *_demotion(codec.traits),
+        *_demotion(traits_for(codec, case.tokens)),
     ]
     if case.planned.resident_nbytes:
         sentences.append(

@@ -57,7 +57,7 @@ class Inspection:
         note: Notes of the plan: where the policy differs from what its spec suggests.
         measured: When the importance of the layers was measured; an empty string if it was not.
         layers: The layers under the policy.
-        left_alone: The window of each unmanaged layer, by its index.
+        unmanaged: The window of each unmanaged layer, by its index.
         spans: The text, by tokens.
         cache: The cache, for plots.
     """
@@ -71,7 +71,7 @@ class Inspection:
     note: str
     measured: str
     layers: tuple[Layer, ...]
-    left_alone: dict[int, int]
+    unmanaged: dict[int, int]
     spans: tuple[Span, ...]
     cache: PolicyCache
 
@@ -106,7 +106,7 @@ class Inspection:
             for span in self.spans
         ]
         return {name: getattr(self, name) for name in whole} | {
-            "left_alone": self.left_alone,
+            "unmanaged": self.unmanaged,
             "layers": layers,
             "tokens": tokens,
         }
@@ -152,7 +152,7 @@ def inspect_prompt(
         note="" if cache.plan is None else cache.plan.note,
         measured=measured,
         layers=_layers(cache, cosines),
-        left_alone=dict(cache.attachment.model_shape.left_alone),
+        unmanaged=dict(cache.attachment.model_shape.unmanaged),
         spans=tuple(text),
         cache=cache,
     )

@@ -104,7 +104,7 @@ def _layers(inspection: Inspection) -> str:
         f"<td>{layer.budget:,}</td><td>{layer.mean:,.0f}</td><td>{size(layer.nbytes)}</td></tr>"
         for layer in inspection.layers
     ]
-    for index, window in inspection.left_alone.items():
+    for index, window in inspection.unmanaged.items():
         rows.append(f'<tr><th>{index}</th><td colspan="4">unmanaged: sliding window of {window:,} tokens</td></tr>')
     return "".join(rows)
 
@@ -124,7 +124,7 @@ def _figures(inspection: Inspection) -> str:
     }
     if inspection.measured:
         # Layers without a measurement leave a gap, unmanaged ones included.
-        cosines = [math.nan] * (len(inspection.layers) + len(inspection.left_alone))
+        cosines = [math.nan] * (len(inspection.layers) + len(inspection.unmanaged))
         for layer in inspection.layers:
             cosines[layer.index] = math.nan if layer.cosine is None else layer.cosine
         title = "Cosine similarity of the hidden states before and after attention"

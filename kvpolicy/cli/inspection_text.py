@@ -70,7 +70,7 @@ def layer_lines(inspection: Inspection, ascii_only: bool = False) -> list[str]:
         cosine = "-" if layer.cosine is None else f"{layer.cosine:.3f}"
         start = f"{layer.index:>5}  {cosine:>6}  {layer.budget:>7,}  {layer.mean:>7,.0f}  "
         lines.append((start + _bar(layer, mean, longest, columns, ascii_only)).rstrip())
-    for index, window in inspection.left_alone.items():
+    for index, window in inspection.unmanaged.items():
         lines.append(f"{index:>5}  unmanaged: sliding window of {window:,} tokens")
     return [*lines, paragraph(_about_cosine(inspection))]
 

@@ -24,7 +24,7 @@ def layer_facts(planned: Any) -> list[dict[str, Any]]:
         for layer in planned.layers
     ]
     unmanaged = [
-        {"layer": index, "left_alone": True, "bytes": {"total": nbytes}} for index, nbytes in planned.left_alone.items()
+        {"layer": index, "unmanaged": True, "bytes": {"total": nbytes}} for index, nbytes in planned.unmanaged.items()
     ]
     return sorted([*managed, *unmanaged], key=lambda layer: layer["layer"])
 

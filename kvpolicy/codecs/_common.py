@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
 
 CHUNK_SLOTS = 1024
@@ -47,21 +48,20 @@ def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None
     """Write tokens into slots, in place; tokens outside `write_mask` are not written.
 
     Args:
-        target: The tensor to write to, [B, H, C, ...].
+        target: The tensor to write to, [B, H, C, ...], contiguous.
         data: The tokens, [B, H, n, ...], in the dtype of `target`.
         slots: The slot of each token, [B, H, n] int64.
         write_mask: Which tokens are written, [B, H, n] bool.
     """
     if not data.shape[2]:
         return
-    # A scatter cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
+    # A write cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
     # of the first token of its head that is written. In a head without any, all tokens write back what they read.
     first = write_mask.int().argmax(-1, keepdim=True)
     token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
-    data = take(data, token)
-    index = _widen(slots.gather(-1, token), data)
-    is_written = _widen(write_mask.any(-1, keepdim=True).expand_as(token), data)
-    target.scatter_(2, index, torch.where(is_written, data, target.gather(2, index)))
+    slots = slots.gather(-1, token)
+    is_written = write_mask.any(-1).reshape(*slots.shape[:2], *[1] * (data.dim() - 2))
+    write_slots(target, slots, torch.where(is_written, take(data, token), take(target, slots)))
 
 
 def take(t: Tensor, at: At) -> Tensor:
@@ -136,9 +136,6 @@ def mix_by_chunks(
     Returns:
         [B, H, G, D] fp32.
     """
-    sums = [weights[..., at] @ values(store, at).to(weights.dtype) for at in chunks(weights.shape[-1], group_size)]
+    ranges = chunks(weights.shape[-1], group_size)
+    sums = [matmul(weights[..., at], values(store, at).to(weights.dtype)) for at in ranges]
     return sum(sums[1:], sums[0]).float()
-
-
-def _widen(index: Tensor, like: Tensor) -> Tensor:
-    return index.reshape(*index.shape, *[1] * (like.dim() - 3)).expand(*index.shape, *like.shape[3:])

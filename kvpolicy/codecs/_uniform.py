@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import is_empty_head
-from kvpolicy.codecs.packing import pack, round_to_half, unpack
+from kvpolicy.codecs.packing import pack, round_to_half, unpack_float
 
 FP16 = torch.finfo(torch.float16).max
 """The largest number of fp16."""
@@ -73,8 +73,8 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
     Returns:
         [..., width] fp32.
     """
-    grouped = unpack(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
-    return (grouped * scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
+    grouped = unpack_float(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
+    return grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16
-from kvpolicy.codecs.packing import pack, packed_width, unpack
+from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -193,7 +193,7 @@ class BFP:
         return pack(code.to(torch.uint8).flatten(-2)[..., : x.shape[-1]], self.mantissa), biased.to(torch.uint8)
 
     def _decode(self, mantissas: Tensor, exponents: Tensor, at: At, head_dim: int) -> Tensor:
-        code = unpack(take(mantissas, at), self.mantissa, head_dim).float() - 2 ** (self.mantissa - 1)
+        code = unpack_float(take(mantissas, at), self.mantissa, head_dim) - 2 ** (self.mantissa - 1)
         return (self._blocks(code) * self._step(take(exponents, at).int())[..., None]).flatten(-2)[..., :head_dim]
 
     def _blocks(self, x: Tensor) -> Tensor:

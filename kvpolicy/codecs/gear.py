@@ -14,7 +14,7 @@ from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_b
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, largest_divisor, quantize, scale_and_zero
-from kvpolicy.codecs.packing import pack, packed_width, unpack
+from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
@@ -204,7 +204,7 @@ class GEAR:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: GEARCodes = store.codes
         block = to_groups(at, self.group_size)
-        code = self._by_block(unpack(take(codes.keys, at), self.bits, codes.key_scale.shape[-1]), at)
+        code = self._by_block(unpack_float(take(codes.keys, at), self.bits, codes.key_scale.shape[-1]), at)
         scale, zero = (take(t, block).float()[:, :, :, None] for t in (codes.key_scale, codes.key_zero))
         x = self._add_error(code * scale + zero, codes.key_left, codes.key_right, at)
         # One outlier of each channel and block at a time: compare its position with those of the tokens. A scatter

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
-from kvpolicy.codecs.packing import pack, unpack
+from kvpolicy.codecs.packing import pack, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -140,15 +140,15 @@ class KIVI:
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: KIVICodes = store.codes
-        code = unpack(take(codes.keys, at), self.bits)
+        code = unpack_float(take(codes.keys, at), self.bits)
         group = to_groups(at, self.group_size)
         scale = take(codes.key_scale, group).float()
         zero = take(codes.key_zero, group).float()
         if isinstance(at, slice):
             # The scales of a range are broadcast over the tokens of a group instead of being copied to each of them.
             grouped = code.unflatten(2, (-1, self.group_size))
-            return (grouped * scale[:, :, :, None]).add_(zero[:, :, :, None]).flatten(2, 3)
-        return (code * scale).add_(zero)
+            return grouped.mul_(scale[:, :, :, None]).add_(zero[:, :, :, None]).flatten(2, 3)
+        return code.mul_(scale).add_(zero)
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""

@@ -75,6 +75,17 @@ def unpack(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     return codes
 
 
+def unpack_float(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
+    """`unpack` for codes that are multiplied next: [..., width] fp32, in which all codes are exact.
+
+    >>> unpack_float(torch.tensor([49, 66], dtype=torch.uint8), 4).tolist()
+    [1.0, 2.0, 3.0, 4.0]
+    """
+    if not _in_compiled_cpu_code(packed) or len(_parts(bits)) > 1 or bits == 8:
+        return unpack(packed, bits, width).float()
+    return torch.cat([part.float() for part in _split_bytes(packed.int(), bits)], -1)[..., :width]
+
+
 def _parts(bits: int) -> list[int]:
     """Widths that divide 8 and sum to `bits`, the largest first."""
     assert 1 <= bits <= 16, "codes have 1 to 16 bits"
@@ -96,11 +107,27 @@ def _pack_part(codes: Tensor, bits: int) -> Tensor:
 def _unpack_part(packed: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return packed
+    if _in_compiled_cpu_code(packed):
+        return torch.cat(_split_bytes(packed.int(), bits), -1).to(torch.uint8)
+    return torch.cat(_split_bytes(packed, bits), -1)
+
+
+def _split_bytes(packed: Tensor, bits: int) -> list[Tensor]:
+    """The codes at each place of a byte, the lowest first, each [..., bytes]."""
     mask = 2**bits - 1
     last = 8 - bits
     # The lowest codes need no shift and the highest ones no mask, which saves two operations.
     middle = [(packed >> shift) & mask for shift in range(bits, last, bits)]
-    return torch.cat([packed & mask, *middle, packed >> last], -1)
+    return [packed & mask, *middle, packed >> last]
+
+
+def _in_compiled_cpu_code(packed: Tensor) -> bool:
+    """Whether bytes are best widened before they are split and joined.
+
+    On a CPU, inductor (torch 2.13) joins bytes outside its kernels, in an order of dimensions in which neighboring
+    channels are far apart, so that no later kernel can read vectors of them. It also converts bytes slowly.
+    """
+    return torch.compiler.is_compiling() and packed.device.type == "cpu"
 
 
 def round_to_half(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
@@ -194,8 +194,8 @@ class RotateKV:
 
     def _read(self, parts: tuple[Tensor, Tensor, Tensor], at: At, width: int) -> Tensor:
         code, scale, zero = (take(part, at) for part in parts)
-        steps = unpack(code, self.bits, width).unflatten(-1, (scale.shape[-1], -1)).float() - zero[..., None].float()
-        return (steps * scale.float()[..., None]).flatten(-2)
+        grouped = unpack_float(code, self.bits, width).unflatten(-1, (scale.shape[-1], -1))
+        return grouped.sub_(zero[..., None].float()).mul_(scale.float()[..., None]).flatten(-2)
 
     def _put(self, parts: tuple[Tensor, Tensor, Tensor], mixed: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         """Quantize groups and write them; 2-bit codes clip the outer fifth of the range on either side."""

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.codec_view import CodecView
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import matmul, products
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
@@ -272,7 +272,7 @@ def attend_slots(
         score = torch.cat([score, *map(transform.finish, coded.score(grouped))], -1)
     weights = transform.weights(score.masked_fill(~occupied[:, :, None], -torch.inf))
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
-    mixed = first @ values
+    mixed = matmul(first, values)
     if coded is not None:
         mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
     return mixed.flatten(1, 2).unsqueeze(2), weights

@@ -37,7 +37,7 @@ from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr as notebook
-from kvpolicy.reporting.logging import check_caching, tell_attached, tell_behind, tell_detached, tell_settled
+from kvpolicy.reporting.logging import check_caching, log_attached, log_compressed, log_detached, warn_beyond_trained
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -77,7 +77,7 @@ class Handle:
             self.detach()
             raise
         attachments[model] = self._attachment
-        tell_attached(model, policy, shape)
+        log_attached(model, policy, shape)
 
     @property
     def plan(self) -> CachePlan | None:
@@ -102,7 +102,7 @@ class Handle:
             self._attachment.active = False
             if attachments.get(self._model) is self._attachment:
                 del attachments[self._model]
-                tell_detached(self._model, self.policy)
+                log_detached(self._model, self.policy)
 
     def __enter__(self) -> Handle:
         """Nothing more to do: attaching is done."""
@@ -194,7 +194,7 @@ class Handle:
                 and exceeds(cache, limit, tokens.shape[1], kwargs)
                 and self._attachment.first_warning()
             ):
-                tell_behind(self._model, limit)
+                warn_beyond_trained(self._model, limit)
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan
@@ -212,7 +212,7 @@ class Handle:
             self._thread.cache = None
             running.finish()
             if running.plan is not self._thread.plan:
-                tell_settled(running)
+                log_compressed(running)
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:

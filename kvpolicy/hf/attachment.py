@@ -49,7 +49,7 @@ class Attachment:
         self.ropes = ropes
         self.rotary = rotary
         self.trained_positions = trained_positions
-        self.layers: int = len(model_shape.evictable) + len(model_shape.left_alone)
+        self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing
         self._ranks: dict[int, Ranks] = {}

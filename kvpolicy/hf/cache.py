@@ -19,13 +19,13 @@ from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.planning.memory import planned_resident, resident_bytes
-from kvpolicy.planning.notes import remarks
+from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.planner import Tokens, divide, plan_layers
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, LayerShape
 from kvpolicy.reporting import rich_repr
-from kvpolicy.reporting.logging import tell_extended
+from kvpolicy.reporting.logging import log_extended
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 from kvpolicy.spec.validation import MAX_SIZE, at_least, expected, longest
@@ -92,8 +92,8 @@ class PolicyCache(Cache):
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
-        if index in shape.left_alone:
-            return DynamicSlidingWindowLayer(sliding_window=shape.left_alone[index])
+        if index in shape.unmanaged:
+            return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
         unrotated = policy.codec.traits.key_space == "unrotated"
         rope = self.attachment.ropes.get(index) if unrotated else None
@@ -127,7 +127,7 @@ class PolicyCache(Cache):
     @property
     def nbytes(self) -> int:
         """Every byte held, on this rank."""
-        return sum(sum(layer.held().values()) for layer in self.policy_layers) + sum(self.alone_bytes().values())
+        return sum(sum(layer.held().values()) for layer in self.policy_layers) + sum(self.unmanaged_bytes().values())
 
     @property
     def full_nbytes(self) -> int:
@@ -137,7 +137,7 @@ class PolicyCache(Cache):
             if layer.is_initialized:
                 _, heads, _, dim = layer.keys.shape
                 own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
-        return own + sum(self.alone_bytes().values())
+        return own + sum(self.unmanaged_bytes().values())
 
     @property
     def resident_nbytes(self) -> int:
@@ -149,7 +149,7 @@ class PolicyCache(Cache):
         """Per layer: budget, tokens kept and bytes by kind, compared with the full cache."""
         return make_report(self)
 
-    def alone_bytes(self) -> dict[int, int]:
+    def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy does not manage, by layer."""
         stock: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(self.layers) if not isinstance(x, PolicyLayer)]
         return {i: sum(t.untyped_storage().nbytes() for t in (x.keys, x.values)) for i, x in stock if x.is_initialized}
@@ -173,11 +173,11 @@ class PolicyCache(Cache):
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.grows:
                 added = layer.store.reserve(new)
-                tell_extended(layer.layer_idx, added, layer.store.capacity)
+                log_extended(layer.layer_idx, added, layer.store.capacity)
 
     def _ensure_capacity(self, layer: PolicyLayer) -> None:
         added = layer.store.ensure_capacity()
-        tell_extended(layer.layer_idx, added, layer.store.capacity)
+        log_extended(layer.layer_idx, added, layer.store.capacity)
 
     # a forward
 
@@ -289,7 +289,7 @@ class PolicyCache(Cache):
         """A layer's share of the divided budget."""
         number = self.policy_layers.index(layer)
         assert self._tokens is not None, "the first layer divides the budget"
-        return RowBudget(self._tokens.keep[:, number], self._tokens.room, self._tokens.ends[:, number])
+        return RowBudget(self._tokens.keep[:, number], self._tokens.extra, self._tokens.expected_len[:, number])
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
@@ -352,7 +352,7 @@ class PolicyCache(Cache):
             self._end = (length + self.new).tolist()
         end = None if self._end is None else torch.tensor(self._end)
         columns = first.get_seq_length() + int((length - own).max())
-        bytes_at = self.attachment.model_shape.alone_bytes
+        bytes_at = self.attachment.model_shape.unmanaged_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
         most = bytes_at(batch, columns + (MAX_SIZE if self.new is None else self.new))  # full windows, eventually
         self._tokens = divide(self.policy, metrics, length, end, [fullest] * count, sum(most.values()))
@@ -369,9 +369,9 @@ class PolicyCache(Cache):
             batch=batch,
             layers=layers,
             measured=True,
-            left_alone=alone,
+            unmanaged=alone,
             full_nbytes=seen * shape.token_nbytes * count + sum(alone.values()),
-            note=remarks(self.policy, layers, self._tokens.keep, length),
+            note=plan_notes(self.policy, layers, self._tokens.keep, length),
             resident_nbytes=planned_resident(self.policy, tuple(indices), store.ranks.held),
         )
 

@@ -21,15 +21,15 @@ class ModelShape:
         shape: Shape of the keys of a layer on one rank.
         heads: KV heads of a layer on all ranks.
         evictable: Layers that a policy manages.
-        left_alone: Unmanaged layers, which bound their own cache, and their sliding windows.
-        alone_shapes: Shapes of the keys of each unmanaged layer.
+        unmanaged: Unmanaged layers, which bound their own cache, and their sliding windows.
+        unmanaged_shapes: Shapes of the keys of each unmanaged layer.
     """
 
     shape: LayerShape
     heads: int
     evictable: list[int]
-    left_alone: dict[int, int]
-    alone_shapes: dict[int, LayerShape]
+    unmanaged: dict[int, int]
+    unmanaged_shapes: dict[int, LayerShape]
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model.
@@ -43,10 +43,10 @@ class ModelShape:
         """Bytes of the keys and values of one token in one layer."""
         return self.shape.token_nbytes
 
-    def alone_bytes(self, batch: int, columns: int) -> dict[int, int]:
+    def unmanaged_bytes(self, batch: int, columns: int) -> dict[int, int]:
         """Bytes of each unmanaged layer after `columns` tokens; transformers keeps one less than the window."""
-        tokens = {index: batch * min(columns, window - 1) for index, window in self.left_alone.items()}
-        return {index: count * self.alone_shapes[index].token_nbytes for index, count in tokens.items()}
+        tokens = {index: batch * min(columns, window - 1) for index, window in self.unmanaged.items()}
+        return {index: count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items()}
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
@@ -109,8 +109,8 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         shape=shapes[evictable[0]],
         heads=sizes[evictable[0]][0],
         evictable=evictable,
-        left_alone=windows,
-        alone_shapes={index: shapes[index] for index in windows},
+        unmanaged=windows,
+        unmanaged_shapes={index: shapes[index] for index in windows},
     )
 
 

@@ -11,7 +11,7 @@ from kvpolicy.hf.model_spec import check_class, describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.memory import planned_resident
-from kvpolicy.planning.notes import beyond_trained_length, remarks
+from kvpolicy.planning.notes import beyond_trained_length, plan_notes
 from kvpolicy.planning.planner import divide, plan_layers
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -69,7 +69,7 @@ def plan(
     policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
-    unmanaged = model.alone_bytes(batch, max(lengths) + new)
+    unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
     unmanaged_nbytes = sum(unmanaged.values())
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.allocator.layer_metric)
@@ -78,14 +78,14 @@ def plan(
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
     notes = (
-        remarks(policy, layers, tokens.keep, prompt_len, measured=not measures),
+        plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures),
         beyond_trained_length(prompt_len, new, trained_positions(config)),
     )
     return CachePlan(
         policy=policy,
         batch=batch,
         layers=layers,
-        left_alone=unmanaged,
+        unmanaged=unmanaged,
         full_nbytes=full + unmanaged_nbytes,
         measured=not measures,
         note="; ".join(filter(None, notes)),

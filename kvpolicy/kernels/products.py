@@ -1,4 +1,4 @@
-"""The product of queries and keys, as attention and the codecs compute it."""
+"""The products of attention: queries with keys, and weights with values, as attention and the codecs compute them."""
 
 from __future__ import annotations
 
@@ -19,5 +19,26 @@ def products(queries: Tensor, keys: Tensor) -> Tensor:
         Scores, [..., M, N] fp32.
     """
     if queries.dtype != torch.float16:
-        return (queries @ keys.transpose(-1, -2)).float()
-    return (queries * QUERY_SCALE @ keys.transpose(-1, -2)).float().div_(QUERY_SCALE)
+        return matmul(queries, keys.transpose(-1, -2)).float()
+    return matmul(queries * QUERY_SCALE, keys.transpose(-1, -2)).float().div_(QUERY_SCALE)
+
+
+def matmul(rows: Tensor, matrix: Tensor) -> Tensor:
+    """`rows @ matrix` for rows [B, H, M, K] and a matrix [B, H, K, N], without a slow kernel in compiled code.
+
+    On a CPU, inductor (torch 2.13) turns a product of one row into a multiplication and a sum. Where the sum goes over
+    the slots, it walks through all of them once for each vector of channels, and decodes the codes of a codec again in
+    each walk. `baddbmm` stays a call of the same library function as in eager mode.
+
+    Returns:
+        [B, H, M, N].
+
+    Examples:
+        >>> matmul(torch.ones(1, 1, 1, 2), torch.eye(2)[None, None])
+        tensor([[[[1., 1.]]]])
+    """
+    if not torch.compiler.is_compiling() or rows.shape[-2] != 1 or rows.device.type != "cpu":
+        return rows @ matrix
+    nothing = rows.new_zeros(1, 1, 1)  # ignored, since beta is 0
+    product = torch.baddbmm(nothing, rows.flatten(0, 1), matrix.flatten(0, 1), beta=0)
+    return product.unflatten(0, rows.shape[:2])

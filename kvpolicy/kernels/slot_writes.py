@@ -23,8 +23,9 @@ def write_slots(target: Tensor, slots: Tensor, data: Tensor) -> None:
         >>> buffer.flatten().tolist()
         [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     """
-    flat = target.view(-1, *target.shape[3:])
-    flat.index_copy_(0, flat_slots(slots, target.shape[2]), data.reshape(-1, *target.shape[3:]))
+    batch, heads, size, *vector = target.shape
+    flat = target.view(batch * heads * size, *vector)  # -1 would be ambiguous for vectors of no elements
+    flat.index_copy_(0, flat_slots(slots, size), data.flatten(0, 2))
 
 
 def flat_slots(slots: Tensor, size: int) -> Tensor:

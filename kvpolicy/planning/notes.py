@@ -16,7 +16,9 @@ MIN_TOKENS = 16
 """A budget that is not given in tokens, and keeps fewer than these per layer on average, is noted."""
 
 
-def remarks(policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: Tensor, *, measured: bool = True) -> str:
+def plan_notes(
+    policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: Tensor, *, measured: bool = True
+) -> str:
     """All notes on a plan, or an empty string.
 
     Args:

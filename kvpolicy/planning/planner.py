@@ -27,18 +27,18 @@ class Tokens(NamedTuple):
 
     Attributes:
         keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
-        room: Tokens that each row may add later without evicting, [B] int64.
-        ends: The most tokens that each row of a layer ever holds, [B, L] int64.
+        extra: Tokens that each row may add later without evicting, [B] int64.
+        expected_len: The most tokens that each row of a layer ever holds, [B, L] int64.
     """
 
     keep: Tensor
-    room: Tensor
-    ends: Tensor
+    extra: Tensor
+    expected_len: Tensor
 
     @property
     def most(self) -> tuple[int, ...]:
         """The most tokens that any row of a layer ever holds, one number per layer."""
-        return tuple(self.ends.amax(0).tolist())
+        return tuple(self.expected_len.amax(0).tolist())
 
 
 def divide(
@@ -104,12 +104,12 @@ def _divide_tokens(
     grows = policy.decode == "grow"
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
-    room = torch.zeros_like(prompt)
+    extra = torch.zeros_like(prompt)
     if grows:
-        room = growth(prompt) if end is None else (end - prompt).clamp_min(0)
+        extra = growth(prompt) if end is None else (end - prompt).clamp_min(0)
     # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
-    return Tokens(keep, room, torch.minimum(keep + room[:, None], last[:, None]))
+    return Tokens(keep, extra, torch.minimum(keep + extra[:, None], last[:, None]))
 
 
 def _divide_bytes(

@@ -43,7 +43,7 @@ class CachePlan:
         policy: The policy.
         batch: Number of rows.
         layers: The layers under the policy.
-        left_alone: Bytes of unmanaged (sliding-window) layers, by layer.
+        unmanaged: Bytes of unmanaged (sliding-window) layers, by layer.
         full_nbytes: Bytes of the stock cache for the same tokens.
         measured: False if the allocator has not measured a prompt yet, so that all layers have the same budget.
         note: Where the effective behavior differs from the spec; empty if it does not.
@@ -56,7 +56,7 @@ class CachePlan:
     policy: Policy
     batch: int
     layers: tuple[LayerPlan, ...]
-    left_alone: dict[int, int]
+    unmanaged: dict[int, int]
     full_nbytes: int
     measured: bool
     note: str = ""
@@ -75,7 +75,7 @@ class CachePlan:
         for layer in self.layers:
             for kind, size in layer.nbytes.items():
                 kinds[kind] = kinds.get(kind, 0) + size
-        return kinds | ({"unmanaged": sum(self.left_alone.values())} if self.left_alone else {})
+        return kinds | ({"unmanaged": sum(self.unmanaged.values())} if self.unmanaged else {})
 
     def largest_batch(self, memory: int) -> int:
         """The most rows like these whose cache fits into `memory` bytes of a rank.
@@ -105,7 +105,7 @@ class CachePlan:
         for layer in self.layers:
             kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
             lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
-        lines += [f"layer {index}: unmanaged, {size:,} bytes" for index, size in self.left_alone.items()]
+        lines += [f"layer {index}: unmanaged, {size:,} bytes" for index, size in self.unmanaged.items()]
         if not self.measured:
             lines.append(NOT_MEASURED)
         if self.resident_nbytes:
@@ -123,9 +123,9 @@ def plan_html(plan: CachePlan) -> str:
     """An HTML table of a plan by layer: tokens, bytes by kind, and their share of the full cache's."""
     by_kind = plan.by_kind()
     kinds = [kind for kind, size in by_kind.items() if size]
-    full = (plan.full_nbytes - sum(plan.left_alone.values())) // max(1, len(plan.layers))
+    full = (plan.full_nbytes - sum(plan.unmanaged.values())) // max(1, len(plan.layers))
     rows = [(layer.layer_idx, (f"{layer.tokens:,}", *byte_cells(layer.nbytes, kinds, full))) for layer in plan.layers]
-    for index, size in plan.left_alone.items():
+    for index, size in plan.unmanaged.items():
         rows.append((index, ("unmanaged", *byte_cells({"unmanaged": size}, kinds, 0))))
     head = ("layer", "budget", *kinds, "total", "of full")
     last = ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))

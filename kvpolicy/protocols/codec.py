@@ -227,11 +227,22 @@ class SizedCodec(Codec, Protocol):
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for a row of `tokens` tokens, or with the largest buffer for None.
 
-        Only `block` and `residual` may depend on `tokens`, and may not decrease with it; `traits` has the largest.
+        Only `block` and `residual` may depend on `tokens`, and neither may decrease as it grows; `traits` has the
+        largest of both. `layout(tokens)` must agree with them.
         """
         ...
 
 
 def traits_for(codec: Codec, tokens: int) -> Traits:
-    """The traits of any codec for a row of `tokens` tokens."""
+    """The traits of any codec for a row of `tokens` tokens.
+
+    Args:
+        codec: The codec; one that is not a `SizedCodec` has the same traits for any row.
+        tokens: The most tokens that the row may hold.
+
+    Examples:
+        >>> from kvpolicy import TokenWise
+        >>> traits_for(TokenWise(), 500).block, traits_for(TokenWise(block_size=4), 500).block
+        (15, 4)
+    """
     return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits

@@ -22,18 +22,18 @@ log: logging.Logger = logging.getLogger("kvpolicy")
 log.addHandler(logging.NullHandler())
 
 
-def tell_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
+def log_attached(model: Any, policy: Policy, shape: ShapeSource) -> None:
     """Log that a policy was attached, and how many layers it does not manage."""
-    unmanaged = f", {len(shape.left_alone)} sliding-window layers unmanaged" if shape.left_alone else ""
+    unmanaged = f", {len(shape.unmanaged)} sliding-window layers unmanaged" if shape.unmanaged else ""
     log.info("attached %s to %s: %d layers%s", policy, type(model).__name__, len(shape.evictable), unmanaged)
 
 
-def tell_detached(model: Any, policy: Policy) -> None:
+def log_detached(model: Any, policy: Policy) -> None:
     """Log that a policy was detached."""
     log.info("detached %s from %s", policy, type(model).__name__)
 
 
-def tell_settled(cache: CacheSource) -> None:
+def log_compressed(cache: CacheSource) -> None:
     """Log the tokens and bytes of each layer after a prompt."""
     plan = cache.plan
     if plan is not None and log.isEnabledFor(logging.DEBUG):
@@ -43,13 +43,13 @@ def tell_settled(cache: CacheSource) -> None:
         log.debug(message, plan.policy, tokens, plan.batch, f"{plan.nbytes:,}", f"{plan.full_nbytes:,}", note)
 
 
-def tell_extended(layer_idx: int, tokens: int, capacity: int) -> None:
+def log_extended(layer_idx: int, tokens: int, capacity: int) -> None:
     """Log that slots for `tokens` more tokens were added to a layer, if any were."""
     if tokens:
         log.debug("layer %d extended by %d tokens to %d", layer_idx, tokens, capacity)
 
 
-def tell_behind(model: Any, limit: int) -> None:
+def warn_beyond_trained(model: Any, limit: int) -> None:
     """Warn that a text exceeds the positions that a rotary embedding was trained for."""
     warnings.warn(
         f"The text exceeds the {limit:,} positions that {type(model).__name__} was trained for, and a policy keeps the "

@@ -155,7 +155,7 @@ def make_report(cache: CacheSource) -> Report:
     """The report of a cache."""
     layers: list[LayerReport] = []
     managed = {layer.layer_idx: layer for layer in cache.policy_layers}
-    unmanaged = cache.alone_bytes()
+    unmanaged = cache.unmanaged_bytes()
     for index, stock in enumerate(cache.layers):
         layer = managed.get(index)
         if layer is None:  # a sliding-window layer of transformers

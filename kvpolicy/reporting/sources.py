@@ -92,7 +92,7 @@ class CacheSource(Protocol):
         """Bytes of calibration tensors, which belong to the model."""
         ...
 
-    def alone_bytes(self) -> dict[int, int]:
+    def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes of the layers that are not under the policy, by layer."""
         ...
 
@@ -125,6 +125,6 @@ class ShapeSource(Protocol):
         ...
 
     @property
-    def left_alone(self) -> Mapping[int, int]:
+    def unmanaged(self) -> Mapping[int, int]:
         """Layers that are not under the policy, and their sliding windows."""
         ...

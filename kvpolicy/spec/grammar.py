@@ -1,4 +1,4 @@
-"""The grammar of policy specs: `squeeze:share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2`.
+"""The grammar of policy specs: `squeeze:keep_share=0.4+kvcrush:split=0.25/snapkv:window=32+kivi:bits=4@0.2`.
 
     policy = part {"+" part} ["@" budget]
     part   = term {"/" term}                  the left wraps the right, through its field `base`

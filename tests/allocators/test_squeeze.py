@@ -32,7 +32,7 @@ def test_numbers_of_the_authors_readme() -> None:
     """L=32, 20 layers in the top group, ini_size .21 and KV_class3 .08 of 8000 tokens: 3413 and 640."""
     cosine = torch.tensor([[0.5] * 5 + [0.7] * 7 + [0.95] * 20])
     cosine += torch.linspace(0, 1e-3, 32)
-    got = budgets(cosine, int(32 * 0.21 * 8000), share=0.08 / 0.21)
+    got = budgets(cosine, int(32 * 0.21 * 8000), keep_share=0.08 / 0.21)
     assert set(got[12:]) == {640}
     assert {tokens - 3413 for tokens in got[:12]} <= {0, 1}
 
@@ -66,10 +66,10 @@ def test_too_few_distinct_layers_share_evenly(cosine: list[float]) -> None:
 
 
 def test_share_of_one_is_uniform() -> None:
-    assert budgets(COSINE, 1600, share=1.0) == [100] * 16
+    assert budgets(COSINE, 1600, keep_share=1.0) == [100] * 16
 
 
-@pytest.mark.parametrize("parameters", [{"share": 0.0}, {"share": 1.1}, {"groups": 1}])
+@pytest.mark.parametrize("parameters", [{"keep_share": 0.0}, {"keep_share": 1.1}, {"groups": 1}])
 def test_it_refuses(parameters: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=rf"^SqueezeAttention\.{next(iter(parameters))} must be .*, got .*; try .*\.$"):
         SqueezeAttention(**parameters)  # pyright: ignore[reportArgumentType]

@@ -27,9 +27,9 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
     assert "each KV head keeps 819 of 4,096 tokens: 204 representatives (0.25 of the budget)" in text
     assert "615 chosen by the base selector (always the newest 32, and the 583 of highest priority)" in text
     assert "an encoded number takes 5.00 bits (codes 4.00, scales 1.00)" in text
-    assert "A layer of 819 tokens has a full-precision buffer of 160 slots, and 704 encoded slots." in text
+    assert "A layer of 819 tokens has a full-precision buffer of 57 slots, and 800 encoded slots." in text
     assert "53-79: 328 tokens." in text  # squeeze's example: 0.4 of 819.2
-    assert "Total: 129.50 MB, 0.077 of the full cache (1.68 GB)" in text
+    assert "Total: 105.54 MB, 0.063 of the full cache (1.68 GB)" in text
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class Longest:
 
 def policies() -> list[Policy]:
     """Parts of every kind, as objects and as words."""
-    allocators: list[Allocator] = [Uniform(), SqueezeAttention(share=0.3)]
+    allocators: list[Allocator] = [Uniform(), SqueezeAttention(keep_share=0.3)]
     selectors: list[Selector] = [H2O(recent=0.4), KVCrush(base=SnapKV(window=16)), EverySecond()]
     selectors.append(KVPressScorer(Longest()))
     codecs: list[Codec] = [Plain(), KIVI(bits=4)]

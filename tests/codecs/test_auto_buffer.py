@@ -13,7 +13,7 @@ from kvpolicy import Policy, PolicyCache
 from kvpolicy.protocols import SizedCodec, traits_for
 from kvpolicy.registry import lookup, names
 from tests.conformance.access import coded_positions, kept_positions
-from tests.conformance.calibration import folder
+from tests.conformance.calibration import write
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 
@@ -22,8 +22,8 @@ LARGEST = {"kivi": (128, 32), "gear": (64, 64), "staircase": (32, 32), "zipcache
 GROUPED = ("kivi", "gear", "staircase")
 OPTIONS: dict[str, dict[str, Any]] = {
     "rotate": {"sinks": 2},
-    "csr": {"nnz": 4, "prompt_atoms": 2, "dictionary": str(folder("csr"))},
-    "kvquant": {"sinks": 2, "calibration": str(folder("kvquant"))},
+    "csr": {"nnz": 4, "prompt_atoms": 2, "dictionary": str(write("csr"))},
+    "kvquant": {"sinks": 2, "calibration": str(write("kvquant"))},
     "gear": {"group_size": 8},
     "kivi": {"group_size": 8},
 }

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack, unpack_float
 
 
 @given(st.integers(1, 16), st.integers(1, 40), st.integers(0, 2**32))
@@ -20,6 +20,18 @@ def test_round_trip(bits: int, width: int, seed: int) -> None:
     assert back.dtype == dtype and torch.equal(back, codes)
     if 8 % bits == 0 and width * bits % 8 == 0:
         assert torch.equal(unpack(packed, bits), codes)
+    assert torch.equal(unpack_float(packed, bits, width), codes.float())
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_compiled_code_unpacks_the_same(bits: int) -> None:
+    """It joins the parts of a byte in another way."""
+    torch.compiler.reset()
+    packed = torch.randint(256, (2, 3, packed_width(13, bits)), dtype=torch.uint8)
+    for function in (unpack, unpack_float):
+        want = function(packed, bits, 13)
+        got = torch.compile(function, backend="eager", fullgraph=True)(packed, bits, 13)
+        assert got.dtype == want.dtype and torch.equal(got, want)
 
 
 @pytest.mark.parametrize("bits", range(1, 17))

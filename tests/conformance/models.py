@@ -112,10 +112,18 @@ _SOURCES = {**FAMILIES, **UNNAMED}
 
 
 @functools.cache
-def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in evaluation mode; its attention is made sharp, because flat attention hides errors."""
+def build(family: str, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
+    """A model in evaluation mode; its attention is made sharp, because flat attention hides errors.
+
+    Args:
+        family: A name in `FAMILIES` or `UNNAMED`.
+        dtype: The dtype of the weights.
+        layers: The number of layers where the family's own number is more than a test needs, as when compiling.
+    """
     torch.manual_seed(sum(map(ord, family)))
     config = _SOURCES[family]()
+    if layers is not None:
+        config.num_hidden_layers = layers
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation=getattr(config, "_attn_implementation_internal", None) or "sdpa"
     )

@@ -8,6 +8,7 @@ import torch
 from kvpolicy.codecs._rotation import mix
 from tests.conformance.twins import CASES, DATA, SLOTS, B, H, Twin, signs, tokens
 from tests.reference.codecs import rotate
+from tests.sampling import product
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 80, 96, 128])
@@ -16,8 +17,11 @@ def test_mixing(dim: int) -> None:
     assert {-1.0, 1.0} == set(signs(dim, 3))
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
-@pytest.mark.parametrize("name", CASES)
+DIMS = [32, 64, 80, 96, 128]
+DEALT = [(name, DIMS[(number + more) % len(DIMS)]) for number, name in enumerate(CASES) for more in (0, 2)]
+
+
+@product("name,dim", [*CASES], DIMS, sample=DEALT)
 def test_all_dimensions(name: str, dim: int) -> None:
     twin = Twin(CASES[name], dim)
     twin.write(tokens(dim, "outliers", [0, 1, 2, 3, 4], [(1, 0, 0), (1, 0, 3), (1, 1, 4)]))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -41,14 +42,17 @@ def _without(folder: str, key: str, to: Path) -> str:
     return str(to)
 
 
-def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any]:
+def _other_ways(rank: int, world: int, folders: dict[str, str], hub_cache: str) -> dict[str, Any]:
     from kvpolicy.hf.discovery import find_sites, sample_weights
     from kvpolicy.parallel.runtime import sharing_of
 
     load, found = kvpolicy_deepspeed.load, dict[str, Any]()
     for name in ("four experts", "tied"):
         found[f"in memory, {name}"] = compare(folders[name], load(make(name)))[0]
-    found["from the hub"] = compare(folders["tied"], load(NAME))[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", hub_cache)  # the environment is read at import only
+        patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        found["from the hub"] = compare(folders["tied"], load(NAME))[0]
     found["single file"] = compare(folders["tied"], load(folders["single"]))[0]
     tied = load(folders["tied"])
     tied.tie_weights()  # as lm-eval does
@@ -74,7 +78,7 @@ def _other_ways(rank: int, world: int, folders: dict[str, str]) -> dict[str, Any
     return found
 
 
-def test_other_ways_to_load_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_to_load_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     folders = {name: save(name, tmp_path) for name in ("four experts", "tied", "one head")}
     assert any(".block_sparse_moe.experts.3.w2" in key for key, _ in Checkpoint.find(folders["four experts"]).pieces())
@@ -87,9 +91,7 @@ def test_other_ways_to_load_on_two_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     make("tied").config.save_pretrained(folders["pickled"])
     (tmp_path / "pickled" / "pytorch_model.bin").touch()
     _on_the_hub(folders["tied"], tmp_path / "cache")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for found in run_ranks(_other_ways, 2, folders, fresh=True):  # HF_HUB_CACHE is read once
+    for found in run_ranks(_other_ways, 2, folders, str(tmp_path / "cache")):
         assert all(far <= 5e-6 for name, far in found.items() if "bf16" not in name), found
         assert all(far <= 0.02 for far in found.values()), str(found)  # on average: an expert may be another one
 

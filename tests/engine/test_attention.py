@@ -79,7 +79,8 @@ def test_a_row_gets_the_output_that_it_gets_alone() -> None:
     q, k, v = _tensors(valid.shape[1])
     together, _ = attend(q, k, v, ScoreTransform(0.3), None, valid, False)
     for row, mask in enumerate(valid):
-        alone, _ = attend(*(t[row : row + 1, :, mask] for t in (q, k, v)), ScoreTransform(0.3), None, None, False)
+        own_q, own_k, own_v = (t[row : row + 1, :, mask] for t in (q, k, v))
+        alone, _ = attend(own_q, own_k, own_v, ScoreTransform(0.3), None, None, False)
         assert torch.equal(together[row : row + 1, :, mask], alone)
 
 
@@ -108,13 +109,8 @@ def test_slots_before_the_prompt_are_seen_by_every_query() -> None:
     held = 4
     occupied = torch.ones(3, HEADS, held, dtype=torch.bool)
     occupied[1, 0, 2] = False
-    out, total = attend(
-        *(t[:, :, held:] for t in (q, k, v)),
-        transform,
-        Past(k[:, :, :held], v[:, :, :held], occupied),
-        None,
-        True,
-    )
+    past = Past(k[:, :, :held], v[:, :, :held], occupied)
+    out, total = attend(q[:, :, held:], k[:, :, held:], v[:, :, held:], transform, past, None, True)
     valid = torch.ones(3, 9, dtype=torch.bool)
     expected, _ = _expected(q, k, v, valid, transform)
     torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2], :, held:], atol=1e-6, rtol=1e-5)

@@ -144,7 +144,7 @@ def test_layers_of_two_sizes(policy: str) -> None:
     check("gemma4", policy, [PROMPT])
 
 
-def test_left_alone_layers_count() -> None:
+def test_unmanaged_layers_count() -> None:
     model = build("gemma3")
     cache = run("gemma3", "window@0.5", [PROMPT])
     notes = [layer.note for layer in cache.report().layers]

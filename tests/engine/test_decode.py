@@ -1,4 +1,4 @@
-"""Rule 2: fixed slots, overwritten in place, through hundreds of steps."""
+"""Rule 2: fixed slots, overwritten in place, through many steps; with the marker `full`, through hundreds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from tests.conformance.policies import CODECS, RANKED, SELECTORS, star_of, words
 from tests.engine.parts import Ranking, Worth, generator, shuffled
 from tests.sampling import product, star
 
-PROMPT, STEPS = 30, 200
+PROMPT = 30
+STEPS = [50, 200]
+"""Enough that every codec writes more than ten blocks; and so many that all slots were overwritten many times."""
 GROWING = ["window:decode=grow", "h2o:decode=grow", "full"]
 SINKS = ["streaming:sinks=4", "kvcrush/streaming:sinks=4"]
 
 
-def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, list[list[int]]]:
+def run(policy: str, rows: list[int], steps: int) -> tuple[PolicyCache, list[list[int]]]:
     """A long conversation; returns the cache and where its buffers were after each step."""
     model = build("llama")
     ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
@@ -35,12 +37,15 @@ def run(policy: str, rows: list[int], steps: int = STEPS) -> tuple[PolicyCache, 
     return cache, [*places, addresses(cache)]
 
 
-@product("selector,codec", SELECTORS, CODECS, sample=star_of())
-def test_nothing_is_allocated_again(selector: str, codec: str) -> None:
-    cache, places = run(words(selector, codec), [PROMPT, 21])
+MANY = [(*row, STEPS[0]) for row in star_of()]
+
+
+@product("selector,codec,steps", SELECTORS, CODECS, STEPS, sample=[*MANY, ("h2o", "plain", 200), ("h2o", "kivi", 200)])
+def test_nothing_is_allocated_again(selector: str, codec: str, steps: int) -> None:
+    cache, places = run(words(selector, codec), [PROMPT, 21], steps)
     assert all(place == places[0] for place in places)
     for layer in cache.policy_layers:
-        assert layer.length.tolist() == [PROMPT + STEPS, 21 + STEPS]
+        assert layer.length.tolist() == [PROMPT + steps, 21 + steps]
         ends = zip(kept_positions(layer), layer.budget.tolist(), layer.length.tolist(), strict=True)
         for row, budget, length in ends:
             assert all(len(head) == budget and head[-1] == length - 1 for head in row)
@@ -68,9 +73,12 @@ def test_room_for_what_was_not_announced() -> None:
     assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 300))
 
 
-@product("base,codec", SINKS, CODECS, sample=star(SINKS, CODECS, centers=[("", "kivi"), (SINKS[0], "")]))
-def test_sinks_survive(base: str, codec: str) -> None:
-    cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21])
+SUNK = star(SINKS, CODECS, STEPS, centers=[("", "kivi", STEPS[0]), (SINKS[0], "", STEPS[0]), (SINKS[0], "kivi", 0)])
+
+
+@product("base,codec,steps", SINKS, CODECS, STEPS, sample=SUNK)
+def test_sinks_survive(base: str, codec: str, steps: int) -> None:
+    cache, _ = run(words(base, codec, budget="0.7"), [PROMPT, 21], steps)
     for layer in cache.policy_layers:
         for row in kept_positions(layer):
             assert all(head[:4] == [0, 1, 2, 3] for head in row)

@@ -17,7 +17,7 @@ from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import make_batch
 from tests.conformance.policies import CODECS, SELECTORS, words
-from tests.sampling import product, star
+from tests.sampling import pairwise, product, star
 
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
@@ -67,9 +67,12 @@ def test_families(family: str) -> None:
         assert all(layer.length.tolist() == [24 + NEW - 1, 15 + NEW - 1] for layer in handle.cache.policy_layers)
 
 
-@product(
-    "selector,codec,mode", [*SELECTORS, "h2o:decode=grow"], CODECS, ["greedy", "beams", "several", "several beams"]
-)
+RANKINGS = [*SELECTORS, "h2o:decode=grow"]
+REPEATED = ["greedy", "beams", "several", "several beams"]
+METHODS = pairwise(RANKINGS, CODECS, REPEATED, apart=[(0, 1)])  # elsewhere, every selector meets every codec
+
+
+@product("selector,codec,mode", RANKINGS, CODECS, REPEATED, sample=METHODS)
 def test_small_budgets(selector: str, codec: str, mode: str) -> None:
     """Rows are repeated and reordered with all that belongs to them; budgets hold; nothing is lost."""
     model = build("llama")

@@ -37,7 +37,7 @@ def test_no_reason_where_layers_differ() -> None:
     ("words", "told"),
     [
         ("window@40", ""),
-        ("window+kivi@40", "no token is encoded"),
+        ("window+kivi:residual_length=128@40", "no token is encoded"),
         ("window+tokenwise:residual_length=0:block_size=4@40", ""),
         (
             "window+tokenwise:residual_length=8:block_size=8@40",

@@ -134,7 +134,7 @@ def test_budgets_are_each_rows_own_and_conserve_the_sum(budget: str) -> None:
 
 def test_each_layer_keeps_its_own_share() -> None:
     model = deep()
-    with kvpolicy.attach(model, "squeeze:share=0.2+window@0.5"):
+    with kvpolicy.attach(model, "squeeze:keep_share=0.2+window@0.5"):
         cache = PolicyCache(model)
         talk(model, *make_batch([40], [40]), [40], cache)
     for layer in cache.policy_layers:

@@ -7,7 +7,8 @@
 All three take `--quick` (one model family, under a minute) and `--only TEXT` (cases whose name contains the text;
 several mean any of them). `compare` and `against` take `--allow PATTERN`: a difference is allowed where
 `fnmatch` finds the pattern in "CASE FIELD", for example `--allow "h2o+kivi * *.codes.*"`. Allowed differences are
-printed apart; any other one makes the exit status 1.
+printed apart; any other one makes the exit status 1. What deliberate changes made different is listed in
+`expected.py`, counted and not printed; `--strict` compares it too.
 
 A case is a policy on a model family in one dtype, put through one scenario (`scenarios.py`):
 

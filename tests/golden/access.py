@@ -31,10 +31,25 @@ def other_tensors(layer: Any) -> dict[str, list[Tensor]]:
     return {
         "codes": _flatten(body.codes),
         "state": _flatten(body.state),
-        "rows": _flatten(getattr(body, "limits", None)),
+        "rows": _flatten(_limits(getattr(body, "limits", None))),
         "length": _flatten(body.length),
         "budget": _flatten(body.budget),
     }
+
+
+def _unmanaged(plan: Any) -> dict[int, int]:
+    """Bytes of the unmanaged layers, by layer; a tree from before the rename has them under another name."""
+    return plan.unmanaged if hasattr(plan, "unmanaged") else plan.left_alone
+
+
+def _limits(limits: Any) -> Any:
+    """The limits of each row without those that explicit sizes leave empty, which an earlier tree did not have."""
+    if limits is None:
+        return None
+    added = ("block", "residual")
+    return tuple(
+        getattr(limits, name) for name in limits._fields if name not in added or getattr(limits, name).shape[0]
+    )
 
 
 def plan_numbers(plan: Any) -> list[int]:
@@ -44,7 +59,7 @@ def plan_numbers(plan: Any) -> list[int]:
         exact, coded = layer.layout
         found += [layer.layer_idx, layer.tokens, exact, *coded]
         found += [size for size in layer.nbytes.values() if size]
-    for index, size in plan.left_alone.items():
+    for index, size in _unmanaged(plan).items():
         found += [index, size]
     return [*found, plan.nbytes, plan.full_nbytes, plan.resident_nbytes, int(plan.measured)]
 

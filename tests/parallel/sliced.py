@@ -48,11 +48,11 @@ class Heads(NamedTuple):
         return self.heads // world + (rank < self.heads % world)
 
 
-def model_of(heads: Heads) -> Any:
+def model_of(heads: Heads, layers: int = 3) -> Any:
     """A small model, the same on every rank."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=DIM * heads.queries, intermediate_size=48, num_hidden_layers=3, head_dim=DIM,
+        vocab_size=64, hidden_size=DIM * heads.queries, intermediate_size=48, num_hidden_layers=layers, head_dim=DIM,
         num_attention_heads=heads.queries, num_key_value_heads=heads.heads, max_position_embeddings=512,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def test_budgets_of_several_are_lines(model: Any) -> None:
     ]
 
 
-def test_layers_left_alone_are_marked_and_have_no_number(sliding: Handle) -> None:
+def test_unmanaged_layers_are_marked_and_have_no_number(sliding: Handle) -> None:
     figure = plots.budgets(sliding)
     assert "unmanaged (sliding window)" in legend(figure)
     places = {round(patch.get_x() + patch.get_width() / 2) for patch in first(figure).patches}

@@ -90,7 +90,7 @@ def test_a_plan_of_many_layers_is_folded() -> None:
     assert "on each of 8 ranks" in html_of(kvpolicy.plan(config_of("llama-2-70b"), "h2o@0.2", tp=8))
 
 
-def test_layers_left_alone_are_told(sliding: Handle) -> None:
+def test_unmanaged_layers_are_shown(sliding: Handle) -> None:
     assert sliding.plan is not None
     for thing in (sliding.report(), sliding.plan):
         rows = table(thing)[1:-1]
@@ -109,7 +109,7 @@ def test_before_the_first_prompt_the_policy_is_shown(model: Any) -> None:
 
 
 def test_a_policy_says_what_its_parts_do() -> None:
-    rows = table(Policy.parse("squeeze:share=0.3+kvcrush/h2o+kivi:bits=4@64"))
+    rows = table(Policy.parse("squeeze:keep_share=0.3+kvcrush/h2o+kivi:bits=4@64"))
     assert [row[0] for row in rows[1:]] == ["allocator", "selector", "codec", "budget"]
     assert rows[1][2].startswith("Move budget away from layers") and "share=0.3" in rows[1][3]
     assert "base=H2O(" in rows[2][3] and "bits=4" in rows[3][3]

@@ -40,7 +40,12 @@ def measure(length: int = 4096, rounds: int = 11) -> Iterator[Row]:
 PADDED = (0, 1, 8, 64)
 """Pad tokens on the left of each row: few, since the work on padding is saved and would flatter the ratio."""
 
-PADDED_LIMITS: dict[str, float | None] = {"window@0.2": 1.1, "snapkv@0.2": 1.1, "h2o@0.2": None, "snapkv+kivi@0.2": None}
+PADDED_LIMITS: dict[str, float | None] = {
+    "window@0.2": 1.1,
+    "snapkv@0.2": 1.1,
+    "h2o@0.2": None,
+    "snapkv+kivi@0.2": None,
+}
 
 
 def measure_padded(length: int = 2048, rounds: int = 11) -> Iterator[Row]:

@@ -72,7 +72,7 @@ def layer_tokens(source: Report | CachePlan) -> LayerTokens:
     """The budgets of a plan or a report."""
     if isinstance(source, CachePlan):
         tokens = {layer.layer_idx: (layer.tokens,) for layer in source.layers}
-        return LayerTokens(source.policy, tokens, tuple(source.left_alone))
+        return LayerTokens(source.policy, tokens, tuple(source.unmanaged))
     tokens = {layer.layer_idx: layer.budget for layer in source.layers if layer.budget}
     return LayerTokens(source.policy, tokens, tuple(layer.layer_idx for layer in source.layers if not layer.budget))
 

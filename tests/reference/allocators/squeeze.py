@@ -61,4 +61,4 @@ def budgets(
 ) -> list[int]:
     """Whole budgets, small where attention hardly changes its input."""
     assert metrics is not None
-    return squeeze(metrics, total, floor, ceiling, config["share"])
+    return squeeze(metrics, total, floor, ceiling, config["keep_share"])

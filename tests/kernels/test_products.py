@@ -1,0 +1,37 @@
+"""Compiled code multiplies one row by other means, and computes the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.products import matmul, products
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_compiled_products(rows: int, dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    queries = torch.randn(2, 3, rows, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def both(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return products(queries, keys), matmul(queries, keys.mT)
+
+    got = torch.compile(both, backend="eager", fullgraph=True)(queries, keys)
+    for one, other in zip(got, both(queries, keys), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_one_row_is_no_sum_in_compiled_code() -> None:
+    """A multiplication and a sum would walk through the matrix once for each vector of columns."""
+    torch.compiler.reset()
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    torch.compile(matmul, backend=backend)(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 4, 3))
+    assert any("baddbmm" in name for name in names)
