@@ -159,6 +159,19 @@ def test_every_room_has_a_readme() -> None:
     assert not short, "a README says in about ten lines what is here, what it may import, and where to begin"
 
 
+def test_every_module_of_the_engine_has_tests_of_its_own() -> None:
+    """So that a failure says where: `tests/engine/test_slots.py` imports `kvpolicy.engine.slots`, and so on."""
+    modules = [path.stem for path in (PACKAGES["kvpolicy"] / "engine").glob("*.py") if path.stem != "__init__"]
+    assert len(modules) > 10
+    tests = {name: ROOT / "tests" / "engine" / f"test_{name}.py" for name in modules}
+    missing = [
+        _name(path)
+        for name, path in tests.items()
+        if not path.exists() or f"kvpolicy.engine.{name}" not in set(_imports(path))
+    ]
+    assert not missing
+
+
 def test_files_stay_small() -> None:
     assert not [_name(path) for path in EVERYTHING if path.read_text(encoding="utf-8").count("\n") > 500]
 

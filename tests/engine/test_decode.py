@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.engine.decode import assert_async, eviction_scores, update_state
+from kvpolicy.protocols import View
 from tests.conformance.access import addresses, kept_positions, selector_state
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import CODECS, RANKED, SELECTORS, star_of, words
+from tests.engine.parts import Ranking, Worth, generator, shuffled
 from tests.sampling import product, star
 
 PROMPT = 30
@@ -123,3 +127,66 @@ def test_slots_are_ascending_after_a_prompt() -> None:
                 for head in row:
                     assert head[:budget] == sorted(head[:budget]) and min(head[:budget]) >= 0
                     assert set(head[budget:]) <= {-1}
+
+
+# the functions of a step, head by head
+
+ROWS, HEADS, SLOTS = 3, 2, 7
+
+
+def slots(levels: int, seed: int) -> tuple[Worth, View]:
+    """Slots in any order, some of them empty, with few different priorities."""
+    positions = shuffled(SLOTS, rows=ROWS, heads=HEADS, most=30, seed=seed)
+    positions = positions.where(torch.rand(positions.shape, generator=generator(seed)) < 0.7, -1)
+    positions[0, 0], positions[0, 1, 1:] = -1, -1  # a head without a token, and one that may have one
+    worth = torch.randint(levels, positions.shape, generator=generator(seed + 1)).float()
+    length, budget = torch.full((ROWS,), 31), torch.full((ROWS,), SLOTS)
+    return Worth(worth, positions.long()), View(positions, length, budget, 0)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 40])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_token_of_lowest_priority_leaves_and_of_equals_the_latest(seed: int, levels: int) -> None:
+    state, view = slots(levels, seed)
+    victims = eviction_scores(Ranking(), state, view).argmax(-1)  # pyright: ignore[reportArgumentType]
+    for b in range(ROWS):
+        for h in range(HEADS):
+            held = [slot for slot in range(SLOTS) if view.positions[b, h, slot] >= 0]
+            if held:
+                worst = min(held, key=lambda slot: (float(state.worth[b, h, slot]), -int(view.positions[b, h, slot])))
+                assert int(victims[b, h]) == worst
+
+
+def test_an_endless_priority_is_evicted_only_if_all_are() -> None:
+    positions = torch.tensor([[[3, 1, 2]]], dtype=torch.int32)
+    view = View(positions, torch.tensor([4]), torch.tensor([3]), 0)
+    for worth, slot in (
+        ([torch.inf, torch.inf, 9.0], 2),
+        ([torch.inf, torch.inf, torch.nan], 2),
+        ([torch.nan, 1.0, torch.nan], 1),
+        ([torch.inf] * 3, 0),
+        ([-torch.inf, -torch.inf, 0.0], 0),
+    ):
+        state = Worth(torch.tensor([[worth]]), positions.long())
+        assert int(eviction_scores(Ranking(), state, view).argmax(-1)) == slot, worth  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("valid", [None, [True, False, True]])
+def test_only_rows_with_a_token_are_updated(valid: list[bool] | None) -> None:
+    state, view = slots(5, 0)
+    before = state.worth.clone()
+    place = state.worth.data_ptr()
+    weights = torch.rand(ROWS, HEADS, 2, SLOTS, generator=generator(9))
+    mask = None if valid is None else torch.tensor(valid)[:, None]
+    update_state(Ranking(), state, weights, view, mask)  # pyright: ignore[reportArgumentType]
+    assert state.worth.data_ptr() == place, "in place"
+    for b in range(ROWS):
+        added = weights[b].sum(1) if valid is None or valid[b] else torch.zeros(HEADS, SLOTS)
+        torch.testing.assert_close(state.worth[b], before[b] + added)
+        assert torch.equal(state.number[b], view.positions[b].long())
+
+
+def test_a_condition_that_does_not_hold_is_told() -> None:
+    assert_async(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="no slot is free"):
+        assert_async(torch.tensor(False), "no slot is free")

@@ -1,0 +1,112 @@
+"""A selector and a stage whose answers a test writes down, for tests of single modules of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Seen, StageStore, State, View
+
+
+class Worth(NamedTuple):
+    """What each token is worth, [B, H, S] fp32, and its number, [B, H, S] int64."""
+
+    worth: Tensor
+    number: Tensor
+
+
+@dataclass(kw_only=True)
+class Ranking:
+    """A selector that ranks by its state, and notes what it was shown.
+
+    Attributes:
+        needs: What it asks for.
+        score: Makes the worth of the candidates of a prompt; by default it stays.
+        views: Every view that it was asked for a priority of.
+        seen: The statistics of every prompt.
+    """
+
+    needs: Needs = field(default_factory=Needs)
+    decode: DecodeMode = "evict"
+    min_tokens: int = 1
+    score: Callable[[Worth, Seen, View], Tensor] = lambda state, seen, view: state.worth
+    views: list[View] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> Worth:
+        shape = batch, heads, slots
+        return Worth(torch.zeros(shape, device=device), torch.zeros(shape, dtype=torch.int64, device=device))
+
+    def observe(self, state: Worth, seen: Seen, view: View) -> State:
+        self.seen.append(seen)
+        return Worth(self.score(state, seen, view), view.positions.long())
+
+    def step(self, state: Worth, row: Tensor, view: View) -> None:
+        state.worth.add_(row.sum(2))
+
+    def priority(self, state: Worth, view: View) -> Tensor:
+        self.views.append(view)
+        return state.worth
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        return None
+
+
+class Floats(NamedTuple):
+    """Keys and values [B, H, C, D] fp32, and how often each slot was written, [B, H, C, 1]."""
+
+    keys: Tensor
+    values: Tensor
+    key_scale: Tensor
+
+
+class Uncoded:
+    """A stage that stores what it is given."""
+
+    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> tuple[()]:
+        return ()
+
+    def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Floats:
+        shape = batch, heads, slots
+        return Floats(torch.zeros(*shape, head_dim), torch.zeros(*shape, head_dim), torch.zeros(*shape, 1))
+
+    def write(
+        self, store: StageStore, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor
+    ) -> None:
+        for b, h, n in write_mask.nonzero().tolist():
+            slot = int(slots[b, h, n])
+            store.codes.keys[b, h, slot] = keys[b, h, n]
+            store.codes.values[b, h, slot] = values[b, h, n]
+            store.codes.key_scale[b, h, slot] += 1
+
+    def keys(self, store: StageStore, at: Any) -> Tensor:
+        return _at(store.codes.keys, at)
+
+    def values(self, store: StageStore, at: Any) -> Tensor:
+        return _at(store.codes.values, at)
+
+    def score(self, store: StageStore, queries: Tensor, rope: Any) -> Tensor:
+        keys = store.codes.keys if rope is None else rope.keys(store.codes.keys, slice(None))
+        return queries.float() @ keys.transpose(-1, -2)
+
+    def mix(self, store: StageStore, weights: Tensor) -> Tensor:
+        return weights @ store.codes.values
+
+
+def _at(t: Tensor, at: Any) -> Tensor:
+    return t[:, :, at] if isinstance(at, slice) else t.gather(2, at[..., None].expand(*at.shape, t.shape[-1]))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(count: int, *, rows: int, heads: int, most: int, seed: int) -> Tensor:
+    """Distinct positions below `most` in random order, [rows, heads, count] int32."""
+    dice = generator(seed)
+    drawn = [torch.randperm(most, generator=dice)[:count] for _ in range(rows * heads)]
+    return torch.stack(drawn).view(rows, heads, count).to(torch.int32)

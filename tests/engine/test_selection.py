@@ -1,0 +1,173 @@
+"""Which slots and new tokens are kept, against a sort of each head by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
+from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
+from tests.engine.parts import Ranking, Worth, generator, shuffled
+
+ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 6, 4
+LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
+RIGHT = [[1] * 6, [1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]
+HOLES = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]]
+SEEN_BEFORE = torch.tensor([20, 11, 30])
+
+
+def prompt(valid: list[list[int]] | None, **more: Any) -> PendingPrompt:
+    keys, values = (torch.randn(ROWS, HEADS, NEW, DIM, generator=generator(seed)) for seed in (0, 1))
+    return PendingPrompt(
+        keys, values, None if valid is None else torch.tensor(valid).bool(), ScoreTransform(0.5), **more
+    )
+
+
+def held_slots(count: int, seed: int) -> Tensor:
+    """Positions of slots in any order, some of them empty."""
+    positions = shuffled(count, rows=ROWS, heads=HEADS, most=11, seed=seed)
+    return positions.where(torch.rand(positions.shape, generator=generator(seed)) < 0.7, -1)
+
+
+def select(
+    selector: Ranking, positions: Tensor, pending: PendingPrompt, keep: list[int], past: Past | None = None
+) -> Selection:
+    state = Worth(positions.float(), positions.long())
+    return select_tokens(
+        selector,  # pyright: ignore[reportArgumentType]
+        positions,
+        state,
+        pending,
+        past,
+        seen_before=SEEN_BEFORE,
+        length=pending.lengths(SEEN_BEFORE),
+        keep=torch.tensor(keep),
+        layer_idx=0,
+        ranks=SINGLE_RANK,
+    )
+
+
+def candidates(positions: Tensor, pending: PendingPrompt) -> Tensor:
+    """Positions of the slots and the new tokens, [B, H, S + P]."""
+    new = pending.positions(SEEN_BEFORE)[:, None].expand(-1, HEADS, -1)
+    return torch.cat([positions, new], -1)
+
+
+def worth_of(levels: int) -> Any:
+    """A score that depends on the position of a token alone, of so many different values."""
+
+    def score(state: Worth, seen: Seen, view: View) -> Tensor:
+        assert bool((view.positions.diff(dim=-1) >= 0).all()), "candidates come by position, invalid ones first"
+        return (view.positions * 7 % levels).float()
+
+    return score
+
+
+@pytest.mark.parametrize("levels", [1, 3, 31], ids=lambda levels: f"{levels} levels")
+@pytest.mark.parametrize("slots", [0, 1, 5])
+@pytest.mark.parametrize("valid", [None, LEFT, RIGHT, HOLES], ids=["whole", "left", "right", "holes"])
+@pytest.mark.parametrize("keep", [[1, 1, 1], [2, 3, 4], [99, 99, 99]], ids=str)
+def test_the_best_tokens_are_kept(keep: list[int], valid: list[list[int]] | None, slots: int, levels: int) -> None:
+    positions, pending = held_slots(slots, slots), prompt(valid)
+    got = select(Ranking(score=worth_of(levels)), positions, pending, keep)
+    every = candidates(positions, pending)
+    assert torch.equal(got.positions, every), "candidates stay in their order"
+    for b in range(ROWS):
+        idle = valid is not None and not any(valid[b])
+        for h in range(HEADS):
+            there = [j for j, p in enumerate(every[b, h].tolist()) if p >= 0]
+            best = sorted(there, key=lambda j: (-(int(every[b, h, j]) * 7 % levels), int(every[b, h, j])))
+            kept = there if idle else best[: keep[b]]
+            assert got.chosen[b, h].nonzero()[:, 0].tolist() == sorted(kept), (b, h)
+            for j in there:  # the state belongs to its token, whatever the order it was observed in
+                position = int(every[b, h, j])
+                old = position if j < slots else 0
+                assert float(got.state.worth[b, h, j]) == (old if idle else position * 7 % levels)
+
+
+def test_one_head_and_one_token() -> None:
+    keys = torch.zeros(1, 1, 1, DIM)
+    pending = PendingPrompt(keys, keys, None, ScoreTransform(1.0))
+    empty = torch.empty(1, 1, 0, dtype=torch.int32)
+    got = select_tokens(
+        Ranking(), empty, Worth(torch.empty(1, 1, 0), torch.empty(1, 1, 0, dtype=torch.int64)), pending, None,
+        seen_before=torch.tensor([0]), length=torch.tensor([1]), keep=torch.tensor([1]), layer_idx=0, ranks=SINGLE_RANK,
+    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+    assert got.chosen.tolist() == [[[True]]] and got.positions.tolist() == [[[0]]]
+
+
+def test_a_token_that_may_never_be_kept_leaves_its_place_empty() -> None:
+    """And a broken score is not lost silently: NaN ranks above every number."""
+    worth = {20: -math.inf, 21: math.nan, 22: 5.0, 23: math.inf, 24: -1.0, 25: -math.inf}
+
+    def score(state: Worth, seen: Seen, view: View) -> Tensor:
+        return torch.tensor([worth.get(p, 0.0) for p in view.positions.flatten().tolist()]).view(view.positions.shape)
+
+    empty = torch.empty(ROWS, HEADS, 0, dtype=torch.int32)
+    for keep, want in ((1, {23}), (2, {23, 21}), (3, {23, 21, 22}), (6, {23, 21, 22, 24})):
+        got = select(Ranking(score=score), empty, prompt(None), [keep] * ROWS)
+        assert set(got.positions[0, 0][got.chosen[0, 0]].tolist()) == want
+
+
+def test_finite_priorities_keep_their_order() -> None:
+    given = torch.tensor([-torch.inf, -3.0, 0.0, 2.0, torch.nan, torch.inf])
+    finite = finite_priority(given)
+    assert finite.argsort().tolist() == [0, 1, 2, 3, 4, 5] and not finite.isnan().any()
+    assert finite[[0, 1, 2, 3, 5]].tolist() == given[[0, 1, 2, 3, 5]].tolist()
+
+
+@pytest.mark.parametrize("slots", [0, 4])
+@pytest.mark.parametrize("valid", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
+def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots: int) -> None:
+    """Every statistic that the selector is shown is that of the candidate in the same place."""
+    positions = held_slots(slots, 7)
+    q = torch.randn(ROWS, HEADS * GROUP, NEW, DIM, generator=generator(5))
+    pending = prompt(valid)
+    every = candidates(positions, pending)
+    past_keys = torch.randn(ROWS, HEADS, slots, DIM, generator=generator(6))
+    past = Past(past_keys, 2 * past_keys, positions >= 0) if slots else None
+    wide = every.repeat_interleave(GROUP, 1)
+    pending = pending._replace(
+        attn_sum=wide.float() * 3,
+        window=newest_queries(q, pending.valid, 2),
+        forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
+    )
+    selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True))
+    select(selector, positions, pending, [3, 3, 3], past)
+    (seen,), (view,) = selector.seen, selector.views
+    assert seen.attn_sum is not None and seen.window_attn is not None
+    assert seen.keys is not None and seen.values is not None
+    assert torch.equal(seen.attn_sum, view.positions.repeat_interleave(GROUP, 1).float() * 3)
+    for b in range(ROWS):
+        for h in range(HEADS):
+            for place, position in enumerate(view.positions[b, h].tolist()):
+                if position < 0:
+                    continue
+                source = every[b, h].tolist().index(position)
+                key = past_keys[b, h, source] if source < slots else pending.keys[b, h, source - slots]
+                assert torch.equal(seen.keys[b, h, place], key)
+                value = 2 * key if source < slots else pending.values[b, h, source - slots]
+                assert torch.equal(seen.values[b, h, place], value)
+        # The newest query sees every token there is, and nothing else.
+        columns = [*range(NEW)] if valid is None else [j for j in range(NEW) if valid[b][j]]
+        for hq in range(HEADS * GROUP):
+            there = view.positions[b, hq // GROUP] >= 0
+            scores = seen.keys[b, hq // GROUP] @ q[b, hq, columns[-1]] * 0.5
+            want = scores.masked_fill(~there, -torch.inf).softmax(-1)
+            torch.testing.assert_close(seen.window_attn[b, hq, -1].where(there, 0), want, atol=1e-6, rtol=1e-5)
+
+
+def test_what_was_not_asked_for_is_not_shown() -> None:
+    selector = Ranking()
+    select(selector, torch.empty(ROWS, HEADS, 0, dtype=torch.int32), prompt(None), [2, 2, 2])
+    (seen,), (view,) = selector.seen, selector.views
+    assert [*seen] == [None] * len(seen)
+    assert view.alike and view.budget.tolist() == [2, 2, 2] and view.length.tolist() == (SEEN_BEFORE + NEW).tolist()
+    select(selector, held_slots(1, 0), prompt(None), [2, 2, 2])
+    assert not selector.views[-1].alike, "heads hold different tokens already"

@@ -1,0 +1,181 @@
+"""The tensors of a layer: written, emptied, grown, selected by row and counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.slots import LayerSlots
+from kvpolicy.engine.state import tensors
+from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.protocols import Layout
+from tests.conformance.fakes import Fake
+from tests.engine.parts import Ranking, Worth, generator
+
+ROWS, HEADS, DIM = 2, 3, 4
+
+
+def slots(codec: Any, tokens: int) -> LayerSlots:
+    """A layer with empty slots for so many tokens."""
+    layer = LayerSlots(0, Ranking(), codec, "evict")  # pyright: ignore[reportArgumentType]
+    layer.initialize(torch.zeros(ROWS, HEADS, 5, DIM))
+    layer.expected_len = [tokens] * ROWS
+    layer.capacity = tokens
+    layer._grow_slots()
+    exact = layer.layout.exact
+    layer.keys, layer.values = (torch.zeros(ROWS, HEADS, exact, DIM) for _ in range(2))
+    layer._set_budget(torch.full((ROWS,), tokens))
+    return layer
+
+
+def data(positions: Tensor) -> SlotData:
+    """Tokens whose parts all say which position they have."""
+    keys = positions[..., None].expand(*positions.shape, DIM).float()
+    return SlotData(keys, -keys, positions.to(torch.int32), Worth(positions / 2, positions.long()))
+
+
+PLAIN = Fake(residual=99)
+CODED = Fake(caps=(4,), block=2, residual=1)
+
+
+def test_a_new_layer_has_no_slots() -> None:
+    layer = LayerSlots(3, Ranking(), PLAIN, "evict")  # pyright: ignore[reportArgumentType]
+    assert layer.nbytes == 0 and "empty" in repr(layer)
+    layer.initialize(torch.zeros(ROWS, HEADS, 5, DIM, dtype=torch.bfloat16))
+    assert layer.keys.shape == layer.values.shape == (ROWS, HEADS, 0, DIM) and layer.keys.dtype == torch.bfloat16
+    assert layer.positions.shape == (ROWS, HEADS, 0) and layer.expected_len == [0] * ROWS
+    assert layer.past() is None and layer.coded_view() is None
+    assert layer.layout == Layout(0) and "layer_idx=3, rows=2, heads=3, slots=0, exact=0" in repr(layer)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_written_is_in_its_slot_and_nothing_else_changes(masked: bool) -> None:
+    layer = slots(PLAIN, 6)
+    layer.write(torch.arange(6).expand(ROWS, HEADS, 6), data(torch.arange(100, 106).expand(ROWS, HEADS, 6)), None)
+    at = torch.tensor([[[1, 4]] * HEADS, [[5, 0]] * HEADS])
+    mask = torch.rand(ROWS, HEADS, 2, generator=generator(0)) < 0.5 if masked else torch.ones(ROWS, HEADS, 2).bool()
+    layer.write(at, data(torch.tensor([7, 8]).expand(ROWS, HEADS, 2)), mask if masked else None)
+    for b in range(ROWS):
+        for h in range(HEADS):
+            want = [*range(100, 106)]
+            for n, token in enumerate((7, 8)):
+                if mask[b, h, n]:
+                    want[int(at[b, h, n])] = token
+            assert layer.positions[b, h].tolist() == layer.state.number[b, h].tolist() == want
+            assert layer.keys[b, h, :, 0].tolist() == (-layer.values[b, h, :, 1]).tolist() == want
+            assert layer.state.worth[b, h].tolist() == [position / 2 for position in want]
+
+
+def test_slots_are_emptied_by_their_positions_alone() -> None:
+    layer = slots(PLAIN, 4)
+    layer.write(torch.arange(4).expand(ROWS, HEADS, 4), data(torch.arange(4).expand(ROWS, HEADS, 4)), None)
+    keys = layer.keys.clone()
+    mask = torch.tensor([[[True], [False], [True]], [[False]] * HEADS])
+    layer.write(torch.full((ROWS, HEADS, 1), 2), None, mask)
+    assert layer.positions.tolist() == [
+        [[0, 1, -1 if mask[b, h, 0] else 2, 3] for h in range(HEADS)] for b in range(ROWS)
+    ]
+    assert torch.equal(layer.keys, keys)
+
+
+def test_a_stage_codes_what_is_written_to_it() -> None:
+    layer = slots(CODED, 12)
+    exact, (first, second) = layer.layout.exact, layer.layout.coded
+    assert first and second
+    mask = torch.ones(ROWS, HEADS, 1).bool()
+    mask[0, 1] = False
+    layer.write(torch.ones(ROWS, HEADS, 1, dtype=torch.int64), data(torch.full((ROWS, HEADS, 1), 3)), mask, 0)
+    layer.write(torch.zeros(ROWS, HEADS, 1, dtype=torch.int64), data(torch.full((ROWS, HEADS, 1), 5)), mask, 1)
+    past = layer.past()
+    assert past is not None and past.keys.shape[2] == layer.layout.slots
+    for b in range(ROWS):
+        for h in range(HEADS):
+            there = bool(mask[b, h])
+            want = [-1] * layer.layout.slots
+            want[exact + 1] = 3 if there else -1
+            want[exact + first] = 5 if there else -1
+            assert layer.positions[b, h].tolist() == want
+            assert past.occupied[b, h].tolist() == [position >= 0 for position in want]
+            if there:
+                assert past.keys[b, h, [exact + 1, exact + first], 0].tolist() == [3, 5]
+                assert past.values[b, h, [exact + 1, exact + first], 0].tolist() == [-3, -5]
+
+
+def test_a_layer_that_grows_keeps_its_tokens() -> None:
+    layer = slots(CODED, 12)
+    exact = layer.layout.exact
+    layer.write(torch.arange(exact).expand(ROWS, HEADS, -1), data(torch.arange(exact).expand(ROWS, HEADS, -1)), None)
+    one = torch.zeros(ROWS, HEADS, 1, dtype=torch.int64)
+    layer.write(one, data(torch.full((ROWS, HEADS, 1), 50)), torch.ones(ROWS, HEADS, 1).bool(), 1)
+    old = layer.layout
+    layer.capacity = 30
+    layer._lengthen()
+    assert layer.layout.slots > old.slots
+    start = layer.layout.starts()[1]
+    for b in range(ROWS):
+        for h in range(HEADS):
+            want = [-1] * layer.layout.slots
+            want[:exact] = range(exact)
+            want[start] = 50
+            assert layer.positions[b, h].tolist() == want
+            assert layer.keys[b, h, :exact, 0].tolist() == [*range(exact)]
+            assert layer.state.number[b, h, start] == 50
+    past = layer.past()
+    assert past is not None and past.keys[..., start, 0].tolist() == [[50.0] * HEADS] * ROWS
+
+
+def test_rows_are_selected_everywhere() -> None:
+    layer = slots(CODED, 12)
+    exact = layer.layout.exact
+    positions = torch.arange(ROWS * HEADS * exact).view(ROWS, HEADS, exact)
+    layer.write(torch.arange(exact).expand(ROWS, HEADS, -1), data(positions), None)
+    layer.expected_len = [12, 9]
+    layer.length.copy_(torch.tensor([40, 50]))
+    assert layer.limits is not None
+    sources = [layer.keys, layer.values, layer.positions, layer.length, layer.budget, *tensors(layer.state)]
+    sources += [*tensors(layer.codes), layer.limits.flush_threshold, layer.limits.stage_capacity]
+    before = [t.clone() for t in sources]
+    index = torch.tensor([1, 1, 0])
+    layer.map_rows(lambda t: t.index_select(0, index))
+    assert layer.expected_len == [9, 9, 12]
+    after = [layer.keys, layer.values, layer.positions, layer.length, layer.budget, *tensors(layer.state)]
+    after += [*tensors(layer.codes), layer.limits.flush_threshold, layer.limits.stage_capacity]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new, old[[1, 1, 0]])
+
+
+def test_every_tensor_is_counted() -> None:
+    layer = slots(CODED, 12)
+    assert layer.limits is not None
+    parts = [layer.keys, layer.values, layer.positions, layer.length, layer.budget, layer.columns]
+    parts += [*tensors(layer.state), *tensors(layer.codes), *layer.limits]
+    assert layer.nbytes == sum(t.nbytes for t in parts)
+    assert sum(layer.nbytes_by_kind().values()) == layer.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    layer = slots(PLAIN, 4)
+    keys = torch.zeros(ROWS, HEADS, 1, DIM, dtype=dtype)
+    if dtype == torch.float32:
+        layer.check_compatible(keys, keys)
+        return
+    for pair in ((keys, keys.float()), (keys.float(), keys)):
+        with pytest.raises(ValueError, match=r"must be torch.float32 on cpu like the cache, got torch.float16 on cpu"):
+            layer.check_compatible(*pair)
+
+
+def test_tensors_of_inference_mode_are_replaced() -> None:
+    with torch.inference_mode():
+        layer = slots(CODED, 12)
+    assert layer.keys.is_inference()
+    before = layer.positions.clone()
+    layer.leave_inference_mode()
+    assert layer.limits is not None
+    every = [layer.keys, layer.values, layer.positions, layer.length, layer.columns, *tensors(layer.codes)]
+    every += [*tensors(layer.state), *(t for t in layer.limits if t.numel())]
+    assert not any(t.is_inference() for t in every)
+    assert torch.equal(layer.positions, before)
