@@ -250,10 +250,11 @@ class GEAR:
             put(codes.key_places, places.to(codes.key_places.dtype), blocks.which, blocks.is_new)
             # In an older block, outlier positions stay. If a token is written to one of them, its element becomes the
             # outlier; positions that are not written (-1) keep theirs.
-            shape = codes.key_places.shape
-            token = blocks.token[..., None].expand(*shape[:2], -1, -1, shape[-1]).gather(3, codes.key_places.long())
-            new = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, shape[2:4])
-            codes.key_outliers.copy_(torch.where(token >= 0, new.half(), codes.key_outliers))
+            places = take(codes.key_places, blocks.which)  # [B, H, F, outliers, D]
+            token = blocks.tokens()[..., None].expand(-1, -1, -1, -1, places.shape[-1]).gather(3, places.long())
+            new = keys.gather(2, token.clamp(min=0).flatten(2, 3)).unflatten(2, places.shape[2:4])
+            outliers = torch.where(token >= 0, new.half(), take(codes.key_outliers, blocks.which))
+            put(codes.key_outliers, outliers, blocks.which, torch.ones_like(blocks.is_new))
 
     def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
         """Write the codes of keys, and return their quantization error, [B, H, n, D], zero for outliers."""

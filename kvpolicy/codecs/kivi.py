@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
@@ -165,16 +166,13 @@ class KIVI:
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
     def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
-        group = (slots // self.group_size)[..., None].expand_as(keys)  # [B, H, n, D]
-        least, most = self._bounds(codes.key_zero, keys, group, write_mask)
-        scale, zero = scale_and_zero(least, most, self.bits)
         # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
-        has_tokens = occupied.reshape(*least.shape[:3], self.group_size).any(-1, keepdim=True)
-        keeps = has_tokens | (least > most)  # the minimum exceeds the maximum if nothing is written to the group
-        codes.key_scale.copy_(torch.where(keeps, codes.key_scale, scale.half()))
-        codes.key_zero.copy_(torch.where(keeps, codes.key_zero, zero.half()))
-        scale = codes.key_scale.float().gather(2, group)
-        zero = codes.key_zero.float().gather(2, group)
+        blocks = blocks_of(slots, write_mask, occupied, self.group_size)
+        scale, zero = scale_and_zero(*_bounds(keys, blocks, slots, write_mask), self.bits)
+        put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
+        put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
+        group = to_groups(slots, self.group_size)
+        scale, zero = (take(t, group).float() for t in (codes.key_scale, codes.key_zero))
         put(codes.keys, pack(encode(keys, scale, zero, self.bits), self.bits), slots, write_mask)
 
     def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
@@ -182,10 +180,17 @@ class KIVI:
         for target, part in zip(codes[3:], parts, strict=True):
             put(target, part, slots, write_mask)
 
-    def _bounds(self, like: Tensor, keys: Tensor, group: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum of what is written to each channel of each group; inf and -inf if nothing is."""
-        inf = torch.full_like(like, torch.inf, dtype=torch.float32)
-        is_written = write_mask[..., None]
-        least = inf.scatter_reduce(2, group, keys.masked_fill(~is_written, torch.inf), "amin")
-        most = (-inf).scatter_reduce(2, group, keys.masked_fill(~is_written, -torch.inf), "amax")
-        return least, most
+
+def _bounds(keys: Tensor, blocks: Blocks, slots: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum of what is written to each channel of the blocks `which`, [B, H, F, D] each.
+
+    They are inf and -inf in blocks to which nothing is written.
+    """
+    batch, heads, count = blocks.which.shape
+    # Tokens of blocks that are not in `which` go to an extra row at the end, which is cut off.
+    inf = keys.new_full((batch, heads, count + 1, keys.shape[-1]), torch.inf)
+    row = blocks.rows(slots)[..., None].expand_as(keys)
+    is_written = write_mask[..., None]
+    least = inf.scatter_reduce(2, row, keys.masked_fill(~is_written, torch.inf), "amin")
+    most = (-inf).scatter_reduce(2, row, keys.masked_fill(~is_written, -torch.inf), "amax")
+    return least[:, :, :count], most[:, :, :count]
