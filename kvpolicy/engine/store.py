@@ -392,7 +392,7 @@ class LayerStore(LayerSlots):
         position = self.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         self.length.add_(1 if valid is None else valid[:, 0].long())
         self.columns.add_(1)
-        # The length counts the new token by now, so windows include it, but the token itself is no candidate for eviction.
+        # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
         slot = self._free_slot(view, valid)
