@@ -114,6 +114,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -
     """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
     out = torch.zeros_like(q)
     for rows, columns in _rows_by_columns(valid):
+        # The call that these rows would make alone: causal without a mask, and no work for padding.
         queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
         out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
     return out
@@ -131,6 +132,7 @@ def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Ten
     stop = valid.shape[1] - numbers.flip(-1).argmax(-1)
     spans: dict[tuple[int, int], list[int]] = {}
     scattered: list[tuple[slice | list[int], slice | Tensor]] = []
+    # One transfer to the host for all rows.
     for row, (size, begin, end) in enumerate(torch.stack([count, first, stop], 1).tolist()):
         if size and size == end - begin:
             spans.setdefault((begin, end), []).append(row)
@@ -283,5 +285,6 @@ def attend_slots(
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = matmul(first, values)
     if coded is not None:
+        # Added in fp32 and rounded once.
         mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
     return mixed.flatten(1, 2).unsqueeze(2), weights

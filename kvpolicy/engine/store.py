@@ -137,7 +137,7 @@ class LayerStore(LayerSlots):
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
         self._fix_addresses()
-        # No buffer is full here, as `_place` leaves room for a block: this call counts the free steps.
+        # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
         self.demote()
 
     def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor]:
