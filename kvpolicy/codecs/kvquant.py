@@ -199,8 +199,7 @@ class KVQuant:
         calibration: KVQuantCalibration = store.calibration
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        # A masked token may have any slot, and `put` reads one slot even in a head where nothing is written. Slot 0
-        # exists.
+        # A masked token may have any slot, and in a head where nothing is written, `put` reads it. Slot 0 exists.
         slots = slots.masked_fill(~write_mask, 0)
         keys = keys.float().clamp(-_FP16, _FP16)
         values = values.float().clamp(-_FP16, _FP16)
