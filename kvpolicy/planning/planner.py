@@ -102,7 +102,7 @@ def _divide_tokens(
 ) -> Tokens:
     """Divide `base` [B] tokens per layer, with `initial_slots` beyond the prompt if the end is unknown."""
     grows = policy.decode == "grow"
-    # A growing cache budgets the prompt alone. Otherwise a layer can use generated tokens too, if their number is known.
+    # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
     extra = torch.zeros_like(prompt)
