@@ -37,6 +37,7 @@ def top_group(values: Tensor, groups: int) -> Tensor:
         best = (best[:, None] + cost).amin(0)
     with_top_from = best + cost[:, -1]  # the cost if the top group starts at i
     tolerance = _RELATIVE_TIE * cost[0, -1] + _ROUNDING * ranked.square().amax()
+    # The smallest start within the tolerance: without it, rounding would decide between equally good divisions.
     start = int((with_top_from <= with_top_from.amin() + tolerance).int().argmax())
     return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order[start:], True)
 

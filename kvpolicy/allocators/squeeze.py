@@ -76,11 +76,13 @@ class SqueezeAttention:
             is_squeezed = self._squeezed(cosine).expand(len(total), -1)
         else:
             assert metrics is not None, "squeeze requests the cosine of every layer"
+            # By row, so that the budgets of a row do not depend on the rows beside it.
             is_squeezed = torch.stack([self._squeezed(row) for row in metrics.float().cpu()])
         is_squeezed = is_squeezed.to(total.device)
         average = total.double()[:, None] / layers
         kept = torch.where(is_squeezed.any(-1, keepdim=True), self.keep_share * average, average)
         count = is_squeezed.sum(-1, keepdim=True)
+        # Not a division by 0, since every other group has at least one layer.
         rest = (total[:, None] - count * kept) / (layers - count)
         return waterfill(torch.where(is_squeezed, kept, rest), total, floor, ceiling)
 

@@ -96,6 +96,7 @@ def collect(
     try:
         counts = tokens_per_window(windows, tokens)
         for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
+            # The same tokens in all layers and parts, so that each weight of `fisher` belongs to its key or value.
             sample = torch.randperm(len(ids), generator=generator)[:count].sort().values
             for part, vectors in reader.run(ids).items():
                 for layer, x in vectors.items():
@@ -181,6 +182,7 @@ class _Reader:
                     "requires_grad_(True), or leave fisher out."
                 )
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
+            # A codec stores one vector for all copies of a head, so their gradients add up.
             gradients = [self._by_head(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]
         of_keys = dict(zip(self.layers, gradients[::2], strict=True))
         of_values = dict(zip(self.layers, gradients[1::2], strict=True))

@@ -149,6 +149,7 @@ def calibrate_csr(
         "text_sha256": text_sha256(windows),
         "options": _stored_options(options),
     }
+    # Both refusals, of checkpoints and of a finished calibration, come before the model runs, which takes long.
     states = Progress(Path(out), facts)
     if not force:
         check_free(out, "csr", facts)
@@ -202,6 +203,7 @@ def _groups(
             groups[part] = given[side]
             continue
         directions = {layer: Directions.of(vectors[layer]) for layer in layers}
+        # Grouping asks for the same pair of layers several times.
         between = functools.cache(functools.partial(_divergence_of, directions))
         groups[part] = group_layers(layers, between, options.pair, options.chain)
         divergences[part] = [between(a, b) for a, b in pairwise(layers)]

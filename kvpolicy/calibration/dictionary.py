@@ -144,6 +144,7 @@ def train(
             without the interruption.
         after: Called before the first epoch and after each one.
     """
+    # The split depends on the seed alone, so a resumed training holds out the same vectors.
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(training.seed))
     num_held_out = max(min(math.ceil(training.held_out * len(x)), len(x) // 2), 1)
     held_out = x[order[:num_held_out].to(x.device)]
@@ -154,6 +155,7 @@ def train(
         state = State(atoms, zero, zero, atoms, [relative_error(held_out, atoms, pairs)])
         if after is not None:
             after(state)
+    # The first loss is from before the training.
     while len(state.losses) <= training.epochs and not _is_stalled(state.losses, training.patience):
         state = _epoch(train_set, held_out, pairs, training, state)
         if after is not None:
@@ -192,6 +194,7 @@ def _epoch(train_set: Tensor, held_out: Tensor, pairs: int, training: Training, 
         variance = second / (1 - 0.999 ** (step + 1))
         atoms = unit(atoms - rate * mean / (variance.sqrt() + 1e-8))
     loss = relative_error(held_out, atoms, pairs)
+    # The last atoms are not always the best, and training goes on from the last.
     best = atoms if loss < min(state.losses) else state.best
     return State(atoms, first, second, best, [*state.losses, loss])
 

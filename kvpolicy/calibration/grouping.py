@@ -44,6 +44,7 @@ def divergence(a: Directions, b: Directions, bins: int = 200) -> float:
     count = len(a.vectors) + len(b.vectors)
     mean = (a.total + b.total) / count
     spread = (a.moment + b.moment) / count - torch.outer(mean, mean)
+    # `eigh` sorts eigenvalues in ascending order, so the principal directions are the last columns.
     axes = torch.linalg.eigh(spread).eigenvectors[:, -2:].float()
     flat = [each.vectors @ axes for each in (a, b)]
     least = torch.minimum(flat[0].amin(0), flat[1].amin(0))

@@ -60,6 +60,7 @@ def fit_kvquant(
     normalized_values, _, _, places = normalize_values(values, outlier_count(outliers, values.shape[-1]))
     is_inlier = torch.ones_like(values, dtype=torch.bool).scatter(-1, places, False)
     fitted = {"keys.offset": offset, "keys.range": range_}
+    # Outliers are stored in full, so levels need not cover them.
     sides = {"keys": (normalized_keys, normalized_keys.abs() <= 1), "values": (normalized_values, is_inlier)}
     for which, (side, (normalized, inside)) in enumerate(sides.items()):
         weight = torch.ones_like(normalized) if weights is None else weights[which].float()
@@ -120,5 +121,6 @@ def _norm(x: Tensor, weight: Tensor, levels: Tensor) -> Tensor:
     deviation = ((x - mean) ** 2 * mass).sum().sqrt()
     decoded_mean = (decoded * mass).sum()
     decoded_deviation = ((decoded - decoded_mean) ** 2 * mass).sum().sqrt()
+    # If all elements are decoded to one number, no scale gives them a deviation.
     scale = torch.where(decoded_deviation > 1e-6, deviation / decoded_deviation.clamp(min=1e-6), 1)
     return torch.stack([scale, mean - decoded_mean * scale]).float()

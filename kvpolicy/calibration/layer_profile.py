@@ -42,6 +42,7 @@ def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike
     from kvpolicy.hf.cache import PolicyCache
 
     rows: list[Tensor] = []
+    # Squeeze requests the measurement, and with a budget of 1.0 nothing is evicted.
     with torch.no_grad(), attach(model, "squeeze+window@1.0"):
         for ids in prompts:
             _check_prompt(ids)

@@ -33,6 +33,7 @@ class Progress:
         """Read the checkpoints in the folder."""
         self._folder = out / UNFINISHED
         self._digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        # All are read now, so that those of another calibration are refused before the model runs.
         for file in sorted(self._folder.glob("*.safetensors")):
             self._read(file)
 

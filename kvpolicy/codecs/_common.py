@@ -32,6 +32,7 @@ def ordinary_layout(traits: Traits, tokens: int) -> Layout:
         return Layout(tokens)
     # Dictionary slots hold no other token, even after theirs was evicted, so all other tokens need coded slots.
     has_dictionary_slots = traits.pins == "newest"
+    # A demotion empties the slots of the block, so they do not reduce the number of coded slots.
     coded = tokens - traits.residual - (0 if has_dictionary_slots else traits.pinned)
     return Layout(exact, (-(-coded // traits.group_size) * traits.group_size,))
 

@@ -165,6 +165,7 @@ def _by_gram(x: Tensor, table: Tensor, gram: Tensor, pairs: int) -> tuple[Tensor
 
 def _best_atom(residual: Tensor, dictionary: Dictionary) -> tuple[Tensor, Tensor]:
     """The atom [R, m] with the largest absolute product with `residual` [R, m, d], and that product."""
+    # Two products, because one would need a copy of the shared atoms for every head.
     index, coef = _largest(_products(residual, dictionary.shared))
     if not dictionary.per_head.shape[1]:
         return index, coef
@@ -201,6 +202,7 @@ def _fit(x: Tensor, dictionary: Dictionary, table: Tensor, index: Tensor) -> Ten
     # In fp64, because in fp32 the Cholesky factor of nearly equal atoms may not exist.
     atoms = F.embedding(dictionary.table_index(index), table).double()  # [R, m, k, d]
     gram = atoms @ atoms.mT + _RIDGE * torch.eye(index.shape[-1], dtype=atoms.dtype, device=atoms.device)
+    # `cholesky` would check for errors, which waits for the device; the ridge makes the matrix positive definite.
     factor = torch.linalg.cholesky_ex(gram).L
     products = (atoms * x.double()[..., None, :]).sum(-1, keepdim=True)
     return torch.cholesky_solve(products, factor).squeeze(-1).float()

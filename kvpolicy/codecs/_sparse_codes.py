@@ -79,9 +79,11 @@ class SparseCodes(NamedTuple):
 
     def write(self, x: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor, solver: Solver) -> None:
         """Encode vectors `x` [B, H, n, D] into slots, in place; see `Stage.write`."""
+        # Masked tokens must not count in a fitted scale or become outlier atoms: zero vectors have coefficients of 0.
         vectors = torch.where(write_mask[..., None], x.float(), 0).reshape(*x.shape[:2], -1, self.shared.shape[1])
         pairs = self.coef.shape[-1] // self.parts
         if self.outlier_atoms.shape[2]:
+            # Before the pursuit, which may select the new atoms.
             self._fit_outlier_atoms(vectors, pairs, write_mask, occupied)
         index, coef = (t.reshape(*x.shape[:3], -1) for t in pursue(vectors, self.dictionary(), pairs, solver))
         put(self.atom_index, pack(index, self.bits) if self.bits else index.to(torch.int16), slots, write_mask)
@@ -92,6 +94,7 @@ class SparseCodes(NamedTuple):
 
     def _fit_outlier_atoms(self, vectors: Tensor, pairs: int, write_mask: Tensor, occupied: Tensor) -> None:
         """In heads without an occupied slot, make atoms of the vectors [B, H, m, d] with the largest relative error."""
+        # Without outlier atoms, since those in store are replaced.
         dictionary = self._dictionary(self.outlier_atoms[:, :, :0])
         error = vectors - reconstruct(dictionary, dictionary.table(), *pursue(vectors, dictionary, pairs))
         size = (vectors * vectors).sum(-1)

@@ -255,6 +255,7 @@ class CSR:
             return score_by_chunks(lambda _, at: codes.reconstruct(atoms, table, at), store, queries, rope, codes.slots)
         # The products of a query with all atoms are the same for all slots only if the query is rotated to one distance
         # from all of them, which makes these scores approximate.
+        # The query heads of a KV head read the same slots, so the highest score of any of them counts.
         approximate = codes.score(atoms, rope.queries(queries, self.approx_distance)).amax(2)
         # An empty slot scores 0 and must not displace others.
         approximate = approximate.masked_fill(~rope.occupied, -torch.inf)

@@ -259,6 +259,7 @@ class GEAR:
     def _write_keys(self, codes: GEARCodes, keys: Tensor, slots: Tensor, write_mask: Tensor) -> Tensor:
         """Write the codes of keys, and return their quantization error, [B, H, n, D], zero for outliers."""
         block = to_groups(slots, self.group_size)
+        # As stored: decoding reads these, and in an older block they were fitted to other tokens.
         scale = take(codes.key_scale, block).float()
         zero = take(codes.key_zero, block).float()
         code = encode(keys, scale, zero, self.bits)

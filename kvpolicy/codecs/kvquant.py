@@ -199,12 +199,14 @@ class KVQuant:
         calibration: KVQuantCalibration = store.calibration
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
+        # A masked token may have any slot, and in a head where nothing is written, `put` reads it. Slot 0 exists.
         slots = slots.masked_fill(~write_mask, 0)
         keys = keys.float().clamp(-_FP16, _FP16)
         values = values.float().clamp(-_FP16, _FP16)
         count = codes.key_places.shape[-1]
         normalized = (keys - calibration.key_offset) / calibration.key_range
         put(codes.keys, pack(nearest(normalized, calibration.key_levels), self.bits), slots, write_mask)
+        # Normalized, since an element is an outlier with respect to the range of its channel.
         places = largest(normalized.abs(), count)
         _put_outliers(codes.key_places, codes.key_outliers, keys, places, slots, write_mask)
         normalized, scale, zero, places = normalize_values(values, count)
@@ -277,6 +279,7 @@ def normalize_values(values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
         Normalized elements [..., D], clipped; scale and zero [..., 1] fp32, rounded to fp16; and the indices of the
         outliers, [..., count] int64.
     """
+    # Distances are taken from the median, which outliers do not move as they would move the mean.
     median = values.sort(-1).values[..., (values.shape[-1] - 1) // 2, None]
     places = largest((values - median).abs(), count)
     is_outlier = torch.zeros_like(values, dtype=torch.bool).scatter(-1, places, True)
@@ -284,6 +287,7 @@ def normalize_values(values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     most = values.masked_fill(is_outlier, -torch.inf).amax(-1, keepdim=True)
     scale = round_to_half((most - least) / 2)
     zero = round_to_half((most + least) / 2)
+    # With scale and zero as stored. Their rounding may put an element slightly outside -1 to 1.
     normalized = (values - zero) / scale.masked_fill(scale == 0, 1)
     return normalized.clamp(-1, 1).masked_fill(scale == 0, 0), scale, zero, places
 

@@ -52,6 +52,8 @@ class ScoreTransform(NamedTuple):
 
     def weights(self, score: Tensor) -> Tensor:
         """Attention weights of scores, fp32 [B, H, G, ..., N]; with sinks, rows sum to less than 1."""
+        # With sinks: exp(s) / (sum(exp(s)) + exp(sink)) = softmax(s) * sigmoid(logsumexp(s) - sink). This needs no
+        # column for the sink, which would copy all scores.
         weights = torch.softmax(score, -1)
         if self.sinks is None:
             return weights
@@ -82,6 +84,8 @@ def attend(
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
+    # Fused causal attention aligns the first query with the first key, which is right only without a past, and it
+    # neither caps scores nor returns weights.
     fused = past is None and transform.softcap is None and transform.sinks is None and not sum_weights
     if not fused:
         return _attend_tiled(q, k, v, transform, past, valid, sum_weights)
@@ -110,6 +114,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -
     """Attend causally to valid tokens without a mask: the valid tokens of a row alone, 0 for padding queries."""
     out = torch.zeros_like(q)
     for rows, columns in _rows_by_columns(valid):
+        # The call that these rows would make alone: causal without a mask, and no work for padding.
         queries, keys, values = (t[rows][:, :, columns] for t in (q, k, v))
         out[rows, :, columns] = _attend_fused(queries, keys, values, scale)
     return out
@@ -127,6 +132,7 @@ def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Ten
     stop = valid.shape[1] - numbers.flip(-1).argmax(-1)
     spans: dict[tuple[int, int], list[int]] = {}
     scattered: list[tuple[slice | list[int], slice | Tensor]] = []
+    # One transfer to the host for all rows.
     for row, (size, begin, end) in enumerate(torch.stack([count, first, stop], 1).tolist()):
         if size and size == end - begin:
             spans.setdefault((begin, end), []).append(row)
@@ -170,11 +176,14 @@ def _attend_tiled(
         seen = held + stop
         tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
         score = transform.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
+        # No other column can be in the future of a query of this tile.
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
         weights = transform.weights(score)
         if valid is not None:  # padding queries produce no output and no statistics
+            # Not in place with a graph, because the backward of softmax needs its output. The fill also replaces the
+            # NaN of padding queries that see nothing.
             fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
             weights = fill(~valid[:, None, None, start:stop, None], 0)
         if mass is not None:
@@ -207,6 +216,7 @@ def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
     if valid is None:
         index = torch.arange(new - width, new, device=q.device).expand(batch, -1)
         return QueryWindow(q[:, :, new - width :].clone(), index)  # a view would keep all of q alive
+    # Valid queries last, in their order, so that a fixed width from the end takes the newest ones.
     order = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, new - width :]
     queries = q.gather(2, order[:, None, :, None].expand(-1, heads, -1, dim))
     return QueryWindow(queries, torch.where(valid.gather(1, order), order, -1))
@@ -228,6 +238,7 @@ def window_attention(
     hidden = _hidden_columns(past, valid, new)
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
+    # An absent query sees no new token, and without a past nothing at all: its softmax is NaN.
     absent = (window.at < 0)[:, None, None, :, None]
     return transform.weights(score).masked_fill_(absent, 0).flatten(1, 2)
 
@@ -274,5 +285,6 @@ def attend_slots(
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = matmul(first, values)
     if coded is not None:
+        # Added in fp32 and rounded once.
         mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
     return mixed.flatten(1, 2).unsqueeze(2), weights

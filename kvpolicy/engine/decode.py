@@ -15,6 +15,8 @@ NO_ROOM = "the cache has no room left: call cache.tick() between steps"
 
 def eviction_scores(selector: Selector, state: State, view: View) -> Tensor:
     """The position of each token of lowest priority, -1 for all others, [B, H, S]: of ties the latest is evicted."""
+    # The minimum is found by equality, and NaN equals nothing: without `finite_priority`, any slot could be the victim.
+    # If all tokens are protected, empty slots tie with them at inf, but lose by their position of -1.
     priority = finite_priority(selector.priority(state, view)).masked_fill(~view.valid, torch.inf)
     return view.positions.masked_fill(priority != priority.amin(-1, keepdim=True), -1)
 

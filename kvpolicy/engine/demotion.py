@@ -24,6 +24,7 @@ def demoted_counts(counts: Tensor, limits: RowLimits, traits: Traits, idle: Tens
         idle: Rows that got no token, [B] bool: alone they would not have been called, so nothing of theirs is demoted.
     """
     stays = limits.flush_threshold - block_of(limits, traits)
+    # In whole groups, since the parameters of a group are fitted when its first tokens are written.
     moved = (counts - stays).clamp_min(0).div(traits.group_size, rounding_mode="floor") * traits.group_size
     return moved if idle is None else moved.masked_fill(idle[:, None], 0)
 
@@ -43,6 +44,7 @@ def free_slots(positions: Tensor, capacity: Tensor, group_size: int) -> Tensor:
     crowd = occupied.unflatten(-1, (-1, group_size)).sum(-1, keepdim=True)
     crowd = crowd.expand(*occupied.shape[:2], -1, group_size).flatten(-2)
     beyond = torch.arange(occupied.shape[-1], device=occupied.device) >= capacity[:, None, None]
+    # Stable, so that equally full groups are filled one after the other and not interleaved.
     return torch.where(occupied | beyond, group_size + 1 + beyond.long(), crowd).argsort(dim=-1, stable=True)
 
 
@@ -88,6 +90,7 @@ def overflow(
     width = block.chosen.shape[-1]
     lack = block.chosen.sum(-1) - (capacity[:, None] - occupied.sum(-1))
     index = order.indices(positions, state, occupied)[..., :width]
+    # In the codec's key space, like the block: a token on its way through the stages is not rotated in between.
     victims = TokenBatch(
         stage.keys(store, index),
         stage.values(store, index),
@@ -97,6 +100,7 @@ def overflow(
     )
     leaves = (torch.arange(index.shape[-1], device=index.device) < lack[..., None]) & victims.chosen
     passes = block.chosen & (block.chosen.long().cumsum(-1) <= (lack - leaves.sum(-1))[..., None])
+    # No more tokens move on than the block lacks slots for, so `width` is enough for them.
     moving = _joined(victims._replace(chosen=leaves), block._replace(chosen=passes))
     return Overflow(index, leaves, moving.front(width), block.chosen & ~passes)
 

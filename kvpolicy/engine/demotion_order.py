@@ -52,6 +52,7 @@ class DemotionOrder(NamedTuple):
             view = View(seen, self.length, self._precise_tokens(), self.layer_idx, self.ranks)
             priority = finite_priority(self.selector.priority(state, view))
             order = order.gather(-1, priority.gather(-1, order).argsort(dim=-1, stable=True))
+        # Sorted stably by class, so that the order within each class stays.
         last = torch.where(candidates, 0, 2).masked_fill(candidates & self._never_demoted(positions), 1)
         return order.gather(-1, last.gather(-1, order).argsort(dim=-1, stable=True))
 

@@ -17,6 +17,7 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
     """
     size = hidden.detach().abs().float()
     if valid is not None:
+        # Below any absolute value. If a row has too few activations, padding is found, but has no position to pin.
         size = size.masked_fill(~valid[..., None], -1)
     best = size.flatten(1).topk(min(count, size[0].numel())).indices
     return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device).scatter_(1, best // size.shape[2], True)

@@ -62,6 +62,7 @@ def grown_codes(
         empty = codec.stages[stage].alloc(batch, heads, size, head_dim, device)
         if stage < len(codes):
             for target, source in zip(tensors(empty), tensors(codes[stage]), strict=True):
+                # Slots and groups keep their index: tensors of a longer stage begin like those of a shorter one.
                 target[:, :, : source.shape[2]] = source
         grown.append(empty)
     return tuple(grown)

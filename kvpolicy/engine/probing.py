@@ -15,6 +15,7 @@ def draw_probes(length: int, probes: Probes) -> Tensor:
     """Indices of the probes among a row's `length` queries, ascending, int64."""
     recent = min(math.ceil(probes.recent * length), length)
     count = min(math.ceil(probes.random * length), length - recent)
+    # From the row's own length, on the CPU: the draw depends neither on the batch nor on the device.
     generator = torch.Generator().manual_seed(probes.seed + length)
     drawn = torch.randperm(length - recent, generator=generator)[:count]
     return torch.cat([drawn, torch.arange(length - recent, length)]).sort().values

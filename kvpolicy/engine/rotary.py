@@ -52,6 +52,8 @@ class Rope:
         keys = keys.float()
         if self._tables is None or self._apply_pairs is None:
             return keys
+        # Heads may hold different tokens, but the model's tables have one position per row and column, for all heads.
+        # So the slots of all heads become the columns of a single head.
         batch, heads, count, dim = keys.shape
         at = positions.clamp_min(0).expand(batch, heads, count).reshape(batch, heads * count)
         more = {} if self._layer_type is None else {"layer_type": self._layer_type}
@@ -120,6 +122,7 @@ def rope_offset(
     first = torch.zeros_like(seen) if valid is None else valid.int().argmax(-1)
     shift = shifts.gather(1, first[:, None])[:, 0]
     if known is not None:
+        # Keys of this row were coded with the known offset, so a different one is an error below.
         shift = torch.where(seen > 0, known, shift)
     wrong = shifts != shift[:, None]
     if bool((wrong if valid is None else wrong & valid).any()):

@@ -42,6 +42,7 @@ def alloc_limits(codec: Codec, batch: int, heads: int, head_dim: int, device: to
         return None
     pin_heads = heads if traits.pins == "newest" else 1  # heads may have kept different tokens
     unrotated = traits.key_space == "unrotated"
+    # Sizes do not decrease with the tokens of a row, so if they are equal at both ends, no row differs.
     sized = batch if traits_for(codec, 0) != traits else 0
     return RowLimits(
         flush_threshold=torch.full((batch, 1), BEYOND, dtype=torch.int64, device=device),
@@ -66,6 +67,7 @@ def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: in
     layouts = [codec.layout(count) for count in tokens]
     has_dictionary = (limits.pins[:, 0] >= 0).any(-1).tolist() if reserved else [False] * len(layouts)
     threshold = [
+        # A row without coded slots of its own never demotes, even if the layer has some for longer rows.
         [layout.exact - reserved * own if sum(layout.coded) else BEYOND]
         for layout, own in zip(layouts, has_dictionary, strict=True)
     ]
@@ -117,6 +119,7 @@ def pin_tokens(limits: RowLimits, traits: Traits, positions: Tensor, massive: Te
 
 def is_pinned(limits: RowLimits, positions: Tensor) -> Tensor:
     """Which positions [B, H, n] are pinned, [B, H, n] bool."""
+    # An unused pin is -1, as is the position of an empty slot: callers mask by what is occupied.
     return (positions[..., None] == limits.pins[:, :, None]).any(-1)
 
 

@@ -71,6 +71,7 @@ def select_tokens(
         chosen = torch.where(idle, view.valid, chosen)
         state = select_state(idle, before, state)
     if order is not None:
+        # The inverse permutation: slots are not moved, so results return to their order.
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
@@ -136,6 +137,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
 def _highest(priority: Tensor, view: View) -> Tensor:
     """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
     priority = priority.masked_fill(~view.valid, -torch.inf)
+    # Not `topk`, which leaves open which of equal tokens it returns, and takes one count for all rows.
     order = priority.argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device)
     top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))

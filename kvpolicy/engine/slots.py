@@ -152,6 +152,7 @@ class LayerSlots:
         else:
             assert mask is not None
             at = self._stage_range(stage)
+            # Read before the new positions are written: codecs fit parameters where a head or a group was empty.
             occupied = self.positions[..., at] >= 0
             store = self.stage_store(stage)
             self.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
@@ -164,6 +165,8 @@ class LayerSlots:
         if mask is not None:
             more = (1,) * (target.dim() - 3)
             index = slots.reshape(*slots.shape, *more).expand(*slots.shape, *target.shape[3:])
+            # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
+            # masked or not: a masked duplicate of a written slot could undo the write.
             data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
         write_slots(target, slots, data)
 
@@ -172,6 +175,7 @@ class LayerSlots:
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
         old = self.layout.exact
+        # `_grow_slots` empties the buffer, which suits a prompt, whose tokens are placed anew. Here they stay in place.
         positions = self.positions[..., :old]
         state = map_state(lambda t: t[..., :old], self.state)
         self._grow_slots()
@@ -202,6 +206,7 @@ class LayerSlots:
         self.budget = budget
         tokens = budget.tolist()
         if self.limits is not None:
+            # A budget may exceed all tokens that are expected, and slots are allocated for no more than those.
             allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
             self.limits = with_tokens(self.limits, self.codec, allocated, self.reserved)
             self.largest_block = max(traits_for(self.codec, count).block for count in allocated)
@@ -271,6 +276,7 @@ class LayerSlots:
         """Keys, in the codec's key space, and values of the dictionary slots, [B, H, W, D]; 0 for an empty slot."""
         if not self.reserved or self.limits is None:
             return None
+        # By pins and not by positions: codes refer to an atom even after its own token was evicted.
         empty = (self.limits.pins < 0)[..., None]
         keys = self.keys[:, :, : self.reserved].masked_fill(empty, 0)
         values = self.values[:, :, : self.reserved].masked_fill(empty, 0)

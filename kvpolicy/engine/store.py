@@ -108,6 +108,7 @@ class LayerStore(LayerSlots):
         """
         self._record(pending, rope_offset)
         seen_before = self.length
+        # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
         selected = select_tokens(
             self.selector,
@@ -125,8 +126,10 @@ class LayerStore(LayerSlots):
         if self.layout.exact:  # a first prompt is not copied whole
             keys = torch.cat([self.keys, keys], 2)
             values = torch.cat([self.values, values], 2)
+        # Before `_allocate`, which empties the positions of the full-precision buffer: its tokens are placed again.
         batch = TokenBatch(keys, values, *self._evict(selected))
         self._allocate(pending, budget)
+        # By row, since a row may have had nothing but padding in the prompts before this one.
         first = (seen_before == 0) & (self.length > 0)
         if self.limits is not None and bool(first.any()):
             pin_tokens(self.limits, self.codec.traits, pending.positions(seen_before), massive, first)
@@ -134,6 +137,7 @@ class LayerStore(LayerSlots):
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
         self._fix_addresses()
+        # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
         self.demote()
 
     def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor]:
@@ -155,6 +159,7 @@ class LayerStore(LayerSlots):
         chosen = outside_codes(selected.chosen)
         if self.reserved:  # tokens of dictionary slots stay where they are
             chosen[..., :exact] &= self._open_slots()
+        # An evicted token leaves its codes behind: only the position says that a slot is empty.
         self.positions = selected.positions[..., :slots].masked_fill(~selected.chosen[..., :slots], -1)
         self.state = map_state(lambda t: t[..., :slots], selected.state)
         return outside_codes(selected.positions), map_state(outside_codes, selected.state), chosen
@@ -166,6 +171,7 @@ class LayerStore(LayerSlots):
         if rope_offset is not None:
             self.limits.rope_offset.copy_(rope_offset)
         if pending.query_absmax is not None:
+            # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
             largest = self.ranks.largest(pending.query_absmax)
             self.limits.query_absmax.copy_(torch.maximum(self.limits.query_absmax, largest))
 
@@ -195,6 +201,7 @@ class LayerStore(LayerSlots):
         if self.limits is None or not sum(self.layout.coded):  # then there is no dictionary either
             ordered = batch.take(batch.by_position()[..., : self.layout.exact])
             return token_batch.first_slots(ordered, ~ordered.chosen, self.layout.exact)
+        # Few tokens of a long prompt are chosen, and everything below sorts or copies the batch.
         batch = batch.trimmed()
         if first is not None and self._reserve_dictionary(batch, first):
             batch = batch._replace(chosen=batch.chosen & ~is_pinned(self.limits, batch.positions))
@@ -202,6 +209,7 @@ class LayerStore(LayerSlots):
         counts = batch.chosen.sum(-1)
         moved = demotion.demoted_counts(counts, self.limits, self.codec.traits, idle)
         self._demote_tokens(batch.take(order), moved)
+        # A row without a dictionary may use the dictionary slots for any token, as it would alone.
         start = self.reserved * has_dictionary(self.limits) if self.reserved else 0
         data = token_batch.slots_after(batch, order, moved, start, self.layout.exact)
         if self.reserved:
@@ -227,6 +235,7 @@ class LayerStore(LayerSlots):
         assert self.limits is not None
         rows = first[:, None, None]
         width = min(traits.pinned, batch.positions.shape[-1])
+        # Among the tokens that this head kept, so heads may have different atoms.
         by_age = torch.where(batch.chosen, batch.positions, -1).argsort(dim=-1, descending=True, stable=True)
         newest = batch.take(by_age[..., :width])
         # Alone in a batch, a row without codes would have no dictionary either.
@@ -241,6 +250,7 @@ class LayerStore(LayerSlots):
             values = torch.where(rows[..., None], values, self.values[:, :, : self.reserved])
         self.keys, self.values = keys, values
         self.reserved = traits.pinned
+        # The dictionary takes slots of the buffer, which lowers the flush thresholds of its rows.
         self._set_budget(self.budget)
         return True
 
@@ -264,6 +274,7 @@ class LayerStore(LayerSlots):
         occupied = (positions >= 0) & self._open_slots()
         due = occupied.sum(-1) >= self.limits.flush_threshold
         order = self._demotion_order().indices(positions, state, occupied)
+        # The width must not depend on data: rows with a smaller block mask the rest of the largest one.
         slots = order[..., : self.largest_block]
         batch = TokenBatch(self.keys, self.values, positions, state, occupied).take(slots)
         rank = torch.arange(slots.shape[-1], device=slots.device)
@@ -281,6 +292,8 @@ class LayerStore(LayerSlots):
         state = map_state(torch.clone, self.state)
         moving = past.occupied & due[..., None]
         moving[..., : self.layout.exact] &= self._open_slots()
+        # Emptied first: codecs fit parameters again only in heads without an occupied slot, and `_demote_tokens` fills
+        # the stages of an empty head at once, without passing its tokens from stage to stage.
         self.positions.masked_fill_(moving, -1)
         data = self._place(TokenBatch(past.keys, past.values, positions, state, moving), None, None)
         self._assign_first(data)
@@ -356,6 +369,8 @@ class LayerStore(LayerSlots):
             batch = batch._replace(chosen=over.stays)
         slots = demotion.free_slots(self.positions[..., at], limit, self.codec.traits.group_size)
         if len(self.layout.coded) > 1:
+            # Slots are paired with tokens by index. Tokens that moved on leave gaps in a block, and a stage may have
+            # fewer slots than a block has tokens, so the tokens that stay come first.
             batch = batch.front(min(batch.chosen.shape[-1], slots.shape[-1]))
         self.write(slots[..., : batch.chosen.shape[-1]], batch.data, batch.chosen, stage)
 
@@ -377,9 +392,12 @@ class LayerStore(LayerSlots):
         position = self.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         self.length.add_(1 if valid is None else valid[:, 0].long())
         self.columns.add_(1)
+        # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
+        # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
         slot = self._free_slot(view, valid)
         mask = None if valid is None else valid[:, None].expand_as(slot)
+        # The slot still has the statistics of the token that it held before.
         state = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
         want_weights = self.selector.needs.decode_attn
@@ -397,6 +415,8 @@ class LayerStore(LayerSlots):
         if not self.grows and not sum(self.layout.coded):
             # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
             scores = eviction_scores(self.selector, self.state, view)
+            # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
+            # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
             if self.can_run_out:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
@@ -425,6 +445,7 @@ class LayerStore(LayerSlots):
 
     def count_step(self) -> None:
         """Count one decode step, and demote a block if a buffer is full."""
+        # A counter on the host: asking the device how full the buffers are would synchronize in every step.
         self._free_steps -= 1
         if self._free_steps < 1:
             self.demote()
@@ -465,6 +486,7 @@ class LayerStore(LayerSlots):
         occupied = (self.positions >= 0).sum(-1)
         room = None
         if self.limits is not None:
+            # A row that never demotes has a threshold beyond any count, and ends where its slots end.
             size = self._open_slots().sum(-1).expand_as(occupied)
             room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
         return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)

@@ -90,6 +90,8 @@ def first_slots(batch: TokenBatch, empty: Tensor, size: int) -> SlotData:
         size: Slots of the buffer; keys and values are padded to it, positions and state are not.
     """
     padding = (0, 0, 0, size - batch.positions.shape[-1])
+    # The tokens in empty slots may be padding, whose numbers are arbitrary. Attention gives these slots a weight of 0,
+    # and 0 times inf or NaN would be NaN.
     keys = batch.keys.masked_fill_(empty[..., None], 0)
     values = batch.values.masked_fill_(empty[..., None], 0)
     return SlotData(

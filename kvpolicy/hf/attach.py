@@ -59,21 +59,25 @@ class Handle:
         self.cache: PolicyCache | None = None
         self._model = model
         self._undo: list[Callable[[], None]] = []
+        # Hooks belong to the model, and several threads may run it, each with a cache of its own.
         self._thread = threading.local()
         check_adapters(model)
         sites = find_sites(model)
         sharing = sharing_of(model)
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
+        # Calibrations were made with the whole model, so the weights of a shard identify nothing.
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         unrotates = policy.codec.traits.key_space == "unrotated"
         ropes = {site.layer_idx: rope_of(sites.decoder, site) for site in sites.layers} if unrotates else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
+        # Before `_connect`, because `detach` needs it if connecting fails.
         self._attachment = Attachment(policy, shape, info, ropes, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:
+            # An interrupt, too, must not leave a model that is connected in part.
             self.detach()
             raise
         attachments[model] = self._attachment
@@ -195,6 +199,7 @@ class Handle:
                 and self._attachment.first_warning()
             ):
                 warn_beyond_trained(self._model, limit)
+            # Dividing a budget makes a new plan, by which `_after` knows that a prompt was compressed.
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan

@@ -191,6 +191,8 @@ class PolicyCache(Cache):
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
         offset = None
+        # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
+        # the guard is about to refuse this one, and an error about positions would mislead.
         if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
             known = None if first.store.limits is None else first.store.limits.rope_offset
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
@@ -235,6 +237,7 @@ class PolicyCache(Cache):
         store.check_compatible(k, v)
         ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
+        # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
         has_slots = store.layout.slots > 0
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
@@ -245,10 +248,12 @@ class PolicyCache(Cache):
                 store.initialize(k, ranks)
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward)
             self.compress(layer, pending)
+        # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0]:
             layer.extend_digest(valid, new)
         if has_slots:
             refuse_gradients(out)
+        # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
 
     @on_host
@@ -271,6 +276,7 @@ class PolicyCache(Cache):
             self._cosines = self.cosines().tolist()
         self._metrics = {}
         self._tokens = self._valid = self._first = self._rope_offset = None
+        # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
         for layer in self.policy_layers if self._one_token else ():
             layer.store.count_step()
@@ -279,6 +285,7 @@ class PolicyCache(Cache):
         """Divide the budget, and compress every layer whose prompt waits for it."""
         waiting, self._waiting = self._waiting, []
         for number, layer in enumerate(waiting):
+            # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, layer.pending = layer.pending, None
             assert pending is not None
             if number == 0:
@@ -346,8 +353,11 @@ class PolicyCache(Cache):
         dtype = pending.keys.dtype
         count = len(self.policy_layers)
         shape = LayerShape(heads, dim, dtype)
+        # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
+        # are those of this rank.
         fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype)
         metrics = self.cosines() if self.policy.allocator.layer_metric else None
+        # Once per announcement: a chunk or turn that follows does not move the announced end.
         if self.new is not None and self._end is None:
             self._end = (length + self.new).tolist()
         end = None if self._end is None else torch.tensor(self._end)

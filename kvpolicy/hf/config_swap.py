@@ -31,6 +31,7 @@ def swap_implementation(model: nn.Module) -> Callable[[], None]:
     copies = {id(config): copy.copy(config) for config in originals}
     before = {key: dict(vars(config)) for key, config in copies.items()}
     for config in copies.values():
+        # Not by the public property: its setter writes to the sub-configs, which are still those of the originals here.
         setattr(config, IMPLEMENTATION, register(config._attn_implementation, other))
         for name in config.sub_configs:
             sub = getattr(config, name, None)
@@ -58,5 +59,6 @@ def _take_over(original: PreTrainedConfig, changed: PreTrainedConfig, before: di
     """Give the original what was set on its copy, but for what the swap itself set."""
     own = {IMPLEMENTATION, *original.sub_configs}
     for name, value in vars(changed).items():
+        # By identity: not every value can be compared, and what is changed in place is shared with the shallow copy.
         if name not in own and (name not in before or before[name] is not value):
             vars(original)[name] = value

@@ -104,11 +104,13 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
             f"The attention mask has the shape {list(mask.shape)}, and the call has {rows} row(s): pass a 2-D mask of "
             "one line per row, 1 for a token and 0 for padding."
         )
+    # Not in a step, where reading values would wait for the device.
     if mask.is_floating_point() and new > 1 and bool(((mask != 0) & (mask != 1)).any()):
         raise KVPolicyError("The attention mask has other numbers than 0 and 1: pass 1 for a token and 0 for padding.")
     first = cache.policy_layers[0]
     if not first.is_initialized and not bool(mask.any()):
         raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
+    # A mask of the new columns alone says nothing of earlier ones.
     if first.is_initialized and mask.shape[1] > new:
         seen = cache.mask_digest
         assert seen is not None

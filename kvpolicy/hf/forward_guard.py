@@ -92,6 +92,7 @@ class ForwardGuard:
 def refuse_gradients(out: Tensor) -> None:
     """Let a backward pass through attention to slots fail: the slots hold no graph."""
     if out.requires_grad and not torch.compiler.is_compiling():
+        # Only when gradients flow: a forward outside `no_grad` that is never differentiated is harmless.
         out.register_hook(_refuse)
 
 

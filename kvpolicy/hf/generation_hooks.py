@@ -43,10 +43,12 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
     ) -> Any:
         given = model_kwargs.get("past_key_values")
         columns = prompt_columns(model_kwargs, generation_config)
+        # transformers passes `max_length - 1`, since the last generated token is never an input.
         new = max(length + 1 - columns, 0) if columns else None
         check_asked(generation_config, mode)
         if isinstance(given, PolicyCache):
             given.expect(row_lengths(model_kwargs, columns), new or 0)
+        # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)
         if given is None and isinstance(model_kwargs.get("past_key_values"), Cache):
             check_stock(model_kwargs["past_key_values"])

@@ -31,6 +31,7 @@ def extend_digest(digest: Tensor, valid: Tensor | None, columns: int) -> None:
     if columns == 1:
         digest.mul_(MULTIPLIER).add_(1 if valid is None else valid[:, 0].long())
         return
+    # PyTorch takes no integer beyond int64, and the product of the wrapped factor has the same low 64 bits.
     digest.mul_(_wrapped(pow(MULTIPLIER, columns, 2**64)))
     mask = torch.ones(1, columns, dtype=torch.int64, device=digest.device) if valid is None else valid
     digest.add_(mask_digest(mask))

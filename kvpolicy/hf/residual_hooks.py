@@ -26,11 +26,13 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
 
     def observe(added: Callable[[Tensor], Tensor]) -> None:
         cache = running()
+        # Popped, so that the inputs of measured layers do not pile up during a forward.
         residual = None if cache is None else cache.guard.residuals.pop(site.layer_idx, None)
         if cache is not None and residual is not None:
             cache.observe(site.layer_idx, residual, added(residual))
 
     def behind(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        # In fp32, where the difference of two bf16 numbers is not rounded to bf16 again.
         observe(lambda residual: args[0].float() - residual.float())
 
     def after(_: nn.Module, args: Any, output: Any) -> None:

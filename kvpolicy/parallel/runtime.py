@@ -46,6 +46,7 @@ class Sharing(NamedTuple):
         """
         size = self.size
         name = self.group.group_name
+        # Counted from tensors, because the config of a sharded model still has the heads of the whole model.
         found = gather(torch.tensor([queries, heads], device=device), size, name).tolist()
         return Ranks(
             rank=dist.get_rank(self.group),

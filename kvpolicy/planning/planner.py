@@ -102,6 +102,7 @@ def _divide_tokens(
 ) -> Tokens:
     """Divide `base` [B] tokens per layer, with `initial_slots` beyond the prompt if the end is unknown."""
     grows = policy.decode == "grow"
+    # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
     keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
     extra = torch.zeros_like(prompt)
@@ -148,6 +149,7 @@ def _divide_bytes(
             low = middle
         else:
             high = middle - 1
+    # The bytes were counted with all slots that may be needed; only some of them are allocated at first.
     return attempt(low, INITIAL_SLOTS)[0]
 
 
@@ -168,6 +170,7 @@ def plan_layers(
         layout = policy.codec.layout(most)
         sizes = dict(layer_bytes(policy, batch, shape, layout))
         if not plans:
+            # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
         plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
     return tuple(plans)

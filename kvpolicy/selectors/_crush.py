@@ -50,6 +50,7 @@ def signatures(statistic: Tensor, valid: Tensor, quantile: float) -> Tensor:
     Returns:
         [B, Hq, N] bool.
     """
+    # In floating point, (1 - 0.9) * 10 is slightly less than 1.
     ones = (valid.sum(-1).double() * (1 - quantile) + 1e-9).floor().long()
     return top_mask(statistic.masked_fill(~valid, -torch.inf), ones)
 
@@ -106,6 +107,7 @@ def position_hash(positions: Tensor, seed: int) -> Tensor:
     mask = 0xFFFFFFFF
     x = (positions.long() * 2654435761 + seed * 40503 + 12345) & mask
     x = x ^ (x >> 16)
+    # The product may exceed int64 and wrap around, but its low 32 bits are right.
     x = (x * 2246822519) & mask
     return x ^ (x >> 13)
 
@@ -125,6 +127,7 @@ def representatives(
     """
     total = candidates.sum(-1)
     count = torch.minimum(count, total)
+    # Stable, so that equal distances stay in the order of positions.
     order = distance.argsort(dim=-1, stable=True).expand_as(candidates)
     inside = candidates.gather(-1, order) & (count > 0)[..., None]
     rank = inside.cumsum(-1) - 1
@@ -159,6 +162,7 @@ def _first_of_each(bucket: Tensor, quota: Tensor, inside: Tensor, key: Tensor | 
         order = key.argsort(dim=-1, stable=True)
     order = order.gather(-1, bucket.gather(-1, order).argsort(dim=-1, stable=True))
     bucket = bucket.gather(-1, order).contiguous()
+    # Buckets are ascending, so each one is found at its first element.
     start = torch.searchsorted(bucket, bucket)
     position = torch.arange(bucket.shape[-1], device=bucket.device) - start
     chosen = (position < quota.gather(-1, order)) & inside.gather(-1, order)

@@ -74,6 +74,7 @@ class H2O:
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window is always kept, other tokens by accumulated attention: [B, H, N]."""
+        # In floating point, 0.07 * 100 is slightly more than 7, and would be rounded up to 8.
         window = (view.budget.double() * self.recent - 1e-9).ceil().long().clamp_min(1)
         return keep_always(state.score, view.newest(window))
 

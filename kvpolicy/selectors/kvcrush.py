@@ -215,6 +215,7 @@ class KVCrush:
         key = self._rank_key(pages.value, number)
         count = count.div(self.page, rounding_mode="floor")
         chosen = representatives(candidates, pages.distance, key, count, self.buckets)
+        # Pages of the base stay FREE, because in decode the base evicts among their tokens.
         mark = torch.where(mark_tokens(pages, kept_by_base | chosen), FREE, DROP)
         mark = mark.masked_fill(mark_tokens(pages, chosen), KEEP)
         fits = (view.valid.sum(-1) <= view.budget[:, None])[..., None]  # the head evicts nothing

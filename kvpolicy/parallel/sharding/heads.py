@@ -69,6 +69,7 @@ class Heads(NamedTuple):
             replicas = size // keys
             first = rank // replicas
             return cls(queries, keys, dim, even(queries, rank, size), range(first, first + 1), replicas)
+        # A KV head is never split: with fewer heads than ranks that do not replicate evenly, some ranks hold none.
         own = even(keys, rank, size)
         group = queries // keys
         return cls(queries, keys, dim, range(own.start * group, own.stop * group), own, 1)

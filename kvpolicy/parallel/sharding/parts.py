@@ -59,6 +59,7 @@ def _units(kind: Kind, heads: Heads) -> list[range]:
     for key in heads.keys:  # by_group: each KV head has its queries, then its key, then its value
         first = key * heads.group
         base = key * (heads.group + 2)
+        # If KV heads are replicated, a rank has only some of the queries of its group.
         own = range(max(heads.queries.start, first) - first, min(heads.queries.stop, first + heads.group) - first)
         found += [range(base + own.start, base + own.stop), range(base + heads.group, base + heads.group + 2)]
     return found
