@@ -1,0 +1,263 @@
+"""`python -m kvpolicy_eval.bench.steps`: times of a decode step, eager and compiled, beside the bytes that it reads.
+
+The first table is of one layer with random tokens, at several numbers of slots. The second one is of an eager step of a
+whole model, beside the stock model with a dynamic cache of the size that is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+import kvpolicy
+from kvpolicy import Policy
+from kvpolicy.engine.attention import ScoreTransform, newest_queries
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy_eval.bench.decode import filled
+from kvpolicy_eval.bench.models import llama, tokens
+from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
+from kvpolicy_eval.bench.timing import Ratio, compare
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+
+HEADS = 8
+DIM = 64
+LAYERS = 4
+SLOTS = (1024, 4096, 8192, 16384, 65536)
+KEPT = (1024, 4096)
+STEPS = 32
+"""Steps of one measurement of a model, so that KIVI's share of demoted blocks is in each."""
+LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi")
+MODEL_LIMITS = {"window": 1.2, "snapkv": 1.2, "h2o": 1.4, "kvcrush": 1.4, "window+kivi": 1.8}
+"""The largest time of an eager step over the stock model's that passes."""
+GROWTH = (8192, 1024, 10)
+"""Slots, fewer slots, and the largest ratio of the compiled times that passes."""
+LAYER_COLUMNS = [
+    "policy",
+    "slots",
+    "bytes",
+    "reading them, ms",
+    "eager, ms",
+    "compiled, ms",
+    "compiled over eager",
+    "time over bytes",
+    "reading over bytes",
+    "",
+]
+MODEL_COLUMNS = ["policy", "slots", "step, stock, ms", "step, ours, ms", "ratio, median (quartiles)", "bar", ""]
+
+Run = Callable[[], object]
+
+
+class LayerTimes(NamedTuple):
+    """Times of one layer's step.
+
+    Attributes:
+        policy: Spec without the budget.
+        slots: The budget.
+        nbytes: Bytes of the layer, all of which a step reads.
+        read: Seconds to sum as many bytes.
+        eager: Seconds of an eager step.
+        compiled: Seconds of a compiled step.
+    """
+
+    policy: str
+    slots: int
+    nbytes: int
+    read: float
+    eager: float
+    compiled: float
+
+    def misses(self, smallest: LayerTimes, others: Sequence[LayerTimes]) -> list[str]:
+        """The targets that are not met."""
+        found: list[str] = []
+        if self.compiled > self.eager:
+            found.append("slower than eager")
+        if self.compiled / smallest.compiled > self.nbytes / smallest.nbytes:
+            found.append("grows faster than bytes")
+        slots, fewer, most = GROWTH
+        base = [other for other in others if other.slots == fewer]
+        if self.slots == slots and base and self.compiled > most * base[0].compiled:
+            found.append(f"more than {most} times {fewer:,} slots")
+        return found
+
+
+class Layer:
+    """One layer with a full budget, and its steps.
+
+    Args:
+        policy: Spec without the budget.
+        slots: The budget.
+        backend: Of `torch.compile`.
+    """
+
+    def __init__(self, policy: str, slots: int, backend: str) -> None:
+        """Fill the layer."""
+        self.store = full_store(policy, slots)
+        generator = torch.Generator().manual_seed(1)
+        self._q, self._k, self._v = (torch.randn(1, HEADS, 1, DIM, generator=generator) for _ in range(3))
+        self._transform = ScoreTransform(DIM**-0.5)
+        self._compiled: Any = torch.compile(LayerStore.append, backend=backend, fullgraph=True, dynamic=False)
+        self._bytes = torch.ones(self.store.nbytes // 4)
+
+    def eager(self) -> None:
+        """One eager step."""
+        self.store.append(self._q, self._k, self._v, None, self._transform)
+
+    def compiled(self) -> None:
+        """One compiled step."""
+        self._compiled(self.store, self._q, self._k, self._v, None, self._transform)
+
+    def read(self) -> None:
+        """Read as many bytes as the layer has."""
+        self._bytes.sum()
+
+
+def full_store(policy: str, slots: int) -> LayerStore:
+    """A layer whose budget is full; the statistics of its prompt are random, since computing them would take long."""
+    parts = Policy.parse(f"{policy}@{slots}")
+    store = LayerStore(0, parts.selector, parts.codec, parts.decode)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, slots, DIM, generator=generator) for _ in range(3))
+    needs = parts.selector.needs
+    pending = PendingPrompt(
+        keys=k,
+        values=v,
+        valid=None,
+        transform=ScoreTransform(DIM**-0.5),
+        attn_sum=torch.rand(1, HEADS, slots, generator=generator) if needs.attn_sum else None,
+        window=newest_queries(q, None, needs.window_queries) if needs.window_queries else None,
+    )
+    budget = torch.tensor([slots])
+    with torch.inference_mode(False), torch.no_grad():
+        store.initialize(k)
+        store.columns.add_(slots)
+        store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget))
+    return store
+
+
+def measure_layer(policy: str, sizes: Sequence[int], rounds: int, backend: str) -> list[LayerTimes]:
+    """Time the steps of a layer at all sizes, in turn; nothing but the step is timed."""
+    torch.compiler.reset()
+    layers = [Layer(policy, slots, backend) for slots in sizes]
+    times: list[dict[str, list[float]]] = [{"read": [], "eager": [], "compiled": []} for _ in layers]
+    with torch.no_grad():
+        for number in range(rounds + 1):  # round 0 compiles
+            for layer, own in zip(layers, times, strict=True):
+                names = list(own)
+                for name in names if number % 2 else reversed(names):
+                    seconds = _second_call(getattr(layer, name), layer.store)
+                    if number:
+                        own[name].append(seconds)
+    rows: list[LayerTimes] = []
+    for layer, slots, own in zip(layers, sizes, times, strict=True):
+        read, eager, compiled = (statistics.median(own[name]) for name in ("read", "eager", "compiled"))
+        rows.append(LayerTimes(policy, slots, layer.store.nbytes, read, eager, compiled))
+    return rows
+
+
+def _second_call(run: Run, store: LayerStore) -> float:
+    """Seconds of the second of two calls: the first brings to the caches of the processor what fits there."""
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        store.count_step()  # demotes a block, if one is due
+    return seconds
+
+
+def layer_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, backend: str) -> Iterator[list[str]]:
+    """Rows of the first table."""
+    for policy in policies:
+        rows = measure_layer(policy, sizes, rounds, backend)
+        first = rows[0]
+        for row in rows:
+            more = row.nbytes / first.nbytes
+            yield [
+                f"`{row.policy}`",
+                f"{row.slots:,}",
+                f"{row.nbytes / 1e6:.1f} MB",
+                f"{1000 * row.read:.3f}",
+                f"{1000 * row.eager:.3f}",
+                f"{1000 * row.compiled:.3f}",
+                f"{row.compiled / row.eager:.2f}x",
+                f"{row.compiled / first.compiled / more:.2f}x",
+                f"{row.read / first.read / more:.2f}x",
+                "; ".join(row.misses(first, rows)) or "pass",
+            ]
+
+
+def measure_model(policy: str, kept: int, rounds: int, steps: int = STEPS) -> Ratio:
+    """Time eager steps of a model with `kept` tokens, and of the stock model with a cache of that size."""
+    stock = llama(LAYERS, HEADS * DIM, HEADS)
+    model = llama(LAYERS, HEADS * DIM, HEADS)
+    token = tokens(1)
+    start = kept - steps // 2  # so that the stock cache has `kept` tokens on average
+    stock_cache = DynamicCache(config=stock.config)
+    for layer in range(LAYERS):
+        stock_cache.update(torch.randn(1, HEADS, start, DIM), torch.randn(1, HEADS, start, DIM), layer)
+
+    def run_stock() -> None:
+        _decode(stock, token, stock_cache, steps)
+        stock_cache.crop(-steps)
+
+    with torch.inference_mode(), kvpolicy.attach(model, f"{policy}@{kept}"):
+        cache = filled(model, kept + steps)
+        ratio = compare(run_stock, lambda: _decode(model, token, cache, steps), rounds)
+    return ratio._replace(base=ratio.base / steps, ours=ratio.ours / steps)
+
+
+def _decode(model: torch.nn.Module, token: Tensor, cache: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(token, past_key_values=cache)
+
+
+def model_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, steps: int) -> Iterator[list[str]]:
+    """Rows of the second table."""
+    for kept in sizes:
+        for policy in policies:
+            ratio = measure_model(policy, kept, rounds, steps)
+            limit = MODEL_LIMITS.get(policy)
+            bar = "" if limit is None else f"<= {limit}x"
+            verdict = "" if limit is None else "pass" if ratio.median <= limit else "miss"
+            times = f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
+            milliseconds = [f"{1000 * ratio.base:.2f}", f"{1000 * ratio.ours:.2f}"]
+            yield [f"`{policy}`", f"{kept:,}", *milliseconds, times, bar, verdict]
+
+
+def main() -> None:
+    """Measure, print the tables, and fill a page with them on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.steps", description=__doc__)
+    parser.add_argument("--only", choices=["layer", "model"], help="measure one table")
+    parser.add_argument("--policies", nargs="*", help="specs without a budget; those of the tables by default")
+    parser.add_argument("--quick", action="store_true", help="few slots and rounds, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each measurement, at least 2")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    add_threads_argument(parser)
+    add_fill_argument(parser, "steps-layer", "steps-model")
+    args = parser.parse_args()
+    set_threads(args.threads)
+    rounds = 2 if args.quick else args.rounds
+    if args.only != "model":
+        sizes = (256, 512) if args.quick else SLOTS
+        rows = collect(layer_lines(args.policies or LAYER_POLICIES, sizes, rounds, args.backend))
+        note = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {args.backend}; {torch_note()}."
+        publish(f"{table(LAYER_COLUMNS, rows)}\n\n{note}", "steps-layer", args.fill)
+    if args.only != "layer":
+        sizes = (256,) if args.quick else KEPT
+        steps = 2 if args.quick else STEPS
+        rows = collect(model_lines(args.policies or tuple(MODEL_LIMITS), sizes, rounds, steps))
+        note = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager; {torch_note()}."
+        publish(f"{table(MODEL_COLUMNS, rows)}\n\n{note}", "steps-model", args.fill)
+
+
+if __name__ == "__main__":
+    main()
