@@ -1,4 +1,4 @@
-"""The command `kvpolicy-eval`: sweep policies, report the results, compare with other libraries."""
+"""The command `kvpolicy-eval`: evaluate policies, report the results, compare with other libraries."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ class BFP:
         mantissa: Bits of a mantissa including its sign: 3, 4, 5, 6 or 8.
         block_channels: Channels that share an exponent; the last block of a token may have fewer.
         exact_values: Whether values are stored in fp16. Otherwise they are encoded like keys, but not sorted.
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
-            leaves of one token for every 32 tokens of the budget, up to 32.
-        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
-            at least 1 and up to 32.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, less the block if `block_size` is `auto` too; at most 32.
+        block_size: How many tokens are encoded at a time. `auto`: one for every 32 tokens of the budget, at
+            least 1 and at most 32.
 
     Raises:
         KVPolicyError: If a parameter is out of range.

@@ -83,8 +83,8 @@ class CSR:
             `unrotated`.
         approx_distance: The distance between query and keys that approximate scores assume, in tokens.
         residual_length: How many of the newest tokens always stay in full precision.
-        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
-            at least 1 and up to 32.
+        block_size: How many tokens are encoded at a time. `auto`: one for every 32 tokens of the budget, at
+            least 1 and at most 32.
         dictionary: The folder of the dictionaries, or `tiny` for those of the embedded model.
 
     Examples:

@@ -75,8 +75,8 @@ class GEAR:
         rank: Rank of L; 0 for none.
         sparse: Fraction of the elements of a vector that are outliers, in [0, 1): half of them the largest, half the
             smallest, rounded, and at least one of each; 0 for none.
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
-            of the budget, up to 64.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, at most 64.
         backbone: The value groups of Q: `group_size` channels, or the largest divisor of the head dimension up to it
             (`kivi`), or all channels (`kcvt`). A key group is one channel of a block in either case.
 

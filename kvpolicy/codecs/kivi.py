@@ -51,8 +51,8 @@ class KIVI:
         bits: Bits per code: 2, 4 or 8.
         group_size: Tokens per key group, and the maximum number of channels per value group (which has the largest
             divisor of the head dimension up to it).
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
-            of the budget, up to 128.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, at most 128.
 
     Examples:
         >>> KIVI(bits=4).layout(1000)

@@ -80,10 +80,10 @@ class KVQuant:
             for none.
         sinks: How many of the first prompt tokens stay in full precision.
         norm: Whether decoding preserves the mean and standard deviation of the elements (Q-Norm).
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
-            leaves of one token for every 32 tokens of the budget, up to 32.
-        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
-            budget, at least 1 and up to 32.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, less the block if `block_size` is `auto` too; at most 32.
+        block_size: How many tokens are encoded at a time during decode. `auto`: one for every 32 tokens of the budget,
+            at least 1 and at most 32.
         calibration: Folder of the calibration, or `tiny` for that of the embedded model.
 
     Examples:

@@ -25,8 +25,8 @@ class Staircase:
         tokens_8bit: The maximum number of tokens in 8 bits, rounded up to whole groups.
         tokens_4bit: The maximum number of tokens in 4 bits, rounded up to whole groups. All older ones are in 2 bits.
         group_size: Tokens per key group and the maximum number of channels per value group, in each stage.
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for one for every 32 tokens
-            of the budget, up to 32.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, at most 32.
 
     Raises:
         KVPolicyError: If a parameter is out of range.

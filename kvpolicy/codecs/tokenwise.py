@@ -59,10 +59,10 @@ class TokenWise:
             with a scale and no zero.
         group_size: The maximum number of channels per group (which has the largest divisor of the head dimension up to
             it).
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
-            leaves of one token for every 32 tokens of the budget, up to 32.
-        block_size: How many tokens are encoded at a time; `auto` for one for every 32 tokens of the budget,
-            at least 1 and up to 32.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, less the block if `block_size` is `auto` too; at most 32.
+        block_size: How many tokens are encoded at a time. `auto`: one for every 32 tokens of the budget, at
+            least 1 and at most 32.
         normalize: Whether key channels are normalized.
 
     Raises:

@@ -57,10 +57,10 @@ class TurboQuant:
     Args:
         bits: Bits per code: 2, 3 or 4.
         seed: Seed of the random signs, at least 0.
-        residual_length: How many of the newest tokens always stay in full precision; `auto` for what `block_size=auto`
-            leaves of one token for every 32 tokens of the budget, up to 32.
-        block_size: How many tokens are encoded at a time during decode; `auto` for one for every 32 tokens of the
-            budget, at least 1 and up to 32.
+        residual_length: How many of the newest tokens always stay in full precision. `auto`: one for every 32 tokens of
+            the budget, less the block if `block_size` is `auto` too; at most 32.
+        block_size: How many tokens are encoded at a time during decode. `auto`: one for every 32 tokens of the budget,
+            at least 1 and at most 32.
 
     Examples:
         >>> TurboQuant().layout(1000)

@@ -120,8 +120,8 @@ class ZipCache:
         high: Fraction of the tokens in `high_bits`, in [0, 1].
         high_bits: Bits per code of these tokens: 4 or 8.
         bits: Bits per code of all other tokens: 2, 3 or 4.
-        recode_every: The number of new tokens after which all tokens are encoded again, at least 1; `auto` for one for
-            every 8 tokens of the budget, at least 1 and up to 100.
+        recode_every: The number of new tokens after which all tokens are encoded again, at least 1. `auto`: one for
+            every 8 tokens of the budget, at least 1 and at most 100.
 
     Examples:
         >>> ZipCache().layout(1000)

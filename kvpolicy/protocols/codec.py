@@ -67,12 +67,12 @@ class Traits(NamedTuple):
     """What the engine must know of a codec.
 
     Attributes:
-        block: Tokens that are demoted from the full-precision buffer at a time in decode; 0 where nothing is coded. The
-            most of them if they depend on a row's tokens, see `SizedCodec`; the same holds for `residual`.
-        group_size: Slots that share parameters, so that a prompt's tokens are demoted in multiples of it; 1 where a
-            slot's code depends on its own token alone.
-        residual: The fewest newest tokens that always stay in full precision.
-        key_space: Whether keys are coded as attention sees them (`rotated`) or with the rotary embedding undone
+        block: How many tokens are demoted from the full-precision buffer at a time in decode; 0 if nothing is encoded.
+            If it depends on the tokens of a row (`SizedCodec`), the largest number; the same holds for `residual`.
+        group_size: How many slots share parameters; a prompt's tokens are demoted in multiples of it. 1 if the code of
+            a slot depends on its own token alone.
+        residual: How many of the newest tokens always stay in full precision.
+        key_space: Whether keys are encoded as attention sees them (`rotated`) or with the rotary embedding undone
             (`unrotated`).
         demote_by: Which token leaves a part first: the oldest (`age`), or that of lowest selector priority
             (`priority`).
@@ -80,7 +80,7 @@ class Traits(NamedTuple):
             hidden activations (`massive`), or its newest (`newest`), whose slots are then reserved as dictionary slots
             for the codec.
         pinned: The most tokens that are pinned.
-        recode_all: Whether all tokens are coded again, instead of one block, whenever the full-precision buffer is
+        recode_all: Whether all tokens are encoded again, instead of one block, whenever the full-precision buffer is
             full.
         query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
     """

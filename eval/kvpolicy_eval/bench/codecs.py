@@ -138,9 +138,11 @@ def measure(codec: str, tokens: int, rounds: int, compiled: bool) -> list[str]:
 def main() -> None:
     """Measure, print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.codecs", description=__doc__)
-    parser.add_argument("--codecs", nargs="*", default=[name for name in CODECS if name != "plain"])
-    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--codecs", nargs="*", default=[name for name in CODECS if name != "plain"], help="specs of codecs"
+    )
+    parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="numbers of tokens in the cache")
+    parser.add_argument("--rounds", type=int, default=5, help="repetitions of each timing")
     parser.add_argument("--compile", action="store_true", help="apply torch.compile to score and mix")
     add_threads_argument(parser)
     add_fill_argument(parser, "speed")

@@ -175,10 +175,12 @@ def _times(step: Step, cache: Any, token: Tensor, count: int) -> tuple[list[floa
 def main() -> None:
     """Run every policy, print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.longrun", description=__doc__)
-    parser.add_argument("--policies", nargs="+", default=POLICIES)
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--backend", nargs="+", default=[""], help="of torch.compile, such as inductor; '' for eager")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--policies", nargs="+", default=POLICIES, help="specs of policies")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens to decode")
+    parser.add_argument(
+        "--backend", nargs="+", default=[""], help="backends of torch.compile, such as inductor; '' for eager"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     add_fill_argument(parser, "longrun")
     args = parser.parse_args()
     if args.tokens < 2 * BLOCK:

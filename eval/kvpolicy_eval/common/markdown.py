@@ -68,8 +68,9 @@ def add_fill_argument(parser: argparse.ArgumentParser, *names: str, several: boo
         names: Of the places that the command fills.
         several: Whether the option takes more than one page.
     """
-    pages = "pages" if several else "a page"
-    text = f"{pages} with {'a place' if len(names) == 1 else 'places'} for {', '.join(names)}"
+    pages = "pages" if several else "page"
+    tables = "table" if len(names) == 1 else "tables"
+    text = f"{pages} to write the {tables} to, between the comments 'table:NAME' and '/table'; NAME: {', '.join(names)}"
     if several:
         parser.add_argument("--fill", type=Path, nargs="+", default=[], metavar="PAGE", help=text)
     else:

@@ -27,9 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.gpu", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("gpu.jsonl"), help="file of JSON lines, appended to")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", default="all", choices=["all", *SHAPES])
-    parser.add_argument("--only", nargs="+", default=[""], help="prefixes of suites: table3, long, 'long 32768'")
+    parser.add_argument("--device", default="cuda", help="device to run on")
+    parser.add_argument("--shape", default="all", choices=["all", *SHAPES], help="model whose shape is used")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        help="run only suites with these prefixes, such as table3, long, 'long 32768'",
+    )
     parser.add_argument("--memory", default="", help="limit such as 40GiB, which emulates a smaller GPU")
     parser.add_argument("--kvpress-python", default="", help="Python interpreter of an environment with kvpress")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per case")

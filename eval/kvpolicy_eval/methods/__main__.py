@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
         "--fill",
         type=Path,
         metavar="FOLDER",
-        help="folder with a page NAME.md for each method, with a place for measured",
+        help="folder with a page NAME.md for each method, to write its table to, between 'table:measured' and '/table'",
     )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.names if name not in methods()]:

@@ -46,13 +46,13 @@ def codec_table(bench: Bench, name: str) -> str:
 def note(bench: Bench) -> str:
     """How the numbers were measured."""
     text = (
-        f"Answers: share of right ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one is "
-        f"{1 / (6 * bench.docs):.3f}. Bytes: held after the prompt, of the full cache's, in "
+        f"Answers: fraction of correct ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one "
+        f"answer changes it by {1 / (6 * bench.docs):.3f}. Bytes: held after the prompt, of the full cache's, in "
         f"{str(bench.dtype).removeprefix('torch.')}."
     )
     if bench.text:
-        text += " Error: squared, over the squared norm, of coded tokens of held-out text."
-        text += " Exact parts are shortened, as prompts are short."
+        text += " Error: squared, divided by the squared norm, of encoded tokens of held-out text."
+        text += " Full-precision buffers are set to a few tokens, since the prompts are short."
     return text
 
 

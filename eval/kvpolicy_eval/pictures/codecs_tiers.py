@@ -109,7 +109,7 @@ def mikv() -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("attention received,\nsummed over queries")
-    axes.set_title(f"{MIKV}: what got the most attention, and the newest, is exact")
+    axes.set_title(f"{MIKV}: the best and the newest tokens are exact")
     axes.legend(ncols=2, loc="lower left")
     return figure
 

@@ -11,10 +11,10 @@ from kvpolicy_eval.common.markdown import add_fill_argument
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder of a sweep")
-    parser.add_argument("--out", type=Path, help="output file of the page; DIR/report.html by default")
-    parser.add_argument("--markdown", type=Path, help="output file of the same report as Markdown")
-    add_fill_argument(parser, "NAME-SECTION, such as squeeze-bytes")
-    parser.add_argument("--no-page", action="store_true", help="write no page, which needs no plotting library")
+    parser.add_argument("--out", type=Path, help="output file of the HTML page; DIR/report.html by default")
+    parser.add_argument("--markdown", type=Path, help="output file for the same report as Markdown; none by default")
+    add_fill_argument(parser, "SWEEP-SECTION, such as squeeze-bytes")
+    parser.add_argument("--no-page", action="store_true", help="write no HTML page, so that matplotlib is not needed")
 
 
 def run(args: argparse.Namespace) -> None:

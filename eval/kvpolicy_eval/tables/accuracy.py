@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=32, help="prompts per task")
     parser.add_argument("--length", type=int, default=512, choices=[512, 1024], help="rough prompt length in tokens")
     add_fill_argument(parser, "embedded", several=True)
-    parser.add_argument("--fill-tasks", type=Path, metavar="PAGE", help="a page with a place for tasks")
+    parser.add_argument("--fill-tasks", type=Path, metavar="PAGE", help="page to write the second table to")
     args = parser.parse_args()
     evaluator = TaskEvaluator(args.n, args.length)
     means, by_task = measure(evaluator)

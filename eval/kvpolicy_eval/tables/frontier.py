@@ -1,7 +1,7 @@
 """`python -m kvpolicy_eval.tables.frontier`: at equal bytes, more tokens or more precision?
 
-Every codec gets the same share of the full cache's bytes on the embedded model, and one selector keeps the tokens that
-fit. Columns: tokens kept, error of keys and values, accuracy, perplexity.
+Every codec gets the same fraction of the full cache's bytes on the embedded model, and one selector keeps the tokens
+that fit. Columns: tokens kept, error of keys and values, accuracy, perplexity.
 """
 
 from __future__ import annotations
@@ -117,14 +117,16 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8, help="prompts per task")
     parser.add_argument("--selector", default="snapkv", help="spec of the selector")
     parser.add_argument("--codecs", nargs="*", default=CODECS, help="specs of codecs")
-    parser.add_argument("--shares", nargs="*", type=float, default=BYTE_SHARES, help="shares of the full cache's bytes")
+    parser.add_argument(
+        "--shares", nargs="*", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
+    )
     add_fill_argument(parser, "frontier")
     args = parser.parse_args()
     evaluator = TaskEvaluator(args.n, 512, torch.bfloat16)
     held_out = HeldOutText(evaluator.model, evaluator.tokenizer)
     text = frontier(evaluator, held_out, args.codecs, args.shares, args.selector)
-    text += f"\n\nTokens chosen by `{args.selector}`; windows of codecs shortened. {args.n} prompts of about 512 tokens"
-    text += f" a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
+    text += f"\n\nTokens chosen by `{args.selector}`; full-precision buffers of a few tokens, set explicitly."
+    text += f" {args.n} prompts of about 512 tokens a task; perplexity of {ROWS * FOLLOWING} held-out tokens; bf16."
     publish(text, "frontier", args.fill)
 
 

@@ -68,8 +68,8 @@ def main() -> None:
     memory = bytes_of(args.memory)
     text = table(COLUMNS, rows(args.models, args.policies, memory, args.backend, args.prompt, args.new))
     text += (
-        f"\n\nBytes on each rank in bf16, divided by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
-        f"new tokens in {args.memory} of a rank. Not counted: activations, and a prompt's own cache before it is "
+        f"\n\nBytes on each rank in bf16, sharded by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
+        f"new tokens, {args.memory} per rank. Not counted: activations, and the cache of a prompt before it is "
         "compressed."
     )
     publish(text, "memory", args.fill)

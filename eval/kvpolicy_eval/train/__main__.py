@@ -24,7 +24,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--resume", action="store_true", help="continue from OUT/checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seed of the initialization and of the data")
-    parser.add_argument("--share", type=float, default=1.0, help="scale of every phase, for a trial run")
+    parser.add_argument("--share", type=float, default=1.0, help="fraction of every phase to train, for a trial run")
     parser.add_argument(
         "--save-every", type=int, default=200, help="steps between checkpoints, each of which is exported too"
     )
