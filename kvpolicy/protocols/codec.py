@@ -233,5 +233,10 @@ class SizedCodec(Codec, Protocol):
 
 
 def traits_for(codec: Codec, tokens: int) -> Traits:
-    """The traits of any codec for a row of `tokens` tokens."""
+    """The traits of any codec for rows of one length; those of a codec that is no `SizedCodec` do not depend on it.
+
+    Args:
+        codec: The codec.
+        tokens: The most tokens of a row.
+    """
     return codec.traits_for(tokens) if isinstance(codec, SizedCodec) else codec.traits
