@@ -46,11 +46,11 @@ _LOCK = threading.RLock()
 
 
 class Handle:
-    """A policy at work on a model; a context manager.
+    """A policy that is attached to a model; as a context manager, it detaches the policy at the end.
 
     Attributes:
         policy: The policy.
-        cache: The newest cache that the model made by itself, or None.
+        cache: The most recent cache that the model made by itself, or None.
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
@@ -85,21 +85,21 @@ class Handle:
 
     @property
     def plan(self) -> CachePlan | None:
-        """Tokens and bytes of the newest cache, None before its first prompt."""
+        """The plan (tokens and bytes) of the most recent cache; None before its first prompt."""
         return None if self.cache is None else self.cache.plan
 
     def report(self) -> Report:
-        """Per layer: budget, tokens kept and bytes by kind, against the full cache.
+        """Report the budget, the tokens kept and the bytes by kind of each layer, and the size of the full cache.
 
         Raises:
-            KVPolicyError: Where the model has made no cache yet.
+            KVPolicyError: If the model has made no cache yet.
         """
         if self.cache is None:
             raise KVPolicyError("There is nothing to report yet: run the model first, or ask a cache of your own.")
         return self.cache.report()
 
     def detach(self) -> None:
-        """Leave the model as it was found; again does nothing."""
+        """Restore the model to its state before `attach`; a second call does nothing."""
         with _LOCK:
             while self._undo:
                 self._undo.pop()()
@@ -221,22 +221,22 @@ class Handle:
 
 
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
-    """Keep a model's KV cache small from now on.
+    """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 
-    Every forward that caches goes through the policy: `generate`, a loop of your own, chunks, a second turn. Nothing
-    is copied or patched in transformers; `detach`, or leaving the `with` block, gives the model back as it was.
+    Every forward pass with caching enabled goes through the policy: `generate`, a loop of your own, chunks, a second
+    turn. Nothing is copied or patched in transformers; `detach`, or leaving the `with` block, restores the model.
 
     Args:
         model: A decoder-only causal language model of transformers, not compiled yet.
-        policy: A policy, or its words.
-        budget: In place of the policy's own.
+        policy: A policy or its spec.
+        budget: The budget, instead of that of the policy.
 
     Returns:
         The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
 
     Raises:
-        KVPolicyError: Where the model or its state is not supported, naming what and how to go on.
-        KVPolicyTypeError: Where it is no model, or no policy.
+        KVPolicyError: If the model or its state is not supported; the message says why and what to do.
+        KVPolicyTypeError: If `model` is not a model, or `policy` is not a policy.
 
     Examples:
         >>> import torch
