@@ -57,7 +57,7 @@ def test_no_stage_shrinks_and_all_tokens_have_room(fields: dict[str, int]) -> No
         assert layout.slots >= tokens
         assert all(size % codec.group_size == 0 for size in layout.coded)
         if layout.coded:
-            assert sum(layout.coded) - (tokens - codec.residual_length) in range(codec.group_size)
+            assert sum(layout.coded) - (tokens - codec.traits_for(tokens).residual) in range(codec.group_size)
     coded = [layout.coded or (0, 0, 0) for layout in layouts]
     assert all(more >= less for a, b in pairwise(coded) for less, more in zip(a, b, strict=True))
 
