@@ -132,4 +132,4 @@ def _statistic(state: Any) -> Tensor | None:
     base = getattr(state, "base", state)
     if not base:
         return None
-    return base.score if hasattr(base, "score") else base.total / base.probes.clamp_min(1)
+    return base.score if hasattr(base, "score") else base.attn_sum / base.probes.clamp_min(1)

@@ -135,7 +135,7 @@ class TestPages:
         page = (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
         assert re.search(rf"!\[[^\]]{{20,}}\]\(\.\./pictures/{name}\.svg\)", page)
 
-    @pytest.mark.parametrize("name", ["snapkv", "tova", "window", "kvcrush"])
+    @pytest.mark.parametrize("name", ["snapkv", "tova", "window", "kvcrush", "probe"])
     def test_the_picture_that_is_there_is_of_this_engine(self, name: str) -> None:
         policy = f"{name}@{scenes.BUDGET}"
         texts = unescape((DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8"))
