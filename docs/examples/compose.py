@@ -9,7 +9,7 @@ end. `str(policy)` is the spec of a policy, which `--policy`, lm-eval and `Polic
 The prompts are records and a question, as text: a large model has to copy the value too. Four prompts are too few for a
 ranking; `kvpolicy-eval sweep` measures with confidence intervals.
 
-Prints (embedded model, CPU): best of 12: squeeze+window+kivi:bits=4@0.3, 4 of 4 right with 0.25 of the bytes
+Prints (embedded model, CPU): best of 12: snapkv+kivi:bits=4@0.3, 4 of 4 right with 0.19 of the bytes
 """
 
 import argparse

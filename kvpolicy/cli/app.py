@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = sentence(error)
         if not message or os.environ.get("KVPOLICY_TRACEBACK"):
             raise
+        _flush_or_discard()
         return _print_error(message)
     # Without arguments the help is printed and the code is 2, unless a shell asks for completions.
     return code if arguments or os.environ.get("_KVPOLICY_COMPLETE") else 2
@@ -117,8 +118,17 @@ def _print_error(message: str) -> int:
     return 2
 
 
+def _flush_or_discard() -> None:
+    """Write what standard output still buffers; discard it where this fails, such as on a full disk."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _redirect_to_devnull()
+
+
 def _redirect_to_devnull() -> None:
-    """Redirect standard output, so that Python's flush at exit does not raise BrokenPipeError again."""
+    """Redirect standard output, so that Python's flush at exit does not raise the same error again."""
     sys.stdout = sys.__stdout__
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -166,7 +166,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_closed_or_full_standard_output(script: str, expected: tuple[str, ...], message: str) -> None:
     path = os.pathsep.join(path for path in sys.path if path)
     command = ["bash", "-c", f"{sys.executable} -m kvpolicy tiny {script}"]
-    environment = os.environ | {"PYTHONPATH": path}
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""}  # buffered output fails at exit
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stderr == (f"kvpolicy: {message}\n" if message else "")
     assert done.stdout.strip() in expected

@@ -9,18 +9,20 @@ from kvpolicy.protocols import Layout
 from tests.conformance.policies import CODECS, words
 from tests.conformance.replay import reference_codec
 
+SIZES = "residual_length=32:block_size=32"
+"""Sizes that are given; the automatic ones have tests of their own in tests/codecs/test_auto_buffer.py."""
 MORE = [
     "kivi:group_size=3:residual_length=7",
-    "tokenwise",
-    "rotate:sinks=0",
-    "staircase",
+    f"tokenwise:{SIZES}",
+    f"rotate:sinks=0:{SIZES}",
+    "staircase:residual_length=32",
     "staircase:tokens_8bit=1:tokens_4bit=7:group_size=3:residual_length=1",
-    "mikv",
-    "mikv:high=0.07:high_bits=8",
-    "mikv:high=1.0:block_size=5",
-    "mikv:high=1.0:high_bits=8",
-    "mikv:high=0.0:high_bits=8:residual_length=0",
-    "zipcache",
+    f"mikv:{SIZES}",
+    f"mikv:high=0.07:high_bits=8:{SIZES}",
+    "mikv:high=1.0:residual_length=32:block_size=5",
+    f"mikv:high=1.0:high_bits=8:{SIZES}",
+    "mikv:high=0.0:high_bits=8:residual_length=0:block_size=32",
+    "zipcache:recode_every=100",
     "zipcache:high=0.29:recode_every=1",
 ]
 
