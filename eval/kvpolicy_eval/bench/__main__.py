@@ -38,7 +38,9 @@ def main() -> None:
     args = parser.parse_args()
     set_threads(args.threads)
     rows = collect(chain.from_iterable(lines(ALL[name]()) for name in args.which))
-    publish(f"{table(COLUMNS, rows)}\n\n{torch_note()}, fp32.", "bench", args.fill)
+    # A page has a place for the whole table, and may have one for a part of it, such as bench-padded.
+    place = "bench" if args.which == list(ALL) else "-".join(["bench", *args.which])
+    publish(f"{table(COLUMNS, rows)}\n\n{torch_note()}, fp32.", place, args.fill)
 
 
 if __name__ == "__main__":
