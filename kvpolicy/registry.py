@@ -51,7 +51,8 @@ CODECS = {
 }
 ALIASES = {"keepall": "full"}
 
-_BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+"""Module and class of each built-in strategy, by kind and name."""
 
 
 def kinds() -> tuple[Kind, ...]:
@@ -69,14 +70,15 @@ def names(kind: Kind | None = None) -> tuple[str, ...]:
     return tuple(sorted(name for name, (its, _) in _table().items() if kind in (None, its)))
 
 
-def built_in_classes() -> dict[str, str]:
-    """The module of each built-in strategy, by the name of its class; nothing is imported.
+def built_in_classes(kind: Kind | None = None) -> dict[str, str]:
+    """The module of each built-in strategy, all or those of one kind, by the name of its class; nothing is imported.
 
     Examples:
         >>> built_in_classes()["KIVI"]
         'kvpolicy.codecs.kivi'
     """
-    targets = (target for table in _BUILT_IN.values() for target in table.values())
+    tables = BUILT_IN.values() if kind is None else (BUILT_IN[kind],)
+    targets = (target for table in tables for target in table.values())
     return {name: module for module, _, name in (target.partition(":") for target in targets)}
 
 
@@ -120,7 +122,7 @@ def name_of(cls: type[Any]) -> str:
         if target == own:
             return name
     for name, (kind, target) in _table().items():  # an entry point may name a re-export
-        if name not in _BUILT_IN[kind] and _load(name, target) is cls:
+        if name not in BUILT_IN[kind] and _load(name, target) is cls:
             return name
     raise KVPolicyError(
         f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group "
@@ -145,9 +147,9 @@ def suggest(word: str, known: Iterable[str]) -> str:
 def _table() -> dict[str, tuple[Kind, str]]:
     """The kind and the `module:Class` of each name; all kinds share a namespace, so a spec needs no prefixes."""
     table: dict[str, tuple[Kind, str]] = {}
-    for kind, built_in in _BUILT_IN.items():
+    for kind, built_in in BUILT_IN.items():
         _add(table, kind, built_in.items())
-    for kind in _BUILT_IN:
+    for kind in BUILT_IN:
         _add(table, kind, ((point.name, point.value) for point in _entry_points(f"kvpolicy.{kind}s")))
     return table
 

@@ -149,9 +149,11 @@ class Handle:
             self._undo.append(site.attention.register_forward_pre_hook(bind_cache, with_kwargs=True).remove)
             if is_falcon(site.attention):
                 self._undo.append(falcon.replace_forward(site.attention))
+            if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
+                continue
             if self.policy.allocator.layer_metric:
                 self._undo += measure(site, lambda: self._running)
-            if self.policy.codec.traits.pins == "massive" and site.layer_idx in self._attachment.model_shape.evictable:
+            if self.policy.codec.traits.pins == "massive":
                 self._look(site)
         self._undo += offer_cache(self._model, self._note_cache)
 

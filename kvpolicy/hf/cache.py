@@ -323,12 +323,10 @@ class PolicyCache(Cache):
             residual: Before, [B, P, hidden].
             update: What attention adds, [B, P, hidden].
         """
-        managed = [layer.layer_idx for layer in self.policy_layers]
-        if layer_idx not in managed:  # hooks stand on the layers of sliding windows too, which have no budget
-            return
         new = mean_cosine(residual, update, self._valid)
         if self._cosines is not None and self._first is not None:  # a row is measured on its first tokens
-            held = new.new_tensor([row[managed.index(layer_idx)] for row in self._cosines])
+            place = [layer.layer_idx for layer in self.policy_layers].index(layer_idx)
+            held = new.new_tensor([row[place] for row in self._cosines])
             new = torch.where(self._first.to(new.device), new, held)
         self._metrics[layer_idx] = new
 

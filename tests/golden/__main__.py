@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import kvpolicy
@@ -67,14 +68,12 @@ def _compare(file: Path, quick: bool, only: list[str], allow: list[str], strict:
     found = _run(quick, only)
     wrong = record.differences(recorded, found)
     for expected in () if strict else EXPECTED:
-        agreed = [one for one in wrong if record.is_allowed(one, expected.patterns)]
-        wrong = [one for one in wrong if one not in agreed]
+        agreed, wrong = _partition(wrong, expected.patterns)
         cases = len({one.case for one in agreed})
         print(
             f"expected: {len(agreed)} differences of {cases} cases in {', '.join(expected.patterns)}: {expected.reason}"
         )
-    allowed = [one for one in wrong if record.is_allowed(one, allow)]
-    others = [one for one in wrong if not record.is_allowed(one, allow)]
+    allowed, others = _partition(wrong, allow)
     for title, some in (("allowed", allowed), ("differs", others)):
         for line in record.describe(some):
             print(f"{title}: {line}")
@@ -91,6 +90,16 @@ def _compare(file: Path, quick: bool, only: list[str], allow: list[str], strict:
     )
     nothing = len(found) == len(new)
     return 1 if _print_failed(found) or others or gone or nothing else 0
+
+
+def _partition(
+    differences: list[record.Difference], patterns: Sequence[str]
+) -> tuple[list[record.Difference], list[record.Difference]]:
+    """The differences that the patterns allow, and the others."""
+    found: dict[bool, list[record.Difference]] = {True: [], False: []}
+    for one in differences:
+        found[record.is_allowed(one, patterns)].append(one)
+    return found[True], found[False]
 
 
 def _print_failed(found: dict[str, dict[str, object]]) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 import kvpolicy
 from kvpolicy_eval.bench.floor import prefill_work
 from kvpolicy_eval.bench.models import llama, tokens
-from kvpolicy_eval.bench.timing import Row, compare
+from kvpolicy_eval.bench.timing import Ratio, Row, compare
 
 LAYERS = 4
 LIMITS: dict[str, float | None] = {
@@ -32,9 +34,8 @@ def measure(length: int = 4096, rounds: int = 11) -> Iterator[Row]:
     ids = tokens(length)
     work = prefill_work(stock, length)
     for policy, limit in LIMITS.items():
-        with torch.inference_mode(), kvpolicy.attach(ours, policy):
-            ratio = compare(lambda: stock(ids, logits_to_keep=1), lambda: ours(ids, logits_to_keep=1), rounds)
-        yield Row(f"prefill {length}", policy, ratio, limit, work, work)
+        with kvpolicy.attach(ours, policy):
+            yield Row(f"prefill {length}", policy, _ratio(stock, ours, rounds, ids), limit, work, work)
 
 
 PADDED = (0, 1, 8, 64)
@@ -58,12 +59,8 @@ def measure_padded(length: int = 2048, rounds: int = 11) -> Iterator[Row]:
         mask[row, :count] = 0
     work = prefill_work(stock, length, len(PADDED))
     for policy, limit in PADDED_LIMITS.items():
-        with torch.inference_mode(), kvpolicy.attach(ours, policy):
-            ratio = compare(
-                lambda: stock(ids, attention_mask=mask, logits_to_keep=1),
-                lambda: ours(ids, attention_mask=mask, logits_to_keep=1),
-                rounds,
-            )
+        with kvpolicy.attach(ours, policy):
+            ratio = _ratio(stock, ours, rounds, ids, mask)
         yield Row(f"padded prefill {len(PADDED)} x {length}", policy, ratio, limit, work, work)
 
 
@@ -73,6 +70,16 @@ def noise(length: int = 4096, rounds: int = 11) -> Iterator[Row]:
     copy = llama(layers=LAYERS)
     ids = tokens(length)
     work = prefill_work(stock, length)
+    yield Row(f"prefill {length}, stock against stock", "", _ratio(stock, copy, rounds, ids), None, work, work)
+
+
+def _ratio(
+    stock: PreTrainedModel, ours: PreTrainedModel, rounds: int, ids: Tensor, mask: Tensor | None = None
+) -> Ratio:
+    """Time of a prompt in one model over that in another."""
     with torch.inference_mode():
-        ratio = compare(lambda: stock(ids, logits_to_keep=1), lambda: copy(ids, logits_to_keep=1), rounds)
-    yield Row(f"prefill {length}, stock against stock", "", ratio, None, work, work)
+        return compare(
+            lambda: stock(ids, attention_mask=mask, logits_to_keep=1),
+            lambda: ours(ids, attention_mask=mask, logits_to_keep=1),
+            rounds,
+        )

@@ -17,15 +17,10 @@ import kvpolicy
 from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
 from kvpolicy.engine.state import tensors
-from kvpolicy.registry import Kind
+from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
 
-_TABLES: dict[Kind, dict[str, str]] = {
-    "allocator": registry.ALLOCATORS,
-    "selector": registry.SELECTORS,
-    "codec": registry.CODECS,
-}
 COLUMNS: dict[Kind, list[str]] = {
     "allocator": ["what it does", "input", "memory while prefilling", "source"],
     "selector": [
@@ -46,29 +41,31 @@ def places(root: Path) -> list[Place]:
     Args:
         root: Folder of the source tree, whose pages of methods are read.
     """
-    allocators = _classes("allocator") | dict.fromkeys(("load_profile", "save_profile"), "kvpolicy.allocators.profile")
+    allocators = built_in_classes("allocator") | dict.fromkeys(
+        ("load_profile", "save_profile"), "kvpolicy.allocators.profile"
+    )
     found = [
         Place(path="kvpolicy/__init__.py", name="imports", text=_imports(vars(kvpolicy)["_LAZY"], indent="    ")),
         # Selectors are not re-exported by their package.
         Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
-        Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(_classes("codec"))),
+        Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(built_in_classes("codec"))),
     ]
-    for kind, names in _TABLES.items():
+    for kind, names in BUILT_IN.items():
         kinds = f"{kind}s"
         entries = "".join(f"          - methods/{name}.md\n" for name in names)
         found += [
             Place(path="README.md", name=kinds, text=_in_code(names)),
             Place(path="mkdocs.yml", name=kinds, text=entries),
             Place(path="docs/methods/index.md", name=kinds, text=f"\n{index(root, kind)}\n"),
-            Place(path="docs/api/index.md", name=kinds, text=_in_code(_classes(kind))),
-            Place(path=f"docs/api/{kinds}.md", name=kinds, text=_api(_classes(kind))),
+            Place(path="docs/api/index.md", name=kinds, text=_in_code(built_in_classes(kind))),
+            Place(path=f"docs/api/{kinds}.md", name=kinds, text=_api(built_in_classes(kind))),
         ]
     return found
 
 
 def index(root: Path, kind: Kind) -> str:
     """The table of all methods of a kind."""
-    rows = [[f"[`{name}`]({name}.md)", *_cells(root, name)] for name in _TABLES[kind]]
+    rows = [[f"[`{name}`]({name}.md)", *_cells(root, name)] for name in BUILT_IN[kind]]
     return table(["name", *COLUMNS[kind]], rows)
 
 
@@ -112,11 +109,6 @@ def _source(strategy: type[Any]) -> str:
     if not said.arxiv:
         return ""
     return f"{said.source.partition(' (')[0]}, [arXiv:{said.arxiv}](https://arxiv.org/abs/{said.arxiv})"
-
-
-def _classes(kind: Kind) -> dict[str, str]:
-    """The module of each class of a kind, by the name of the class."""
-    return {target.partition(":")[2]: target.partition(":")[0] for target in _TABLES[kind].values()}
 
 
 def _imports(modules: dict[str, str], indent: str = "") -> str:

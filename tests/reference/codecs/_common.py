@@ -70,3 +70,15 @@ def lone(config: Config, make: Callable[[int, int, int, Given], Alone], *, pinne
         pinned=pinned,
         **more,
     )
+
+
+def grouped(config: Config, make: Callable[[], Coder]) -> Codec:
+    """A codec of one stage that is fitted per group of tokens."""
+    size, residual = config["group_size"], config["residual_length"]
+    return Codec(
+        layout=lambda tokens: ordinary(tokens, size, size, residual),
+        coder=lambda stage, layer, head: make(),
+        block=size,
+        group_size=size,
+        residual=residual,
+    )

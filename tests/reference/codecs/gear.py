@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..coding import Codec, Config, Given, Pair
 from ..scalars import LARGEST_HALF, Frame, complete, decode, descending, encode, frame, half, largest_divisor
-from ._common import Books, only, ordinary
+from ._common import Books, grouped, only
 
 DEFAULTS: Config = {"bits": 2, "group_size": 64, "rank": 2, "sparse": 0.02, "backbone": "kivi"}
 SMALL = "gear:bits=4:group_size=4:rank=0:residual_length=4"
@@ -186,11 +186,4 @@ class Grouped:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    size, residual, own = config["group_size"], config["residual_length"], only(config, DEFAULTS)
-    return Codec(
-        layout=lambda tokens: ordinary(tokens, size, size, residual),
-        coder=lambda stage, layer, head: Grouped(own),
-        block=size,
-        group_size=size,
-        residual=residual,
-    )
+    return grouped(config, lambda: Grouped(only(config, DEFAULTS)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..coding import Codec, Config, Given, Pair
-from ._common import Books, ordinary
+from ._common import Books, grouped
 
 DEFAULTS: Config = {"bits": 2, "group_size": 32, "residual_length": 128}
 SMALL = "kivi:group_size=4:residual_length=4"
@@ -97,11 +97,4 @@ class Head:
 
 def codec(config: Config, calibration: Books) -> Codec:
     """The codec as the engine sees it."""
-    size, residual = config["group_size"], config["residual_length"]
-    return Codec(
-        layout=lambda tokens: ordinary(tokens, size, size, residual),
-        coder=lambda stage, layer, head: Head(config),
-        block=size,
-        group_size=size,
-        residual=residual,
-    )
+    return grouped(config, lambda: Head(config))
