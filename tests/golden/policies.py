@@ -13,8 +13,12 @@ from kvpolicy.registry import kinds, names
 from tests.golden import access
 from tests.reference.versions import small
 
-_OTHERS = {"gear": "gear:bits=4:group_size=4:rank=2:residual_length=4"}
-"""Methods that the record has with other numbers than the conformance tests."""
+_OTHERS = {
+    "csr": "csr:s=4:online=2:residual_length=1:block_size=4:dictionary=FOLDER/csr",
+    "gear": "gear:bits=4:group_size=4:rank=2:residual_length=4",
+    "staircase": "staircase:eight=4:four=4:group_size=4:residual_length=2",
+}
+"""Methods that the record has with other options than the conformance tests, or in words that older trees know."""
 
 _SPECS = {name: small(kind, name) for kind in kinds() for name in names(kind)} | _OTHERS
 """Methods with options that fit tiny models; FOLDER stands for the folder of calibrations."""
