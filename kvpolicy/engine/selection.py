@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
+from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import join_states, map_state, select_state
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
@@ -107,6 +109,9 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+    if prompt.replay is not None:
+        slots = 0 if past is None else past.keys.shape[2]
+        seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
     return seen
 
 
@@ -130,6 +135,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         forward=seen.forward,
         keys=vectors(seen.keys),
         values=vectors(seen.values),
+        replay=None if seen.replay is None else seen.replay.gather(-1, order),
     )
     return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
 
