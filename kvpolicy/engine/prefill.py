@@ -60,8 +60,7 @@ class PendingPrompt(NamedTuple):
     @property
     def reads_past(self) -> bool:
         """Whether the statistics of this prompt need the keys of the slots before it."""
-        scored = (self.window, self.probes, self.forward, self.replay)
-        return any(part is not None for part in scored)
+        return self.window is not None or self.probes is not None or self.forward is not None
 
     @property
     def flags(self) -> Tensor:

@@ -98,6 +98,13 @@ def received(
     return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
 
 
+def add_scores(scores: Tensor, chunk: Chunk, new: Tensor) -> None:
+    """Write the scores of a chunk, [B, H, C], to those of the held prompt, [B, H, P], in place."""
+    index = chunk.columns[:, None].expand_as(new)
+    # A row with fewer tokens has columns of other chunks here, whose scores stay.
+    scores.scatter_(-1, index, new.maximum(scores.gather(-1, index)))
+
+
 class Gain(NamedTuple):
     """Factors of attention weights: what a token adds to the residual stream, over the size of what asks.
 

@@ -59,7 +59,7 @@ def select_tokens(
     """
     slots = positions.shape[-1]
     positions, state = _candidates(selector, positions, state, prompt, seen_before)
-    seen = _statistics(prompt, past)
+    seen = _statistics(prompt, past, slots)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -96,7 +96,7 @@ def _candidates(
     return torch.cat([positions, new_positions], -1), join_states(state, new_state)
 
 
-def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
+def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
     seen = Seen(prompt.attn_sum, None)
     if prompt.window is not None:
@@ -110,7 +110,6 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
     if prompt.replay is not None:
-        slots = 0 if past is None else past.keys.shape[2]
         seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
     return seen
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
-from kvpolicy.engine.replay import NOT_REPLAYED, Chunk, Gain, chunks, input_norms, output_norms, received
+from kvpolicy.engine.replay import NOT_REPLAYED, Chunk, Gain, add_scores, chunks, input_norms, output_norms, received
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
@@ -99,8 +99,7 @@ class ReplayCache(Cache):
             shape = pending.keys.shape[:3]
             self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
         scores = received(q, k, pending.keys, transform, self.chunk, self.valid, gain)
-        index = self.chunk.columns[:, None].expand_as(scores)
-        self.scores[layer_idx].scatter_(-1, index, scores.maximum(self.scores[layer_idx].gather(-1, index)))
+        add_scores(self.scores[layer_idx], self.chunk, scores)
         whole = bool(self.valid.all()) and bool(self.context.all())
         occupied = self.context[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
@@ -124,6 +123,7 @@ def output_projection(module: nn.Module) -> Tensor:
         part = getattr(module, name, None)
         weight: Any = getattr(part, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+            weight = weight.detach()
             weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
             return weight.T if type(part).__name__ == "Conv1D" else weight
     raise KVPolicyError(
