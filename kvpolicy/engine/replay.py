@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, ScoreTransform
+from kvpolicy.engine.attention import TILE_ELEMENTS, Past, ScoreTransform, attend
 from kvpolicy.protocols import Replay
+
+MASK_ELEMENTS = 1 << 24
+"""Elements of the mask of one tile of fused attention: 16 MiB of bool."""
 
 NOT_REPLAYED = -1.0
 """The score of a token that was not replayed; others have at least 0."""
@@ -56,8 +60,48 @@ def chunks(context: Tensor, replay: Replay) -> Iterator[Chunk]:
         yield Chunk(number, columns, rank < count, overlap, order[:, : min(replay.sinks, start)])
 
 
+def attend_context(
+    q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, past: Past, valid: Tensor | None
+) -> Tensor:
+    """Attend from a replay to the whole context and causally to itself, [B, Hq, R, D].
+
+    Args:
+        q: [B, Hq, R, D].
+        k: [B, H, R, D].
+        v: [B, H, R, D].
+        transform: From products to attention weights.
+        past: The context.
+        valid: Which of the R tokens are not padding, [B, R] bool; None if all are and the past has no empty slot.
+    """
+    if transform.softcap is not None or transform.sinks is not None:
+        return attend(q, k, v, transform, past, valid, False)[0]
+    keys, values = torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2)
+    new, held = k.shape[2], past.keys.shape[2]
+    seen = None
+    if valid is not None:
+        seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
+    gqa = q.shape[1] != k.shape[1]
+    rows = max(MASK_ELEMENTS // (keys.shape[2] * (1 if seen is None else q.shape[0])), 16)
+    parts: list[Tensor] = []
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        mask = torch.ones(stop - start, held + stop, dtype=torch.bool, device=q.device).tril(held + start)
+        mask = mask if seen is None else mask & seen[..., : held + stop]
+        tile = q[:, :, start:stop], keys[:, :, : held + stop], values[:, :, : held + stop]
+        parts.append(F.scaled_dot_product_attention(*tile, attn_mask=mask, scale=transform.scale, enable_gqa=gqa))
+    out = torch.cat(parts, 2)
+    # A padding query may see nothing, and its output is not a number then.
+    return out if valid is None else out.masked_fill(~valid[:, None, :, None], 0)
+
+
 def received(
-    q: Tensor, k: Tensor, keys: Tensor, transform: ScoreTransform, chunk: Chunk, valid: Tensor, gain: Gain | None
+    q: Tensor,
+    k: Tensor,
+    keys: Tensor,
+    transform: ScoreTransform,
+    chunk: Chunk,
+    valid: Tensor | None,
+    gain: Gain | None,
 ) -> Tensor:
     """The largest attention that each token of a chunk receives from the replay, [B, H, C] fp32.
 
@@ -67,7 +111,7 @@ def received(
         keys: Keys of the held prompt, [B, H, P, D].
         transform: From products to attention weights.
         chunk: The chunk that is replayed.
-        valid: Which tokens of the replay are not padding, [B, R] bool.
+        valid: Which tokens of the replay are not padding, [B, R] bool; None if all are, as then all of the chunk.
         gain: Factors of the attention weights, or None.
     """
     batch, heads, new, dim = k.shape
@@ -75,7 +119,9 @@ def received(
     before = chunk.sinks.shape[1]
     seen = torch.cat([_columns(keys, chunk.sinks), _columns(keys, chunk.columns), k], 2)
     held = before + chunk.columns.shape[1]
-    hidden = ~torch.cat([chunk.chosen.any(-1, keepdim=True).expand(-1, before), chunk.chosen, valid], 1)
+    hidden = None
+    if valid is not None:
+        hidden = ~torch.cat([chunk.chosen.any(-1, keepdim=True).expand(-1, before), chunk.chosen, valid], 1)
     factor = None if gain is None else gain.of_tokens(chunk.columns).unflatten(1, (heads, group))[:, :, :, None]
     largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
     grouped = q.unflatten(1, (heads, group))
@@ -88,12 +134,13 @@ def received(
         tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
         score = transform.scores(tile, seen[:, :, :end]).unflatten(2, (group, count))
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
-        score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
+        if hidden is not None:
+            score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
         weights = transform.weights(score)[..., before:held]
         if factor is not None and gain is not None:
             weights = weights * factor / gain.inputs[:, None, None, start:stop, None]
-        # Also replaces the NaN of a row without this chunk, which sees nothing.
-        weights = weights.masked_fill(~valid[:, None, None, start:stop, None], 0)
+        if valid is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
+            weights = weights.masked_fill(~valid[:, None, None, start:stop, None], 0)
         largest = torch.maximum(largest, weights.amax((2, 3)))
     return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
 

@@ -9,8 +9,18 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend
-from kvpolicy.engine.replay import NOT_REPLAYED, Chunk, Gain, add_scores, chunks, input_norms, output_norms, received
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.replay import (
+    NOT_REPLAYED,
+    Chunk,
+    Gain,
+    add_scores,
+    attend_context,
+    chunks,
+    input_norms,
+    output_norms,
+    received,
+)
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
@@ -42,9 +52,8 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     tokens = _joined(transcript.ids, decoder)
     with torch.no_grad():
         for chunk in chunks(context, plan):
-            cache.chunk = chunk
             text, valid = _text(tokens, chunk, plan, decoder)
-            cache.valid = valid
+            cache.begin(chunk, valid)
             decoder(**_call(text, valid, context, transcript, decoder), past_key_values=cache, use_cache=True)
     for layer, scores in cache.scores.items():
         layers[layer].pending = layers[layer].pending._replace(replay=scores)
@@ -57,11 +66,13 @@ class ReplayCache(Cache):
         context: Which tokens of the held prompts are replayed, [B, P] bool.
         chunk: The chunk that is replayed now.
         valid: Which tokens of the running replay are not padding, [B, R] bool.
+        whole: Whether neither has padding.
         scores: The scores of each layer so far, [B, H, P] fp32.
     """
 
     chunk: Chunk
     valid: Tensor
+    whole: bool
 
     def __init__(self, layers: Sequence[Any], context: Tensor, plan: Replay) -> None:
         """A view of a cache's layers."""
@@ -71,6 +82,12 @@ class ReplayCache(Cache):
         self.scores: dict[int, Tensor] = {}
         self._held = layers
         self._outputs: dict[int, Tensor] = {}
+
+    def begin(self, chunk: Chunk, valid: Tensor) -> None:
+        """Prepare for the replay of a chunk by tokens of which `valid` [B, R] are not padding."""
+        self.chunk = chunk
+        self.valid = valid.to(self.context.device)
+        self.whole = bool(valid.all()) and bool(self.context.all())
 
     def manages(self, layer_idx: int) -> bool:
         """Whether a layer is under the policy."""
@@ -98,13 +115,12 @@ class ReplayCache(Cache):
         if layer_idx not in self.scores:
             shape = pending.keys.shape[:3]
             self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
-        scores = received(q, k, pending.keys, transform, self.chunk, self.valid, gain)
+        flags = None if self.whole else self.valid
+        scores = received(q, k, pending.keys, transform, self.chunk, flags, gain)
         add_scores(self.scores[layer_idx], self.chunk, scores)
-        whole = bool(self.valid.all()) and bool(self.context.all())
         occupied = self.context[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
-        out, _ = attend(q, k, v, transform, past, None if whole else self.valid, False)
-        return out[:, :heads]
+        return attend_context(q, k, v, transform, past, flags)[:, :heads]
 
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
