@@ -20,7 +20,7 @@ from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.transcript import extended
-from kvpolicy.planning.memory import planned_resident, resident_bytes
+from kvpolicy.planning.memory import planned_resident, prefill_peak, resident_bytes
 from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.planner import Tokens, divide, plan_layers
 from kvpolicy.planning.result import CachePlan
@@ -208,7 +208,7 @@ class PolicyCache(Cache):
         self._holds = holds
         self._rope_offset = offset
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.length.is_inference() and not torch.is_inference_mode_enabled():
+            if layer.is_initialized and layer.store.length.is_inference() and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
             if one_token:
                 self._ensure_capacity(layer)
@@ -419,6 +419,9 @@ class PolicyCache(Cache):
             full_nbytes=seen * shape.token_nbytes * count + sum(alone.values()),
             note=plan_notes(self.policy, layers, self._tokens.keep, length),
             resident_nbytes=planned_resident(self.policy, tuple(indices), store.ranks.held),
+            peak_nbytes=prefill_peak(
+                self.policy, batch, shape, [sum(x.nbytes.values()) for x in layers], columns, sum(alone.values())
+            ),
         )
 
     # the interface of transformers
