@@ -179,7 +179,9 @@ def output_norms(values: Tensor, projection: Tensor) -> Tensor:
     slices = projection.float().unflatten(1, (-1, dim)).permute(1, 2, 0)  # [Hq, D, hidden]
     # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
     gram = (slices @ slices.mT).unflatten(0, (heads, -1))
-    norms = [(torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])]
+    norms = [
+        (torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])
+    ]
     return torch.stack(norms, 2).clamp_min(0).sqrt().flatten(1, 2)
 
 

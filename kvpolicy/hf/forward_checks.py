@@ -15,6 +15,7 @@ from kvpolicy.spec.errors import KVPolicyError
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
 
+
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments behind the first by their names, so that a cache or a mask is found however it was passed."""
     named = dict(zip(names[1:], args[1:], strict=False))

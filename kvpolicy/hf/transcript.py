@@ -35,9 +35,7 @@ class Transcript(NamedTuple):
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Transcript:
         """The same with `fn` of every tensor, which selects or repeats rows."""
-        return self._replace(
-            ids=tuple(map(fn, self.ids)), valid=fn(self.valid), next_position=fn(self.next_position)
-        )
+        return self._replace(ids=tuple(map(fn, self.ids)), valid=fn(self.valid), next_position=fn(self.next_position))
 
 
 def extended(

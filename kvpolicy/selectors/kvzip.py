@@ -18,9 +18,9 @@ _TEXTS = ("instruction", "later", "reply")
 
 
 class Replayed(NamedTuple):
-    """The rank of each slot, [B, H, S] fp32: minus the reciprocal of its score, 0 for a token without one."""
+    """The score of each slot, [B, H, S] fp32, as minus its reciprocal; 0 for a token that was not replayed."""
 
-    rank: Tensor
+    score: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +112,11 @@ class KVzip:
         """Rank the tokens that were replayed; others keep the rank that they have."""
         if seen.replay is None:
             return state
-        score = view.ranks.largest(seen.replay)
+        largest = view.ranks.largest(seen.replay)
         # The reciprocal has the order of the scores and the precision of each, and leaves 0 and above to the tokens
         # that were not replayed.
-        rank = -score.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
-        return Replayed(torch.where(score < 0, state.rank, rank))
+        score = -largest.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
+        return Replayed(torch.where(largest < 0, state.score, score))
 
     def step(self, state: Replayed, row: Tensor, view: View) -> None:
         """Generated tokens are not scored."""
@@ -125,7 +125,7 @@ class KVzip:
         """Replayed tokens by score, above them others by position; sinks and the newest token are always kept."""
         sinks = (view.budget // 2).clamp_max(self.sinks)[:, None, None]
         protected = view.newest(1) | (view.valid & (view.positions < sinks))
-        return keep_always(torch.where(state.rank < 0, state.rank, by_position(view.positions)), protected)
+        return keep_always(torch.where(state.score < 0, state.score, by_position(view.positions)), protected)
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """None: scores are the largest of the query heads of a KV head, and no query head's own."""

@@ -81,9 +81,16 @@ def addresses(cache: PolicyCache) -> list[int]:
 
 
 @contextmanager
-def attending(around: Callable[[Attend], Attend]) -> Generator[None]:
-    """Replace what every layer of every cache does with queries, keys and values by `around(what it did)`."""
+def attending(around: Callable[[Attend], Attend], *, replays: bool = False) -> Generator[None]:
+    """Replace what every layer of every cache does with queries, keys and values by `around(what it did)`.
+
+    Args:
+        around: Makes the replacement.
+        replays: Whether replays are replaced, too.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if replays:
+            patch.setattr(ReplayCache, "attend", around(ReplayCache.attend))
         patch.setattr(PolicyCache, "attend", around(PolicyCache.attend))
         yield
 

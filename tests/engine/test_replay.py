@@ -35,7 +35,9 @@ def kept(cache: PolicyCache) -> list[Any]:
     return [kept_positions(layer) for layer in cache.policy_layers]
 
 
-def prefilled(policy: str, ids: Tensor, pieces: list[int], *, family: str = "llama", mask: Any = None, **how: Any) -> Any:
+def prefilled(
+    policy: str, ids: Tensor, pieces: list[int], *, family: str = "llama", mask: Any = None, **how: Any
+) -> Any:
     """A cache after a prompt in pieces."""
     model = build(family)
     with kvpolicy.attach(model, policy):
@@ -166,7 +168,7 @@ def test_smallest_budgets(length: int, budget: int) -> None:
 
 
 def test_later_tokens_rank_above_replayed_ones() -> None:
-    ids, mask = make_batch([20], [20, 4, 1, 1])
+    ids, _ = make_batch([20], [20, 4, 1, 1])
     before = prefilled(f"{SMALL}@12", ids, [20])
     cache = prefilled(f"{SMALL}@12", ids, [20, 4, 1, 1])
     for then, now in zip(kept(before), kept(cache), strict=True):
@@ -324,7 +326,7 @@ def test_refused() -> None:
     model = build("opt")
     ids = torch.randint(3, VOCABULARY, (1, 300))
     with torch.no_grad(), kvpolicy.attach(model, "kvzip@0.5"):
-        with pytest.raises(KVPolicyError, match="within the 512 positions that the model has learned, got .* 599"):
+        with pytest.raises(KVPolicyError, match=r"within the 512 positions that the model has learned, got .* 599"):
             model(ids)
         model(ids[:, :200])
         held = PolicyCache(model, prompt=100)
@@ -343,7 +345,7 @@ def test_ids_in_a_spec() -> None:
     assert str(policy) == "kvzip:instruction=1-20-3:reply=4@0.5" and Policy.parse(str(policy)) == policy
     with pytest.raises(KVPolicyError, match=r"KVzip.later must be token ids with dashes .* got '1--2'; try 128000-882"):
         kvpolicy.KVzip(later="1--2")
-    with pytest.raises(KVPolicyTypeError, match="KVzip.reply must be a string"):
+    with pytest.raises(KVPolicyTypeError, match=r"KVzip\.reply must be a string"):
         kvpolicy.KVzip(reply=(1, 2))  # pyright: ignore[reportArgumentType]
     with pytest.raises(KVPolicyError, match="chunk must be at least 1"):
         kvpolicy.KVzip(chunk=0)
