@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
+from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import join_states, map_state, select_state
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
@@ -57,7 +59,7 @@ def select_tokens(
     """
     slots = positions.shape[-1]
     positions, state = _candidates(selector, positions, state, prompt, seen_before)
-    seen = _statistics(prompt, past)
+    seen = _statistics(prompt, past, slots)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -94,7 +96,7 @@ def _candidates(
     return torch.cat([positions, new_positions], -1), join_states(state, new_state)
 
 
-def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
+def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
     seen = Seen(prompt.attn_sum, None)
     if prompt.window is not None:
@@ -107,6 +109,8 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+    if prompt.replay is not None:
+        seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
     return seen
 
 
@@ -130,6 +134,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         forward=seen.forward,
         keys=vectors(seen.keys),
         values=vectors(seen.values),
+        replay=None if seen.replay is None else seen.replay.gather(-1, order),
     )
     return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
 

@@ -55,6 +55,7 @@ class LayerStore(LayerSlots):
         valid: Tensor | None,
         transform: ScoreTransform,
         forward: Forward | None = None,
+        held: PendingPrompt | None = None,
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
 
@@ -65,13 +66,15 @@ class LayerStore(LayerSlots):
             valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
 
         Returns:
-            The output [B, Hq, P, D], and the prompt.
+            The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         needs = self.selector.needs
         want_absmax = self.limits is not None and self.codec.traits.query_absmax
-        out, attn_sum = attend(q, k, v, transform, self.past(), valid, needs.attn_sum)
+        past = self.past() if held is None else held.after(self.past())
+        out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
         self.columns.add_(q.shape[2])
         q = q.detach()
         if forward is not None:
@@ -87,7 +90,7 @@ class LayerStore(LayerSlots):
             query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
             forward=forward,
         )
-        return out, pending
+        return out, pending if held is None else held.joined(pending, needs.window_queries)
 
     @on_host
     def compress(
@@ -106,7 +109,7 @@ class LayerStore(LayerSlots):
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
         """
-        self._record(pending, rope_offset)
+        self.record(pending, rope_offset)
         seen_before = self.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
@@ -164,8 +167,8 @@ class LayerStore(LayerSlots):
         self.state = map_state(lambda t: t[..., :slots], selected.state)
         return outside_codes(selected.positions), map_state(outside_codes, selected.state), chosen
 
-    def _record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
-        """Update the limits that a prompt determines."""
+    def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
+        """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
         if self.limits is None:
             return
         if rope_offset is not None:

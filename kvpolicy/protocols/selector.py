@@ -30,6 +30,32 @@ class Probes(NamedTuple):
     seed: int
 
 
+class Replay(NamedTuple):
+    """How a context is run through the model once more after its prefill, so that its tokens can be scored.
+
+    A replayed text is `first` and a chunk of the context, or `later`, the last `overlap` tokens of the chunk before,
+    `reply`, and a chunk. It stands at positions after the context, attends to it, and leaves nothing behind.
+
+    Attributes:
+        chunk: Tokens of the context that are replayed at a time.
+        sinks: First tokens of the context that are in the softmax of every chunk's scores.
+        first: Token ids before the first chunk.
+        later: Token ids before every other chunk.
+        reply: Token ids between these and the chunk.
+        overlap: How many of the last tokens of the chunk before are repeated; none without `later`.
+        norms: Whether attention weights are multiplied by the norm of what the token adds to the residual stream, and
+            divided by the norm of the query's input.
+    """
+
+    chunk: int
+    sinks: int = 0
+    first: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    reply: tuple[int, ...] = ()
+    overlap: int = 0
+    norms: bool = False
+
+
 class Needs(NamedTuple):
     """The attention statistics that a selector needs; what is not requested is not computed.
 
@@ -40,6 +66,8 @@ class Needs(NamedTuple):
         probes: Which queries' attention to sum for `Seen.probe_sum`, or None.
         forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
             of the candidates.
+        replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
+            until the last has run.
     """
 
     attn_sum: bool = False
@@ -47,6 +75,7 @@ class Needs(NamedTuple):
     decode_attn: bool = False
     probes: Probes | None = None
     forward: bool = False
+    replay: Replay | None = None
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -56,6 +85,7 @@ class Needs(NamedTuple):
             decode_attn=self.decode_attn or other.decode_attn,
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
+            replay=self.replay or other.replay,
         )
 
 
@@ -97,6 +127,8 @@ class Seen(NamedTuple):
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them; None unless `Needs.forward`.
         values: [B, H, N, D]; None unless `Needs.forward`.
+        replay: [B, H, N], the largest attention of a replayed query of the KV head, -1 where a token was not replayed:
+            tokens of later prompts, and those kept before. None unless `Needs.replay`, and for later prompts.
     """
 
     attn_sum: Tensor | None
@@ -106,6 +138,7 @@ class Seen(NamedTuple):
     forward: Forward | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    replay: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""
