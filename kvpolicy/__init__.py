@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kvpolicy.policy import Policy as Policy
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
+    from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV

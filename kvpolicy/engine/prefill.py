@@ -24,6 +24,7 @@ class PendingPrompt(NamedTuple):
         probes: The probe queries, if the selector needs them.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
+        wants_vectors: Whether the selector needs keys and values.
     """
 
     keys: Tensor
@@ -35,6 +36,7 @@ class PendingPrompt(NamedTuple):
     probes: QueryWindow | None = None
     query_absmax: Tensor | None = None
     forward: Forward | None = None
+    wants_vectors: bool = False
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -55,7 +57,7 @@ class PendingPrompt(NamedTuple):
     @property
     def reads_past(self) -> bool:
         """Whether the statistics of this prompt need the keys of the slots before it."""
-        return self.window is not None or self.probes is not None or self.forward is not None
+        return self.window is not None or self.probes is not None or self.forward is not None or self.wants_vectors
 
     def owned(self) -> PendingPrompt:
         """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""

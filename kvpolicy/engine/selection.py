@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
-from kvpolicy.engine.state import join_states, map_state, select_state
+from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
 
@@ -56,7 +56,7 @@ def select_tokens(
         ranks: The ranks that hold the layer's other heads.
     """
     slots = positions.shape[-1]
-    positions, state = _candidates(selector, positions, state, prompt, seen_before)
+    positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
@@ -67,15 +67,14 @@ def select_tokens(
     before, state = state, selector.observe(state, seen, view)
     chosen = _highest(finite_priority(selector.priority(state, view)), view)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
-        idle = prompt.idle[:, None, None]
-        chosen = torch.where(idle, view.valid, chosen)
-        state = select_state(idle, before, state)
+        chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
+        state = select_rows(prompt.idle, before, state)
     if order is not None:
         # The inverse permutation: slots are not moved, so results return to their order.
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
-        state = map_state(lambda t: t.gather(-1, back), state)
+        state = map_slots(lambda t: t.gather(-1, back), state)
     return Selection(positions, state, chosen)
 
 
@@ -84,14 +83,11 @@ def finite_priority(priority: Tensor) -> Tensor:
     return priority.nan_to_num(torch.finfo(priority.dtype).max, torch.inf, -torch.inf)
 
 
-def _candidates(
-    selector: Selector, positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor
-) -> tuple[Tensor, State]:
+def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor) -> tuple[Tensor, State]:
     """Positions [B, H, S + P] and state of the slots and the new tokens."""
-    batch, heads, new, _ = prompt.keys.shape
+    heads, new = prompt.keys.shape[1:3]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
-    new_state = selector.alloc(batch, heads, new, positions.device)
-    return torch.cat([positions, new_positions], -1), join_states(state, new_state)
+    return torch.cat([positions, new_positions], -1), join_states(state, empty_slots(state, new))
 
 
 def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
@@ -103,7 +99,7 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
     if prompt.probes is not None:
         total, count = probe_sums(prompt.probes, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(probe_sum=total, probe_count=count)
-    if prompt.forward is not None:
+    if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
@@ -131,7 +127,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         keys=vectors(seen.keys),
         values=vectors(seen.values),
     )
-    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
+    return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 
 
 def _highest(priority: Tensor, view: View) -> Tensor:

@@ -24,9 +24,14 @@ from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward
 from kvpolicy.protocols.selector import Needs as Needs
+from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import Probes as Probes
 from kvpolicy.protocols.selector import Seen as Seen
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
 from kvpolicy.protocols.selector import View as View
+from kvpolicy.protocols.selector import alloc_state as alloc_state
+from kvpolicy.protocols.selector import scoped as scoped
+from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
+from kvpolicy.protocols.shapes import HeadShape as HeadShape
 from kvpolicy.protocols.shapes import LayerShape as LayerShape

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
+from kvpolicy.protocols.shapes import HeadShape
 
 State = Any
-"""A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple for a stateless selector."""
+"""A NamedTuple of per-slot tensors, each [B, H, S], unless `scoped` says otherwise; () for a stateless selector."""
+
+Scope = Literal["head", "row"]
+"""Whether a tensor of a state has one entry per KV head, [B, H, ...], or per row, [B, ...], instead of per slot."""
+
+_StateType = TypeVar("_StateType", bound=type)
+
+
+def scoped(**scopes: Scope) -> Callable[[_StateType], _StateType]:
+    """Declare which fields of a state, a NamedTuple, are not per slot.
+
+    Slots are gathered, grown and overwritten; tensors per head and per row stay, and only follow the rows of the batch.
+
+    Args:
+        **scopes: `head` or `row` for each such field.
+
+    Examples:
+        >>> @scoped(anchor="head")
+        ... class Differences(NamedTuple):
+        ...     score: Tensor
+        ...     anchor: Tensor
+        >>> Differences.scopes
+        {'anchor': 'head'}
+    """
+
+    def declare(kind: _StateType) -> _StateType:
+        setattr(kind, "scopes", scopes)  # noqa: B010  # a NamedTuple declares fields only
+        return kind
+
+    return declare
+
 
 DecodeMode = Literal["evict", "grow"]
 """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
@@ -40,6 +72,11 @@ class Needs(NamedTuple):
         probes: Which queries' attention to sum for `Seen.probe_sum`, or None.
         forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
             of the candidates.
+        vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
+            `View.token`.
+        rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
+            then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
+        head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
     """
 
     attn_sum: bool = False
@@ -47,6 +84,9 @@ class Needs(NamedTuple):
     decode_attn: bool = False
     probes: Probes | None = None
     forward: bool = False
+    vectors: bool = False
+    rerank_every: int = 0
+    head_shape: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -56,6 +96,9 @@ class Needs(NamedTuple):
             decode_attn=self.decode_attn or other.decode_attn,
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
+            vectors=self.vectors or other.vectors,
+            rerank_every=self.rerank_every or other.rerank_every,
+            head_shape=self.head_shape or other.head_shape,
         )
 
 
@@ -95,8 +138,9 @@ class Seen(NamedTuple):
         probe_sum: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
         probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
-        keys: [B, H, N, D], as attention takes them; None unless `Needs.forward`.
-        values: [B, H, N, D]; None unless `Needs.forward`.
+        keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
+            `Needs.vectors`. Numbers at invalid tokens are to be ignored.
+        values: [B, H, N, D]; None unless `Needs.forward` or `Needs.vectors`.
     """
 
     attn_sum: Tensor | None
@@ -116,6 +160,18 @@ class Seen(NamedTuple):
         return (weight[:, None, None] @ self.window_attn).squeeze(2)
 
 
+class NewToken(NamedTuple):
+    """The newest token of a decode step, as attention takes it.
+
+    Attributes:
+        key: [B, H, 1, D].
+        value: [B, H, 1, D].
+    """
+
+    key: Tensor
+    value: Tensor
+
+
 class View(NamedTuple):
     """The candidate tokens as a selector sees them.
 
@@ -128,6 +184,7 @@ class View(NamedTuple):
         ranks: The ranks that hold the model's other heads. Whatever looks at all heads, or at all query heads of a
             KV head, asks it.
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
+        token: The newest token, in `Selector.step` and if `Needs.vectors`.
     """
 
     positions: Tensor
@@ -136,6 +193,7 @@ class View(NamedTuple):
     layer_idx: int
     ranks: Ranks = SINGLE_RANK
     alike: bool = False
+    token: NewToken | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -180,7 +238,10 @@ class Selector(Protocol):
         ...
 
     def step(self, state: State, row: Tensor, view: View) -> None:
-        """Update the state in place with the newest token's attention `row`, [B, H, G, S] fp32."""
+        """Update the state in place after a decoded token, if `needs` has `decode_attn` or `vectors`.
+
+        `row` is its attention, [B, H, G, S] fp32; without elements unless `Needs.decode_attn`.
+        """
         ...
 
     def priority(self, state: State, view: View) -> Tensor:
@@ -190,3 +251,11 @@ class Selector(Protocol):
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Each query head's own score of each token, [B, Hq, N] fp32, for wrapping selectors; None if there is none."""
         ...
+
+
+def alloc_state(
+    selector: Selector, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape
+) -> State:
+    """A state of zeros, of a selector that may need the shape of a head."""
+    alloc: Any = selector.alloc
+    return alloc(batch, heads, slots, device, *([head] if selector.needs.head_shape else []))
