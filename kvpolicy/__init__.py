@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
+    from kvpolicy.selectors.scissorhands import Scissorhands as Scissorhands
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV
     from kvpolicy.selectors.streaming import StreamingLLM as StreamingLLM
     from kvpolicy.selectors.tova import TOVA as TOVA

@@ -33,6 +33,7 @@ SELECTORS = {
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
     "tova": "kvpolicy.selectors.tova:TOVA",
     "probe": "kvpolicy.selectors.probe:ProbeSalience",
+    "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }

@@ -196,6 +196,8 @@ def _statistics(needs: Needs) -> str:
     if needs.probes:
         probed = needs.probes.recent + needs.probes.random
         used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
+    if needs.below_mean_queries:
+        used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
     if needs.vectors:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:

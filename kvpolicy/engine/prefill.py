@@ -22,6 +22,7 @@ class PendingPrompt(NamedTuple):
         attn_sum: Attention summed over the queries, [B, Hq, S + P], if the selector needs it.
         window: The newest queries, if the selector needs them.
         probes: The probe queries, if the selector needs them.
+        below_mean: The newest queries to count those that attend to a token less than the mean, if needed.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
         wants_vectors: Whether the selector needs keys and values.
@@ -34,6 +35,7 @@ class PendingPrompt(NamedTuple):
     attn_sum: Tensor | None = None
     window: QueryWindow | None = None
     probes: QueryWindow | None = None
+    below_mean: QueryWindow | None = None
     query_absmax: Tensor | None = None
     forward: Forward | None = None
     wants_vectors: bool = False
@@ -57,7 +59,13 @@ class PendingPrompt(NamedTuple):
     @property
     def reads_past(self) -> bool:
         """Whether the statistics of this prompt need the keys of the slots before it."""
-        return self.window is not None or self.probes is not None or self.forward is not None or self.wants_vectors
+        return (
+            self.window is not None
+            or self.probes is not None
+            or self.below_mean is not None
+            or self.forward is not None
+            or self.wants_vectors
+        )
 
     def owned(self) -> PendingPrompt:
         """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
@@ -68,7 +76,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts.append(self.query_absmax)
+        parts += [*(self.below_mean or ()), self.query_absmax]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, window_attention
+from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
@@ -92,13 +93,18 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
 
 def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(prompt.attn_sum, None)
+    seen = Seen(
+        prompt.attn_sum, None, added=prompt.lengths(prompt.keys.new_zeros(prompt.keys.shape[0], dtype=torch.int64))
+    )
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
     if prompt.probes is not None:
         total, count = probe_sums(prompt.probes, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(probe_sum=total, probe_count=count)
+    if prompt.below_mean is not None:
+        count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
+        seen = seen._replace(below_mean=count)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
@@ -118,12 +124,12 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
     def vectors(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
 
-    moved = Seen(
+    moved = seen._replace(
         attn_sum=by_query_head(seen.attn_sum),
         window_attn=by_query_head(seen.window_attn),
         probe_sum=by_query_head(seen.probe_sum),
         probe_count=by_query_head(seen.probe_count),
-        forward=seen.forward,
+        below_mean=by_query_head(seen.below_mean),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
     )

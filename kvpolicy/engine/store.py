@@ -68,6 +68,7 @@ class LayerStore(LayerSlots):
             attn_sum=attn_sum,
             window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
             probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
+            below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
             query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
             forward=forward,
             wants_vectors=needs.vectors,

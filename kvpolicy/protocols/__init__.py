@@ -21,6 +21,7 @@ from kvpolicy.protocols.codec import Traits as Traits
 from kvpolicy.protocols.codec import traits_for as traits_for
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
+from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward
 from kvpolicy.protocols.selector import Needs as Needs

@@ -48,6 +48,10 @@ DecodeMode = Literal["evict", "grow"]
 """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
 
 
+BELOW_MEAN = 1 - 1e-4
+"""The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
+
+
 class Probes(NamedTuple):
     """Which queries of a prompt are probes.
 
@@ -72,6 +76,7 @@ class Needs(NamedTuple):
         probes: Which queries' attention to sum for `Seen.probe_sum`, or None.
         forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
             of the candidates.
+        below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
             `View.token`.
         rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
@@ -84,6 +89,7 @@ class Needs(NamedTuple):
     decode_attn: bool = False
     probes: Probes | None = None
     forward: bool = False
+    below_mean_queries: int = 0
     vectors: bool = False
     rerank_every: int = 0
     head_shape: bool = False
@@ -96,6 +102,7 @@ class Needs(NamedTuple):
             decode_attn=self.decode_attn or other.decode_attn,
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
+            below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
             head_shape=self.head_shape or other.head_shape,
@@ -137,6 +144,9 @@ class Seen(NamedTuple):
             fewer. None unless `Needs.window_queries`.
         probe_sum: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
         probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
+        below_mean: [B, Hq, N], how many of the newest queries of this forward attend to the token less than to the mean
+            of the tokens that they see; None unless `Needs.below_mean_queries`.
+        added: [B] int64, how many tokens this forward adds to each row.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.vectors`. Numbers at invalid tokens are to be ignored.
@@ -147,6 +157,8 @@ class Seen(NamedTuple):
     window_attn: Tensor | None
     probe_sum: Tensor | None = None
     probe_count: Tensor | None = None
+    below_mean: Tensor | None = None
+    added: Tensor | None = None
     forward: Forward | None = None
     keys: Tensor | None = None
     values: Tensor | None = None

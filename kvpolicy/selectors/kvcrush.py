@@ -123,7 +123,11 @@ class KVCrush:
     def needs(self) -> Needs:
         """The needs of the base, and attention for the signatures."""
         needs = self.base.needs
-        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=SIGNATURE_QUERIES)
+        return (
+            needs
+            if needs.attn_sum or needs.window_queries or needs.below_mean_queries
+            else needs | Needs(window_queries=SIGNATURE_QUERIES)
+        )
 
     @property
     def min_tokens(self) -> int:

@@ -119,6 +119,7 @@ class ReferenceLayer:
             new = [Token(first + i, k[h, i].detach().clone(), v[h, i].detach().clone()) for i in range(k.shape[1])]
             head.tokens += new
         out, attention = self._attend(q, scale, softcap, sinks)
+        self.margin = min(self.margin, selectors.closeness(self.base, attention))
         if single:
             self._step(attention)
         else:

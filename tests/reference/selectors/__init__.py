@@ -4,11 +4,13 @@ A file has `DEFAULTS`, the parameters that the selector has beside `decode`, and
 attention also has `scores_after_prefill` and `scores_after_decode`. Further functions that a file may have, with what
 they are where it has none: `smallest_budget` (1), `observation_window` (32), and `statistic`, what a refiner asks for
 (the attention of the queries in that window). A selector that looks at keys and values has `scores_of_tokens`,
-`score_of_newest` and `rerank_every` instead. `SMALL` is a spec with numbers that fit tiny models.
+`score_of_newest` and `rerank_every` instead, and one with a threshold has `closeness`. `SMALL` is a spec with numbers
+that fit tiny models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -97,6 +99,12 @@ def score_of_newest(config: Config, look: Look) -> complex | None:
     """The score of a generated token, of a selector that looks at vectors; None of any other."""
     own = _function(config, "score_of_newest")
     return own(config, look) if own else None
+
+
+def closeness(config: Config, attention: list[Tensor]) -> float:
+    """How near an attention weight is to a threshold of the selector, relatively; infinite without one."""
+    own = _function(config, "closeness")
+    return own(config, attention) if own else math.inf
 
 
 def rerank_every(config: Config) -> int:
