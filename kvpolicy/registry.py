@@ -34,6 +34,8 @@ SELECTORS = {
     "tova": "kvpolicy.selectors.tova:TOVA",
     "probe": "kvpolicy.selectors.probe:ProbeSalience",
     "kvzip": "kvpolicy.selectors.kvzip:KVzip",
+    "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
+    "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 CODECS = {

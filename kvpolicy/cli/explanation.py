@@ -13,7 +13,7 @@ from kvpolicy.cli.formatting import counted, ranges, size
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Needs, Traits, View, traits_for
+from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
 
 EXAMPLE_COSINES = (0.5, 0.95)
@@ -177,7 +177,7 @@ def _always_kept(case: Case) -> tuple[int, int, bool]:
     positions = torch.arange(case.prompt, dtype=torch.int32)[None, None]
     view = View(positions, torch.tensor([case.prompt]), torch.tensor([case.kept]), case.planned.layers[0].layer_idx)
     try:
-        priority = selector.priority(selector.alloc(1, 1, case.prompt, "cpu"), view)[0, 0]
+        priority = selector.priority(alloc_state(selector, 1, 1, case.prompt, "cpu", SMALLEST_HEAD), view)[0, 0]
     except Exception:  # a selector of another package may not be able to rank tokens before it has seen attention
         return 0, 0, False
     always = (priority == torch.inf).int()
@@ -196,6 +196,10 @@ def _statistics(needs: Needs) -> str:
     if needs.probes:
         probed = needs.probes.recent + needs.probes.random
         used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
+    if needs.below_mean_queries:
+        used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
+    if needs.vectors:
+        used.append("the keys and values of the tokens")
     if needs.decode_attn:
         used.append("the attention weights of each generated token")
     if needs.forward:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.selection import finite_priority
-from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import Selector, State, View
+from kvpolicy.engine.state import map_state, select_rows, tensors
+from kvpolicy.protocols import Seen, Selector, State, View
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
 NO_ROOM = "the cache has no room left: call cache.tick() between steps"
@@ -26,18 +28,32 @@ def assert_async(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def update_state(selector: Selector, state: State, weights: Tensor, view: View, valid: Tensor | None) -> None:
-    """Let the selector see the new token's attention, in place, in the rows that have a token.
+def update_state(selector: Selector, state: State, weights: Tensor | None, view: View, valid: Tensor | None) -> None:
+    """Let the selector see the new token, in place, in the rows that have one.
 
     Args:
         selector: The selector.
         state: Its state.
-        weights: Attention of the new token, [B, H, G, S] fp32.
+        weights: Attention of the new token, [B, H, G, S] fp32, or None.
         view: The slots.
         valid: Which rows have a token, [B, 1] bool; None if all have.
     """
     before = None if valid is None else map_state(torch.clone, state)
-    selector.step(state, weights, view)
+    row = view.positions.new_empty(0, dtype=torch.float32) if weights is None else weights.detach()
+    selector.step(state, row, view)
     if before is not None and valid is not None:
-        for now, then in zip(tensors(state), tensors(before), strict=True):
-            now.copy_(torch.where(valid[:, :, None], now, then))
+        assign_state(state, select_rows(valid[:, 0], state, before))
+
+
+def rank_again(selector: Any, state: State, seen: Seen, view: View, rows: Tensor) -> None:
+    """Let the selector rank all slots together, in place, in `rows` [B] bool.
+
+    Its `rerank` is no part of the protocol, since only selectors with `Needs.rerank_every` have it.
+    """
+    assign_state(state, select_rows(rows, selector.rerank(state, seen, view), state))
+
+
+def assign_state(state: State, new: State) -> None:
+    """Write every tensor of a state, in place: compiled steps refer to these tensors."""
+    for now, then in zip(tensors(state), tensors(new), strict=True):
+        now.copy_(then)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.row_limits import RowLimits, block_of
-from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.protocols import Stage, StageStore, State, Traits
 
@@ -95,7 +95,7 @@ def overflow(
         stage.keys(store, index),
         stage.values(store, index),
         positions.gather(-1, index),
-        map_state(lambda t: t.gather(-1, index), state),
+        map_slots(lambda t: t.gather(-1, index), state),
         occupied.gather(-1, index),
     )
     leaves = (torch.arange(index.shape[-1], device=index.device) < lack[..., None]) & victims.chosen
@@ -108,5 +108,5 @@ def overflow(
 def _joined(first: TokenBatch, second: TokenBatch) -> TokenBatch:
     """Two batches one after the other; the keys and values of the second become fp32, as those read from codes are."""
     second = second._replace(keys=second.keys.float(), values=second.values.float())
-    following = tensors(second)
-    return map_state(lambda t: torch.cat([t, next(following)], 2), first)  # pyright: ignore[reportReturnType]
+    following = slot_tensors(second)
+    return map_slots(lambda t: torch.cat([t, next(following)], 2), first)  # pyright: ignore[reportReturnType]

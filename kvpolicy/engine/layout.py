@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import map_state, tensors
-from kvpolicy.protocols import Codec, Codes, Layout, Selector, State
+from kvpolicy.engine.state import empty_slots, map_slots, slot_tensors, tensors
+from kvpolicy.protocols import Codec, Codes, Layout, State
 
 
 def grown_layout(old: Layout, wanted: Layout) -> Layout:
@@ -17,16 +17,13 @@ def grown_layout(old: Layout, wanted: Layout) -> Layout:
     return Layout(max(wanted.exact, old.exact), tuple(map(max, held, asked)))
 
 
-def grown_slots(
-    selector: Selector, positions: Tensor, state: State, old: Layout, new: Layout, reserved: int
-) -> tuple[Tensor, State]:
+def grown_slots(positions: Tensor, state: State, old: Layout, new: Layout, reserved: int) -> tuple[Tensor, State]:
     """Positions and selector state for a new layout.
 
     Tokens of the stages and of the first `reserved` full-precision slots are carried over; the other full-precision
     slots come out empty.
 
     Args:
-        selector: Allocates the state.
         positions: [B, H, S] int32 in the old layout.
         state: The selector's state in the old layout.
         old: The old layout.
@@ -35,11 +32,11 @@ def grown_slots(
     """
     batch, heads, _ = positions.shape
     grown = positions.new_full((batch, heads, new.slots), -1)
-    grown_state = selector.alloc(batch, heads, new.slots, positions.device)
+    grown_state = empty_slots(state, new.slots)
     moves = [(0, 0, reserved), *zip(new.starts(), old.starts(), old.coded, strict=False)]
     for to, start, size in moves:
         grown[..., to : to + size] = positions[..., start : start + size]
-        for target, source in zip(tensors(grown_state), tensors(state), strict=True):
+        for target, source in zip(slot_tensors(grown_state), slot_tensors(state), strict=True):
             target[..., to : to + size] = source[..., start : start + size]
     return grown, grown_state
 
@@ -79,5 +76,5 @@ def fix_addresses(parts: list[State]) -> None:
 
 
 def cleared(state: State, mask: Tensor) -> State:
-    """A state that is 0 where `mask` is set."""
-    return map_state(lambda t: t.masked_fill(mask, 0), state)
+    """A state that is 0 in the slots where `mask` is set."""
+    return map_slots(lambda t: t.masked_fill(mask, 0), state)

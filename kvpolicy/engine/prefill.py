@@ -24,10 +24,12 @@ class PendingPrompt(NamedTuple):
         attn_sum: Attention summed over the queries, [B, Hq, S + P], if the selector needs it.
         window: The newest queries, if the selector needs them.
         probes: The probe queries, if the selector needs them.
+        below_mean: The newest queries to count those that attend to a token less than the mean, if needed.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
+        wants_vectors: Whether the selector needs keys and values.
     """
 
     keys: Tensor
@@ -37,9 +39,11 @@ class PendingPrompt(NamedTuple):
     attn_sum: Tensor | None = None
     window: QueryWindow | None = None
     probes: QueryWindow | None = None
+    below_mean: QueryWindow | None = None
     query_absmax: Tensor | None = None
     forward: Forward | None = None
     replay: Tensor | None = None
+    wants_vectors: bool = False
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -60,7 +64,13 @@ class PendingPrompt(NamedTuple):
     @property
     def reads_past(self) -> bool:
         """Whether the statistics of this prompt need the keys of the slots before it."""
-        return self.window is not None or self.probes is not None or self.forward is not None
+        return (
+            self.window is not None
+            or self.probes is not None
+            or self.below_mean is not None
+            or self.forward is not None
+            or self.wants_vectors
+        )
 
     @property
     def flags(self) -> Tensor:
@@ -76,8 +86,14 @@ class PendingPrompt(NamedTuple):
         keys, values = torch.cat([past.keys, self.keys], 2), torch.cat([past.values, self.values], 2)
         return Past(keys, values, torch.cat([past.occupied, occupied], -1))
 
-    def joined(self, later: PendingPrompt, window: int) -> PendingPrompt:
-        """This prompt and the next chunk of it, which attended to it, as one, with the newest `window` queries."""
+    def joined(self, later: PendingPrompt, window: int, below_mean: int) -> PendingPrompt:
+        """This prompt and the next chunk of it, which attended to it, as one.
+
+        Args:
+            later: The next chunk.
+            window: The most queries to keep in `window`.
+            below_mean: The same in `below_mean`.
+        """
         both = self.valid is not None or later.valid is not None
         attn_sum = later.attn_sum
         if self.attn_sum is not None and attn_sum is not None:
@@ -91,6 +107,7 @@ class PendingPrompt(NamedTuple):
             attn_sum=attn_sum,
             window=_newest(self.window, later.window, before, window),
             probes=_both(self.probes, later.probes, before),
+            below_mean=_newest(self.below_mean, later.below_mean, before, below_mean),
             query_absmax=torch.stack(peaks).amax(0) if peaks else None,
         )
 
@@ -110,6 +127,7 @@ class PendingPrompt(NamedTuple):
             attn_sum=of(self.attn_sum),
             window=of_window(self.window),
             probes=of_window(self.probes),
+            below_mean=of_window(self.below_mean),
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
         )
@@ -123,7 +141,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [self.query_absmax, self.replay]
+        parts += [*(self.below_mean or ()), self.query_absmax, self.replay]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)

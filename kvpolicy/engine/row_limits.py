@@ -11,6 +11,20 @@ from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.protocols import Codec, Traits, traits_for
 
 
+class RowBudget(NamedTuple):
+    """Tokens of each row of one layer, [B] int64 each.
+
+    Attributes:
+        keep: The most tokens to keep of the prompt.
+        extra: Tokens that may be added later without an eviction.
+        expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
+    """
+
+    keep: Tensor
+    extra: Tensor
+    expected_len: Tensor
+
+
 class RowLimits(NamedTuple):
     """Limits and positions of each row; no row depends on the others.
 

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, window_attention
+from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.replay import NOT_REPLAYED
-from kvpolicy.engine.state import join_states, map_state, select_state
+from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
 
@@ -58,7 +59,7 @@ def select_tokens(
         ranks: The ranks that hold the layer's other heads.
     """
     slots = positions.shape[-1]
-    positions, state = _candidates(selector, positions, state, prompt, seen_before)
+    positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past, slots)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
@@ -69,15 +70,14 @@ def select_tokens(
     before, state = state, selector.observe(state, seen, view)
     chosen = _highest(finite_priority(selector.priority(state, view)), view)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
-        idle = prompt.idle[:, None, None]
-        chosen = torch.where(idle, view.valid, chosen)
-        state = select_state(idle, before, state)
+        chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
+        state = select_rows(prompt.idle, before, state)
     if order is not None:
         # The inverse permutation: slots are not moved, so results return to their order.
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
-        state = map_state(lambda t: t.gather(-1, back), state)
+        state = map_slots(lambda t: t.gather(-1, back), state)
     return Selection(positions, state, chosen)
 
 
@@ -86,26 +86,28 @@ def finite_priority(priority: Tensor) -> Tensor:
     return priority.nan_to_num(torch.finfo(priority.dtype).max, torch.inf, -torch.inf)
 
 
-def _candidates(
-    selector: Selector, positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor
-) -> tuple[Tensor, State]:
+def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor) -> tuple[Tensor, State]:
     """Positions [B, H, S + P] and state of the slots and the new tokens."""
-    batch, heads, new, _ = prompt.keys.shape
+    heads, new = prompt.keys.shape[1:3]
     new_positions = prompt.positions(seen_before)[:, None].expand(-1, heads, -1)
-    new_state = selector.alloc(batch, heads, new, positions.device)
-    return torch.cat([positions, new_positions], -1), join_states(state, new_state)
+    return torch.cat([positions, new_positions], -1), join_states(state, empty_slots(state, new))
 
 
 def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(prompt.attn_sum, None)
+    seen = Seen(
+        prompt.attn_sum, None, added=prompt.lengths(prompt.keys.new_zeros(prompt.keys.shape[0], dtype=torch.int64))
+    )
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
     if prompt.probes is not None:
         total, count = probe_sums(prompt.probes, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(probe_sum=total, probe_count=count)
-    if prompt.forward is not None:
+    if prompt.below_mean is not None:
+        count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
+        seen = seen._replace(below_mean=count)
+    if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
@@ -126,17 +128,17 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
     def vectors(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.gather(2, order[..., None].expand(-1, -1, -1, t.shape[-1]))
 
-    moved = Seen(
+    moved = seen._replace(
         attn_sum=by_query_head(seen.attn_sum),
         window_attn=by_query_head(seen.window_attn),
         probe_sum=by_query_head(seen.probe_sum),
         probe_count=by_query_head(seen.probe_count),
-        forward=seen.forward,
+        below_mean=by_query_head(seen.below_mean),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
         replay=None if seen.replay is None else seen.replay.gather(-1, order),
     )
-    return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
+    return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 
 
 def _highest(priority: Tensor, view: View) -> Tensor:

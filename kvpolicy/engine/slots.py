@@ -18,9 +18,10 @@ from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
 from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots
+from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
-from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import (
@@ -29,11 +30,13 @@ from kvpolicy.protocols import (
     Codec,
     Codes,
     DecodeMode,
+    HeadShape,
     Layout,
     Ranks,
     Selector,
     StageStore,
     State,
+    alloc_state,
     traits_for,
 )
 from kvpolicy.spec.errors import KVPolicyError
@@ -52,6 +55,7 @@ class LayerSlots:
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
         expected_len: Tokens that each row has slots for.
+        schedule: When the slots are ranked together again.
         reserved: Dictionary slots, the first of the full-precision buffer.
         largest_block: The most tokens that any row demotes at a time.
         keys: Keys of the full-precision buffer, [B, H, E, D].
@@ -90,6 +94,7 @@ class LayerSlots:
         self.layout = Layout(0)
         self.capacity = 0
         self.expected_len: list[int] = []
+        self.schedule = RankSchedule(selector.needs.rerank_every)
         self.reserved = 0
         self.largest_block = codec.traits.block
         self.limits = None
@@ -97,15 +102,15 @@ class LayerSlots:
         self._free_steps: float = 0
         self._may_exceed_plan = False
 
-    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK) -> None:
-        """Allocate a layer without slots, like `keys` [B, H, P, D], which are the first."""
+    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
+        """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
         batch, heads, _, dim = keys.shape
         device = keys.device
         self.ranks = ranks
         self.keys = keys.new_empty(batch, heads, 0, dim)
         self.values = keys.new_empty(batch, heads, 0, dim)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
-        self.state = self.selector.alloc(batch, heads, 0, device)
+        self.state = alloc_state(self.selector, batch, heads, 0, device, HeadShape(group, dim))
         self.codes = ()
         self.limits = alloc_limits(self.codec, batch, heads, dim, device)
         self.calibrations = tuple(
@@ -115,6 +120,7 @@ class LayerSlots:
         self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         self.expected_len = [0] * batch
+        self.schedule.start(batch)
         self.is_initialized = True
 
     def check_compatible(self, keys: Tensor, values: Tensor) -> None:
@@ -158,7 +164,7 @@ class LayerSlots:
             self.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
             slots = slots + at.start
         self._write_rows(self.positions, slots, data.positions, mask)
-        for target, item in zip(tensors(self.state), tensors(data.state), strict=True):
+        for target, item in zip(slot_tensors(self.state), slot_tensors(data.state), strict=True):
             self._write_rows(target, slots, item, mask)
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
@@ -177,10 +183,10 @@ class LayerSlots:
         old = self.layout.exact
         # `_grow_slots` empties the buffer, which suits a prompt, whose tokens are placed anew. Here they stay in place.
         positions = self.positions[..., :old]
-        state = map_state(lambda t: t[..., :old], self.state)
+        state = map_slots(lambda t: t[..., :old], self.state)
         self._grow_slots()
         self.positions[..., :old] = positions
-        for target, item in zip(tensors(self.state), tensors(state), strict=True):
+        for target, item in zip(slot_tensors(self.state), slot_tensors(state), strict=True):
             target[..., :old] = item
         padding = (0, 0, 0, self.layout.exact - old)
         self.keys = F.pad(self.keys, padding)
@@ -190,9 +196,7 @@ class LayerSlots:
         """Make the layout fit the capacity; slots of the full-precision buffer come out empty, but for dictionaries."""
         old = self.layout
         self.layout = grown_layout(old, self.codec.layout(self.capacity))
-        self.positions, self.state = grown_slots(
-            self.selector, self.positions, self.state, old, self.layout, self.reserved
-        )
+        self.positions, self.state = grown_slots(self.positions, self.state, old, self.layout, self.reserved)
         if self.reserved and self.limits is not None:
             self.positions[..., : self.reserved].masked_fill_(~has_dictionary(self.limits), -1)
         if self.layout.coded != old.coded:
@@ -307,6 +311,7 @@ class LayerSlots:
         self.length = fn(self.length)
         self.budget = fn(self.budget)
         self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
+        self.schedule.map_rows(fn)
         self.state = map_state(fn, self.state)
         self.codes = map_state(fn, self.codes)
         if self.limits is not None:  # a limit that the codec does not need has no rows

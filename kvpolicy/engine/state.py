@@ -1,4 +1,8 @@
-"""A selector's state: tensors [B, H, S], one entry per slot, in (nested) tuples."""
+"""A selector's state in (nested) tuples: one entry per slot, but for tensors that declare another scope.
+
+See `kvpolicy.protocols.scoped`. Tensors per head and per row stay where they are while slots are gathered, joined,
+grown and written; what follows rows (`select_rows`, a beam) moves all tensors.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +19,17 @@ def map_state(fn: Callable[[Tensor], Tensor], state: State) -> State:
     """Apply `fn` to every tensor of a state."""
     if isinstance(state, Tensor):
         return fn(state)
-    parts = [map_state(fn, part) for part in state]
-    kind: Any = type(state)
-    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
+    return _rebuilt(state, [map_state(fn, part) for part in state])
+
+
+def map_slots(fn: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply `fn` to the tensors with one entry per slot; those per head and per row stay as they are."""
+    if isinstance(state, Tensor):
+        return fn(state)
+    return _rebuilt(
+        state,
+        [map_slots(fn, part) if per_slot else part for part, per_slot in zip(state, _per_slot(state), strict=True)],
+    )
 
 
 def tensors(state: State) -> Iterator[Tensor]:
@@ -29,13 +41,46 @@ def tensors(state: State) -> Iterator[Tensor]:
             yield from tensors(part)
 
 
+def slot_tensors(state: State) -> Iterator[Tensor]:
+    """The tensors of a state with one entry per slot."""
+    if isinstance(state, Tensor):
+        yield state
+    else:
+        for part, per_slot in zip(state, _per_slot(state), strict=True):
+            if per_slot:
+                yield from slot_tensors(part)
+
+
 def join_states(first: State, second: State) -> State:
-    """Concatenate two states along the slots."""
-    following = tensors(second)
-    return map_state(lambda t: torch.cat([t, next(following)], -1), first)
+    """Concatenate two states along the slots; what is not per slot is that of the first."""
+    following = slot_tensors(second)
+    return map_slots(lambda t: torch.cat([t, next(following)], -1), first)
 
 
 def select_state(mask: Tensor, chosen: State, other: State) -> State:
-    """A state that is `chosen` where `mask` is set, else `other`."""
+    """A state whose slots are `chosen` where `mask` is set, else `other`; what is not per slot is that of `chosen`."""
+    others = slot_tensors(other)
+    return map_slots(lambda t: torch.where(mask, t, next(others)), chosen)
+
+
+def select_rows(mask: Tensor, chosen: State, other: State) -> State:
+    """A state, all scopes of it, that is `chosen` in the rows of `mask` [B], else `other`."""
     others = tensors(other)
-    return map_state(lambda t: torch.where(mask, t, next(others)), chosen)
+    return map_state(lambda t: torch.where(mask.view(-1, *[1] * (t.dim() - 1)), t, next(others)), chosen)
+
+
+def empty_slots(state: State, slots: int) -> State:
+    """A state of zeros for `slots` slots of the heads of another state; what is not per slot is that of the other."""
+    return map_slots(lambda t: t.new_zeros(*t.shape[:2], slots), state)
+
+
+def _rebuilt(state: State, parts: list[Any]) -> State:
+    kind: Any = type(state)
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
+
+
+def _per_slot(state: State) -> list[bool]:
+    """Which parts of a tuple have, or contain, one entry per slot."""
+    kind: Any = type(state)
+    scopes: dict[str, str] = getattr(kind, "scopes", {})
+    return [name not in scopes for name in kind._fields] if scopes else [True] * len(state)

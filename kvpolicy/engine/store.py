@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import capacity, demotion, token_batch
+from kvpolicy.engine import capacity, decode, demotion, token_batch
 from kvpolicy.engine.attention import ScoreTransform, attend, attend_slots, largest_queries, newest_queries
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
-from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
+from kvpolicy.engine.row_limits import RowBudget, block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.slots import LayerSlots
-from kvpolicy.engine.state import map_state, select_state, tensors
+from kvpolicy.engine.state import map_slots, map_state, select_state
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import Forward, State, View
-
-
-class RowBudget(NamedTuple):
-    """Tokens of each row of one layer, [B] int64 each.
-
-    Attributes:
-        keep: The most tokens to keep of the prompt.
-        extra: Tokens that may be added later without an eviction.
-        expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
-    """
-
-    keep: Tensor
-    extra: Tensor
-    expected_len: Tensor
+from kvpolicy.protocols import Forward, NewToken, Seen, State, View
 
 
 class LayerStore(LayerSlots):
@@ -87,10 +71,12 @@ class LayerStore(LayerSlots):
             attn_sum=attn_sum,
             window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
             probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
+            below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
             query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
             forward=forward,
+            wants_vectors=needs.vectors,
         )
-        return out, pending if held is None else held.joined(pending, needs.window_queries)
+        return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
 
     @on_host
     def compress(
@@ -140,6 +126,7 @@ class LayerStore(LayerSlots):
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
         self._fix_addresses()
+        self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
         self.demote()
 
@@ -164,8 +151,8 @@ class LayerStore(LayerSlots):
             chosen[..., :exact] &= self._open_slots()
         # An evicted token leaves its codes behind: only the position says that a slot is empty.
         self.positions = selected.positions[..., :slots].masked_fill(~selected.chosen[..., :slots], -1)
-        self.state = map_state(lambda t: t[..., :slots], selected.state)
-        return outside_codes(selected.positions), map_state(outside_codes, selected.state), chosen
+        self.state = map_slots(lambda t: t[..., :slots], selected.state)
+        return outside_codes(selected.positions), map_slots(outside_codes, selected.state), chosen
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
         """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
@@ -222,7 +209,7 @@ class LayerStore(LayerSlots):
     def _buffer(self) -> SlotData:
         """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
         exact = self.layout.exact
-        state = map_state(lambda t: t[..., :exact], self.state)
+        state = map_slots(lambda t: t[..., :exact], self.state)
         return SlotData(self.keys, self.values, self.positions[..., :exact], state)
 
     def _assign_first(self, data: SlotData, rows: Tensor | None = None) -> None:
@@ -273,7 +260,7 @@ class LayerStore(LayerSlots):
         assert self.limits is not None
         exact = self.layout.exact
         positions = self.positions[..., :exact]
-        state = map_state(lambda t: t[..., :exact], self.state)
+        state = map_slots(lambda t: t[..., :exact], self.state)
         occupied = (positions >= 0) & self._open_slots()
         due = occupied.sum(-1) >= self.limits.flush_threshold
         order = self._demotion_order().indices(positions, state, occupied)
@@ -305,8 +292,7 @@ class LayerStore(LayerSlots):
         for held, new in ((self.keys, data.keys), (self.values, data.values)):
             held.copy_(torch.where(again[..., None], new, held))
         self.positions.copy_(torch.where(again, self.positions, positions))
-        for held, new in zip(tensors(self.state), tensors(select_state(again, self.state, state)), strict=True):
-            held.copy_(new)
+        decode.assign_state(self.state, select_state(again, self.state, state))
 
     def _row_block(self) -> Tensor | int:
         """Tokens of each row that are demoted at a time, [B, 1, 1] or one number for all rows."""
@@ -361,7 +347,7 @@ class LayerStore(LayerSlots):
         at = self._stage_range(stage)
         limit = self.limits.stage_capacity[:, stage]
         if any(self.layout.coded[stage + 1 :]):
-            state = map_state(lambda t: t[..., at], self.state)
+            state = map_slots(lambda t: t[..., at], self.state)
             store = self.stage_store(stage)
             order = self._demotion_order()
             over = demotion.overflow(
@@ -401,14 +387,15 @@ class LayerStore(LayerSlots):
         slot = self._free_slot(view, valid)
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
-        state = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
+        state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
-        want_weights = self.selector.needs.decode_attn
+        needs = self.selector.needs
         out, weights = attend_slots(
-            q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, want_weights
+            q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, needs.decode_attn
         )
-        if weights is not None and want_weights:
-            update_state(self.selector, self.state, weights.detach(), view, valid)
+        if needs.decode_attn or needs.vectors:
+            view = view._replace(token=NewToken(k.detach(), v.detach()) if needs.vectors else None)
+            update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
         return out
 
     def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
@@ -447,11 +434,23 @@ class LayerStore(LayerSlots):
         return self.grows or self._may_exceed_plan or sum(self.layout.coded) > 0
 
     def count_step(self) -> None:
-        """Count one decode step, and demote a block if a buffer is full."""
+        """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
+        if self.schedule.count_step():
+            self.rerank()
         self._free_steps -= 1
         if self._free_steps < 1:
             self.demote()
+
+    def rerank(self) -> None:
+        """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
+        due = self.schedule.due(self.length, self.budget)
+        past = self.past() if bool(due.any()) else None
+        if past is not None:
+            view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+            seen = Seen(None, None, keys=past.keys, values=past.values)
+            decode.rank_again(self.selector, self.state, seen, view, due)
+        self.schedule.note(due, self.length, self.budget)
 
     def ensure_capacity(self) -> int:
         """Add slots if the next step has none: in a growing cache, or one that was announced too few tokens.

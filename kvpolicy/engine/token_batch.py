@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.state import map_state, select_state, tensors
+from kvpolicy.engine.state import map_slots, select_state, slot_tensors
 from kvpolicy.protocols import State
 
 BEYOND = torch.iinfo(torch.int32).max
@@ -56,7 +56,7 @@ class TokenBatch(NamedTuple):
             self.keys[vectors],
             self.values[vectors],
             self.positions.gather(-1, index),
-            map_state(lambda t: t.gather(-1, index), self.state),
+            map_slots(lambda t: t.gather(-1, index), self.state),
             self.chosen.gather(-1, index),
         )
 
@@ -98,7 +98,7 @@ def first_slots(batch: TokenBatch, empty: Tensor, size: int) -> SlotData:
         F.pad(keys, padding) if padding[-1] else keys,
         F.pad(values, padding) if padding[-1] else values,
         batch.positions.masked_fill(empty, -1),
-        map_state(lambda t: t.masked_fill(empty, 0), batch.state),
+        map_slots(lambda t: t.masked_fill(empty, 0), batch.state),
     )
 
 
@@ -126,7 +126,7 @@ def slots_after(batch: TokenBatch, order: Tensor, moved: Tensor, start: Tensor |
         rest.keys.masked_fill(empty[..., None], 0),
         rest.values.masked_fill(empty[..., None], 0),
         rest.positions.masked_fill(empty, -1),
-        map_state(lambda t: t.masked_fill(empty, 0), rest.state),
+        map_slots(lambda t: t.masked_fill(empty, 0), rest.state),
     )
 
 
@@ -155,6 +155,6 @@ def assign_first(target: Tensor, data: Tensor, rows: Tensor | None = None) -> No
 
 
 def assign_first_state(target: object, data: object, rows: Tensor | None = None) -> None:
-    """The same for every tensor of a selector's state."""
-    for held, new in zip(tensors(target), tensors(data), strict=True):
+    """The same for every tensor of a selector's state that is per slot."""
+    for held, new in zip(slot_tensors(target), slot_tensors(data), strict=True):
         assign_first(held, new, rows)

@@ -255,7 +255,7 @@ class PolicyCache(Cache):
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
-                store.initialize(k, ranks)
+                store.initialize(k, ranks, q.shape[1] // k.shape[1])
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
             self.compress(layer, pending)
         # One digest serves all layers, which see the same columns.

@@ -12,7 +12,7 @@ from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape, Layout
+from kvpolicy.protocols import LayerShape, Layout, alloc_state
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -33,7 +33,7 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
     rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, heads, slots, dtype=torch.int32, device="meta")
-    state = policy.selector.alloc(batch, heads, slots, "meta")
+    state = alloc_state(policy.selector, batch, heads, slots, "meta", shape.head)
     # The length and the budget of each row, and the columns seen.
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
     return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())))

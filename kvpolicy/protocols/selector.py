@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
+from kvpolicy.protocols.shapes import HeadShape
 
 State = Any
-"""A NamedTuple of per-slot tensors, each [B, H, S]; the empty tuple for a stateless selector."""
+"""A NamedTuple of per-slot tensors, each [B, H, S], unless `scoped` says otherwise; () for a stateless selector."""
+
+Scope = Literal["head", "row"]
+"""Whether a tensor of a state has one entry per KV head, [B, H, ...], or per row, [B, ...], instead of per slot."""
+
+_StateType = TypeVar("_StateType", bound=type)
+
+
+def scoped(**scopes: Scope) -> Callable[[_StateType], _StateType]:
+    """Declare which fields of a state, a NamedTuple, are not per slot.
+
+    Slots are gathered, grown and overwritten; tensors per head and per row stay, and only follow the rows of the batch.
+
+    Args:
+        **scopes: `head` or `row` for each such field.
+
+    Examples:
+        >>> @scoped(anchor="head")
+        ... class Differences(NamedTuple):
+        ...     score: Tensor
+        ...     anchor: Tensor
+        >>> Differences.scopes
+        {'anchor': 'head'}
+    """
+
+    def declare(kind: _StateType) -> _StateType:
+        setattr(kind, "scopes", scopes)  # noqa: B010  # a NamedTuple declares fields only
+        return kind
+
+    return declare
+
 
 DecodeMode = Literal["evict", "grow"]
 """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
+
+
+BELOW_MEAN = 1 - 1e-4
+"""The multiple of the mean attention below which a weight counts as less: equal weights differ by rounding only."""
 
 
 class Probes(NamedTuple):
@@ -68,6 +104,12 @@ class Needs(NamedTuple):
             of the candidates.
         replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
             until the last has run.
+        below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
+        vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
+            `View.token`.
+        rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
+            then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
+        head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
     """
 
     attn_sum: bool = False
@@ -76,6 +118,10 @@ class Needs(NamedTuple):
     probes: Probes | None = None
     forward: bool = False
     replay: Replay | None = None
+    below_mean_queries: int = 0
+    vectors: bool = False
+    rerank_every: int = 0
+    head_shape: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -86,6 +132,10 @@ class Needs(NamedTuple):
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
             replay=self.replay or other.replay,
+            below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
+            vectors=self.vectors or other.vectors,
+            rerank_every=self.rerank_every or other.rerank_every,
+            head_shape=self.head_shape or other.head_shape,
         )
 
 
@@ -124,9 +174,13 @@ class Seen(NamedTuple):
             fewer. None unless `Needs.window_queries`.
         probe_sum: [B, Hq, N], summed over the probes; None unless `Needs.probes`.
         probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
+        below_mean: [B, Hq, N], how many of the newest queries of this forward attend to the token less than to the mean
+            of the tokens that they see; None unless `Needs.below_mean_queries`.
+        added: [B] int64, how many tokens this forward adds to each row.
         forward: The arguments of the attention module; None unless `Needs.forward`.
-        keys: [B, H, N, D], as attention takes them; None unless `Needs.forward`.
-        values: [B, H, N, D]; None unless `Needs.forward`.
+        keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
+            `Needs.vectors`. Numbers at invalid tokens are to be ignored.
+        values: [B, H, N, D]; None unless `Needs.forward` or `Needs.vectors`.
         replay: [B, H, N], the largest attention of a replayed query of the KV head, -1 where a token was not replayed:
             tokens of later prompts, and those kept before. None unless `Needs.replay`, and for later prompts.
     """
@@ -135,6 +189,8 @@ class Seen(NamedTuple):
     window_attn: Tensor | None
     probe_sum: Tensor | None = None
     probe_count: Tensor | None = None
+    below_mean: Tensor | None = None
+    added: Tensor | None = None
     forward: Forward | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -149,6 +205,18 @@ class Seen(NamedTuple):
         return (weight[:, None, None] @ self.window_attn).squeeze(2)
 
 
+class NewToken(NamedTuple):
+    """The newest token of a decode step, as attention takes it.
+
+    Attributes:
+        key: [B, H, 1, D].
+        value: [B, H, 1, D].
+    """
+
+    key: Tensor
+    value: Tensor
+
+
 class View(NamedTuple):
     """The candidate tokens as a selector sees them.
 
@@ -161,6 +229,7 @@ class View(NamedTuple):
         ranks: The ranks that hold the model's other heads. Whatever looks at all heads, or at all query heads of a
             KV head, asks it.
         alike: Whether all heads of all ranks have the same candidates, as in a first prompt.
+        token: The newest token, in `Selector.step` and if `Needs.vectors`.
     """
 
     positions: Tensor
@@ -169,6 +238,7 @@ class View(NamedTuple):
     layer_idx: int
     ranks: Ranks = SINGLE_RANK
     alike: bool = False
+    token: NewToken | None = None
 
     @property
     def valid(self) -> Tensor:
@@ -213,7 +283,10 @@ class Selector(Protocol):
         ...
 
     def step(self, state: State, row: Tensor, view: View) -> None:
-        """Update the state in place with the newest token's attention `row`, [B, H, G, S] fp32."""
+        """Update the state in place after a decoded token, if `needs` has `decode_attn` or `vectors`.
+
+        `row` is its attention, [B, H, G, S] fp32; without elements unless `Needs.decode_attn`.
+        """
         ...
 
     def priority(self, state: State, view: View) -> Tensor:
@@ -223,3 +296,11 @@ class Selector(Protocol):
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Each query head's own score of each token, [B, Hq, N] fp32, for wrapping selectors; None if there is none."""
         ...
+
+
+def alloc_state(
+    selector: Selector, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape
+) -> State:
+    """A state of zeros, of a selector that may need the shape of a head."""
+    alloc: Any = selector.alloc
+    return alloc(batch, heads, slots, device, *([head] if selector.needs.head_shape else []))

@@ -7,6 +7,22 @@ from typing import NamedTuple
 import torch
 
 
+class HeadShape(NamedTuple):
+    """The shape of one KV head on one rank.
+
+    Attributes:
+        group: Query heads that share it.
+        head_dim: Head dimension.
+    """
+
+    group: int
+    head_dim: int
+
+
+SMALLEST_HEAD = HeadShape(1, 1)
+"""One query head, one channel: for a state of which only the slots matter."""
+
+
 class LayerShape(NamedTuple):
     """The shape of one layer's keys and values on one rank.
 
@@ -14,11 +30,18 @@ class LayerShape(NamedTuple):
         heads: KV heads.
         head_dim: Head dimension.
         dtype: Dtype of keys and values.
+        group: Query heads of each KV head.
     """
 
     heads: int
     head_dim: int
     dtype: torch.dtype
+    group: int = 1
+
+    @property
+    def head(self) -> HeadShape:
+        """The shape of one KV head."""
+        return HeadShape(self.group, self.head_dim)
 
     @property
     def token_nbytes(self) -> int:

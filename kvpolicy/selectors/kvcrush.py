@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, alloc_state
 from kvpolicy.selectors._crush import (
     Anchor,
     Buckets,
@@ -123,7 +123,11 @@ class KVCrush:
     def needs(self) -> Needs:
         """The needs of the base, and attention for the signatures."""
         needs = self.base.needs
-        return needs if needs.attn_sum or needs.window_queries else needs | Needs(window_queries=SIGNATURE_QUERIES)
+        return (
+            needs
+            if needs.attn_sum or needs.window_queries or needs.below_mean_queries
+            else needs | Needs(window_queries=SIGNATURE_QUERIES)
+        )
 
     @property
     def min_tokens(self) -> int:
@@ -132,16 +136,22 @@ class KVCrush:
         # The smallest n with n - floor(n * split) >= of_base.
         return (of_base - 1) * MILLION // (MILLION - self._millionths) + 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str, *head: HeadShape) -> State:
         """No representatives, and the empty state of the base."""
         mark = torch.zeros(batch, heads, slots, dtype=self._mark_dtype, device=device)
-        return CrushState(mark, self.base.alloc(batch, heads, slots, device))
+        base = alloc_state(self.base, batch, heads, slots, device, *head or [SMALLEST_HEAD])
+        return CrushState(mark, base)
 
     def observe(self, state: CrushState, seen: Seen, view: View) -> State:
         """Update the base, then select representatives of the tokens that it would evict."""
         base_view = self._base_view(view)
         base = self.base.observe(state.base, seen, base_view)
         return CrushState(self._marks(base, seen, view, base_view), base)
+
+    def rerank(self, state: CrushState, seen: Seen, view: View) -> State:
+        """Let the base rank all tokens again; the representatives stay."""
+        base: Any = self.base  # only called if the base has the method
+        return state._replace(base=base.rerank(state.base, seen, self._base_view(view)))
 
     def step(self, state: CrushState, row: Tensor, view: View) -> None:
         """Update the base; generated tokens do not change the representatives."""

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import tensors
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector, View
+from kvpolicy.engine.state import empty_slots, slot_tensors, tensors
+from kvpolicy.protocols import Allocator, Codec, DecodeMode, HeadShape, Selector, View, alloc_state
 
 _TOKENS = 1000
 
@@ -67,10 +67,15 @@ def check_selector(part: Selector) -> None:
     assert part.decode in modes, f"{part}: decode must be one of {', '.join(map(repr, modes))}, got {part.decode!r}"
     is_count = isinstance(min_tokens, int) and not isinstance(min_tokens, bool) and min_tokens >= 1
     assert is_count, f"{part}: min_tokens must be an integer of at least 1, got {min_tokens!r}"
-    for state in tensors(part.alloc(2, 2, 5, "cpu")):
-        is_per_slot = state.shape == (2, 2, 5)
-        assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {_describe(state)}"
-        assert not bool(state.any()), f"{part}: a new state must be zero, got other numbers"
+    state = alloc_state(part, 2, 2, 5, "cpu", HeadShape(3, 4))
+    for each in slot_tensors(state):
+        is_per_slot = each.shape == (2, 2, 5)
+        assert is_per_slot, f"{part}: the tensors of a state must be [B, H, S] = [2, 2, 5], got {_describe(each)}"
+    for each in tensors(state):
+        assert each.shape[0] == 2, (
+            f"{part}: the tensors of a state must have 2 rows like the batch, got {_describe(each)}"
+        )
+        assert not bool(each.any()), f"{part}: a new state must be zero, got other numbers"
 
 
 @contextmanager
@@ -95,7 +100,7 @@ def watched(part: Any) -> Generator[None, None, None]:
     def checked_observe(self: Any, state: Any, seen: Any, view: View) -> Any:
         result = observe(self, state, seen, view)
         shapes = [list(each.shape) for each in tensors(result)]
-        expected = [list(view.positions.shape) for _ in tensors(state)]
+        expected = [list(each.shape) for each in tensors(empty_slots(state, view.positions.shape[-1]))]
         assert shapes == expected, f"{self}: observe must return tensors of shapes {expected}, got {shapes}"
         return result
 

@@ -11,7 +11,7 @@ from kvpolicy.engine.layout import cleared, fix_addresses, grown_codes, grown_la
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Layout
 from tests.conformance.fakes import Fake
-from tests.engine.parts import Ranking, Worth, generator
+from tests.engine.parts import Worth, generator
 
 LAYOUTS = [Layout(0), Layout(1), Layout(5), Layout(3, (4,)), Layout(6, (2,)), Layout(2, (0, 7)), Layout(2, (3, 1))]
 
@@ -40,7 +40,7 @@ def test_slots_are_carried_over(old: Layout, new: Layout, reserved: int) -> None
     """Slots of the stages and dictionary slots keep their tokens; the other full-precision slots come out empty."""
     positions = torch.randint(0, 99, (2, 3, old.slots), generator=generator(1)).to(torch.int32)
     state = Worth(positions.float() / 2, positions.long() * 3)
-    got, got_state = grown_slots(Ranking(), positions, state, old, new, reserved)  # pyright: ignore[reportArgumentType]
+    got, got_state = grown_slots(positions, state, old, new, reserved)
     want = torch.full((2, 3, new.slots), -1, dtype=torch.int32)
     want[..., :reserved] = positions[..., :reserved]
     for stage, size in enumerate(old.coded):

@@ -7,7 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import join_states, map_state, select_state, tensors
+from kvpolicy.engine.state import (
+    empty_slots,
+    join_states,
+    map_slots,
+    map_state,
+    select_rows,
+    select_state,
+    slot_tensors,
+    tensors,
+)
+from kvpolicy.protocols import scoped
 
 
 class Inner(NamedTuple):
@@ -63,3 +73,50 @@ def test_a_mask_selects_between_two_states() -> None:
     found = select_state(mask, first, second)
     for got, one, other in zip(tensors(found), tensors(first), tensors(second), strict=True):
         assert got[0].tolist() == one[0].tolist() and got[1].tolist() == other[1].tolist()
+
+
+@scoped(anchor="head", seen="row")
+class Mixed(NamedTuple):
+    score: Tensor
+    anchor: Tensor
+    seen: Tensor
+
+
+class Wrapped(NamedTuple):
+    mark: Tensor
+    base: Mixed
+
+
+def mixed(slots: int, start: float) -> Wrapped:
+    """A state of 2 rows and 3 heads, with tensors of every scope inside another."""
+    one = torch.arange(6 * slots).view(2, 3, slots) + start
+    anchor = torch.arange(24).view(2, 3, 4) + start
+    return Wrapped(one, Mixed(one + 100, anchor, torch.tensor([1.0, 2.0]) + start))
+
+
+def test_only_slots_are_gathered_and_joined() -> None:
+    first, second = mixed(2, 0), mixed(3, 50)
+    joined = join_states(first, second)
+    assert [t.shape[-1] for t in slot_tensors(joined)] == [5, 5]
+    assert joined.base.anchor is first.base.anchor and joined.base.seen is first.base.seen
+    order = torch.tensor([1, 0]).expand(2, 3, -1)
+    moved = map_slots(lambda t: t.gather(-1, order), first)
+    assert type(moved.base) is Mixed and moved.base.score.tolist() == first.base.score.flip(-1).tolist()
+    assert moved.base.anchor is first.base.anchor and moved.base.seen is first.base.seen
+
+
+def test_a_mask_of_slots_leaves_the_rest_and_a_mask_of_rows_does_not() -> None:
+    first, second = mixed(2, 0), mixed(2, 50)
+    by_slot = select_state(torch.tensor([True, False])[:, None, None], first, second)
+    assert by_slot.base.anchor is first.base.anchor and by_slot.mark[1].tolist() == second.mark[1].tolist()
+    by_row = select_rows(torch.tensor([True, False]), first, second)
+    for got, one, other in zip(tensors(by_row), tensors(first), tensors(second), strict=True):
+        assert got[0].tolist() == one[0].tolist() and got[1].tolist() == other[1].tolist()
+
+
+def test_empty_slots_have_the_dtypes_and_the_heads() -> None:
+    one = mixed(2, 5)
+    empty = empty_slots(one, 7)
+    assert [t.shape for t in slot_tensors(empty)] == [(2, 3, 7)] * 2 and not any(t.any() for t in slot_tensors(empty))
+    assert empty.base.anchor is one.base.anchor and empty.mark.dtype == one.mark.dtype
+    assert len([*tensors(one)]) == 4 and len([*slot_tensors(one)]) == 2

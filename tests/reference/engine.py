@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ class ReferenceLayer:
         self.decode = decode
         self.mover = None if codec is None else Mover(codec, layer_idx, num_kv_heads, undo, apply)
         self.layer_idx = layer_idx
-        self.length = 0
+        self.length = self.ranked = 0
+        self.memory: list[dict[str, Any]] = [{} for _ in range(num_kv_heads)]
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
         self._held: list[Tensor] | None = None
@@ -124,6 +125,7 @@ class ReferenceLayer:
             new = [Token(first + i, k[h, i].detach().clone(), v[h, i].detach().clone()) for i in range(k.shape[1])]
             head.tokens += new
         out, attention = self._attend(q, scale, softcap, sinks)
+        self.margin = min(self.margin, selectors.closeness(self.base, attention))
         if single:
             self._step(attention)
         else:
@@ -218,6 +220,10 @@ class ReferenceLayer:
     def _step(self, attention: list[Tensor]) -> None:
         """Update the scores after a generated token."""
         for h, head in enumerate(self.heads):
+            newest = selectors.score_of_newest(self.base, self._look(h))
+            if newest is not None:
+                head.tokens[-1].score = newest
+                continue
             old = [token.score for token in head.tokens]
             new = selectors.scores_after_decode(self.base, old, attention, self._query_heads(h))
             for token, score in zip(head.tokens, new, strict=True):
@@ -230,12 +236,30 @@ class ReferenceLayer:
             new = selectors.scores_after_prefill(self.base, old, attention, self._query_heads(h), self._base_budget())
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
+        self._rank()
         apart = self._distances(attention)
         for head in self.heads:
             kept, standing = self._kept(head.tokens, apart)
             for token in head.tokens:
                 token.stays = token.position in standing
             head.drop({token.position for token in head.tokens} - kept)
+
+    def _look(self, h: int) -> selectors.Look:
+        """What a selector of vectors sees of a KV head."""
+        tokens = self.heads[h].tokens
+        keys, values = (
+            [x.tolist() for x in each] for each in ([t.seen_key for t in tokens], [t.seen_value for t in tokens])
+        )
+        return selectors.Look([t.position for t in tokens], keys, values, self.length, self.memory[h])
+
+    def _rank(self) -> None:
+        """Score all tokens by what they are, if the selector does so."""
+        self.ranked = self.length
+        for h, head in enumerate(self.heads):
+            for token, score in zip(
+                head.tokens, selectors.scores_of_tokens(self.base, self._look(h)) or [], strict=False
+            ):
+                token.score = score
 
     def _distances(self, attention: list[Tensor]) -> dict[int, int]:
         """KVCrush's distance of every position on offer to the anchor."""
@@ -279,6 +303,9 @@ class ReferenceLayer:
 
     def tick(self) -> None:
         """Do what is due between two steps; `forward` begins with it."""
+        every = selectors.rerank_every(self.base)
+        if every and self.length and self.length - self.ranked >= max(1, min(every, self._most() // 2)):
+            self._rank()
         if self.mover and self.length:
             self.mover.tick(self.heads, self._order, self._most())
 

@@ -16,7 +16,7 @@ import yaml
 import kvpolicy
 from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
-from kvpolicy.engine.state import tensors
+from kvpolicy.engine.state import slot_tensors
 from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
@@ -98,7 +98,7 @@ def _cells(root: Path, name: str) -> Iterator[str]:
         elif column == "source":
             yield _source(strategy)
         elif column == "statistics":
-            yield f"{sum(part.nbytes for part in tensors(strategy().alloc(1, 1, 1, 'cpu')))} bytes"
+            yield f"{sum(part.nbytes for part in slot_tensors(strategy().alloc(1, 1, 1, 'cpu')))} bytes"
         else:
             raise ValueError(f"The front matter of {page} must have {column!r}.")
 

@@ -3,11 +3,14 @@
 A file has `DEFAULTS`, the parameters that the selector has beside `decode`, and `priority`. A selector that looks at
 attention also has `scores_after_prefill` and `scores_after_decode`. Further functions that a file may have, with what
 they are where it has none: `smallest_budget` (1), `observation_window` (32), and `statistic`, what a refiner asks for
-(the attention of the queries in that window). `SMALL` is a spec with numbers that fit tiny models.
+(the attention of the queries in that window). A selector that looks at keys and values has `scores_of_tokens`,
+`score_of_newest` and `rerank_every` instead, and one with a threshold has `closeness`. `SMALL` is a spec with numbers
+that fit tiny models.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +24,7 @@ from ._common import margin as margin
 from ._common import mean_over as mean_over
 from ._common import pool as pool
 from ._common import top as top
+from ._look import Look as Look
 
 
 def complete(config: str | Config) -> Config:
@@ -83,6 +87,30 @@ def scores_after_decode(
     """The scores of one KV head's tokens after one generated token, itself included as the last."""
     own = _function(config, "scores_after_decode")
     return own(config, old, attention, group) if own else old
+
+
+def scores_of_tokens(config: Config, look: Look) -> Sequence[complex] | None:
+    """The scores of one KV head's tokens, of a selector that looks at vectors; None of any other."""
+    own = _function(config, "scores_of_tokens")
+    return own(config, look) if own else None
+
+
+def score_of_newest(config: Config, look: Look) -> complex | None:
+    """The score of a generated token, of a selector that looks at vectors; None of any other."""
+    own = _function(config, "score_of_newest")
+    return own(config, look) if own else None
+
+
+def closeness(config: Config, attention: list[Tensor]) -> float:
+    """How near an attention weight is to a threshold of the selector, relatively; infinite without one."""
+    own = _function(config, "closeness")
+    return own(config, attention) if own else math.inf
+
+
+def rerank_every(config: Config) -> int:
+    """After how many generated tokens `scores_of_tokens` is asked again; 0 for never."""
+    own = _function(config, "rerank_every")
+    return own(config) if own else 0
 
 
 def statistic(config: Config, matrix: Tensor, budget: int) -> list[float]:

@@ -1,0 +1,55 @@
+"""When the slots of a layer are ranked together again; see `Needs.rerank_every`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class RankSchedule:
+    """Counts steps on the host, and asks for the lengths of rows only when a row may be due.
+
+    A row is due by its own tokens, so that it is ranked when it would be alone.
+    """
+
+    def __init__(self, every: int) -> None:
+        """Rank after `every` generated tokens, 0 for never."""
+        self.every = every
+        self.ranked_len: list[int] = []  # tokens that each row had seen when it was last ranked
+        self._steps: float = math.inf
+
+    def start(self, batch: int) -> None:
+        """Begin with `batch` empty rows."""
+        self.ranked_len = [0] * batch
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Select or repeat rows."""
+        self.ranked_len = fn(torch.tensor(self.ranked_len)).tolist()
+
+    def count_step(self) -> bool:
+        """Count one step; whether a row may be due."""
+        self._steps -= 1
+        return self._steps < 1
+
+    def due(self, length: Tensor, budget: Tensor) -> Tensor:
+        """Which rows of `length` and `budget` [B] are to be ranked, [B] bool."""
+        return torch.tensor([left < 1 for left in self._left(length, budget)], device=length.device)
+
+    def note(self, rows: Tensor | None, length: Tensor, budget: Tensor) -> None:
+        """Note that `rows` [B] bool (None for all) were ranked, and count the steps until the next time."""
+        if not self.every:
+            return
+        lengths = length.tolist()
+        ranked = [True] * len(lengths) if rows is None else rows.tolist()
+        triples = zip(ranked, lengths, self.ranked_len, strict=True)
+        self.ranked_len = [new if now else last for now, new, last in triples]
+        self._steps = min(self._left(length, budget), default=math.inf)
+
+    def _left(self, length: Tensor, budget: Tensor) -> list[int]:
+        """Tokens that each row may still get before it is due."""
+        triples = zip(length.tolist(), self.ranked_len, budget.tolist(), strict=True)
+        # Tokens that were not ranked never fill more than half a budget.
+        return [last + max(min(self.every, most // 2), 1) - new for new, last, most in triples]

@@ -1,0 +1,51 @@
+"""Rows are ranked again by their own count of tokens, and the host looks at them only when one may be due."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpolicy.engine.rank_schedule import RankSchedule
+
+
+def run(every: int, budget: list[int], steps: int, lacks: dict[int, int] | None = None) -> list[list[int]]:
+    """The lengths at which each row is ranked after prompts of 10 tokens; row r gets no token in step `lacks[r]`."""
+    schedule = RankSchedule(every)
+    schedule.start(len(budget))
+    length, most = torch.full((len(budget),), 10), torch.tensor(budget)
+    schedule.note(None, length, most)
+    found: list[list[int]] = [[] for _ in budget]
+    for step in range(steps):
+        length += torch.tensor([step != (lacks or {}).get(row) for row in range(len(budget))])
+        if schedule.count_step():
+            due = schedule.due(length, most)
+            schedule.note(due, length, most)
+            for row in due.nonzero()[:, 0].tolist():
+                found[row].append(int(length[row]))
+    return found
+
+
+def test_every_few_tokens() -> None:
+    assert run(4, [20, 20], 13) == [[14, 18, 22]] * 2
+
+
+def test_never() -> None:
+    assert run(0, [20], 50) == [[]]
+
+
+@pytest.mark.parametrize(("budget", "wait"), [(6, 3), (7, 3), (2, 1), (1, 1), (0, 1), (400, 5)])
+def test_half_a_budget_at_most(budget: int, wait: int) -> None:
+    assert run(5, [budget], 2 * wait) == [[10 + wait, 10 + 2 * wait]]
+
+
+def test_a_row_counts_its_own_tokens() -> None:
+    assert run(4, [20, 20], 9, lacks={1: 2}) == [[14, 18], [14, 18]]
+    assert run(4, [20, 6], 6, lacks={1: 2}) == [[14], [13]]
+
+
+def test_rows_are_selected_and_repeated() -> None:
+    schedule = RankSchedule(4)
+    schedule.start(2)
+    schedule.note(torch.tensor([False, True]), torch.tensor([3, 7]), torch.tensor([20, 20]))
+    schedule.map_rows(lambda t: t[[1, 0, 1]])
+    assert schedule.ranked_len == [7, 0, 7]

@@ -1,0 +1,105 @@
+"""KeyDiff: its vector, its anchor over time, and keys that have no direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import HeadShape, Seen, View
+from kvpolicy.selectors.keydiff import Differences, KeyDiff
+from kvpolicy.testing import check
+from tests.conformance.bench import Bench, draw, padding
+
+VECTOR = [[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.0, 0.9]]
+"""The keys of the worked example."""
+
+
+def scored(keys: Tensor, positions: Tensor | None = None) -> Any:
+    batch, heads, count, dim = keys.shape
+    where = torch.arange(count, dtype=torch.int32).expand(batch, heads, -1) if positions is None else positions
+    view = View(where, torch.full((batch,), count), torch.full((batch,), 2), 0)
+    state = KeyDiff().alloc(batch, heads, count, "cpu", HeadShape(1, dim))
+    return KeyDiff().observe(state, Seen(None, None, keys=keys, values=keys), view)
+
+
+def test_the_vector() -> None:
+    got = scored(torch.tensor(VECTOR)[None, None])
+    assert got.score[0, 0].tolist() == pytest.approx([-0.686751, -0.762822, -0.726893, -0.726893], abs=1e-6)
+
+
+def test_a_key_of_zeros_is_at_right_angles_to_all() -> None:
+    keys = torch.tensor([*VECTOR, [0.0, 0.0]])[None, None]
+    got = scored(keys)
+    assert got.score[0, 0, -1] == 0 and torch.equal(got.anchor, scored(keys[:, :, :-1]).anchor)
+    assert scored(torch.zeros(1, 1, 3, 2)).score.abs().tolist() == [[[0.0, 0.0, 0.0]]]
+
+
+def test_numbers_of_invalid_tokens_are_ignored() -> None:
+    keys = torch.tensor([[9.0, torch.inf], [torch.nan, 1.0], *VECTOR])[None, None]
+    got = scored(keys, torch.tensor([[[-1, -1, 0, 1, 2, 3]]], dtype=torch.int32))
+    assert torch.equal(got.score[..., 2:], scored(torch.tensor(VECTOR)[None, None]).score)
+
+
+def test_the_scale_of_a_key_means_nothing() -> None:
+    keys = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0))
+    scale = torch.rand(2, 3, 9, 1, generator=torch.Generator().manual_seed(1)) * 100 + 1e-3
+    torch.testing.assert_close(scored(keys * scale).score, scored(keys).score)
+
+
+def test_equal_keys_keep_the_earliest_and_the_newest() -> None:
+    bench = Bench("keydiff:every=4", [4])
+    for size in (9, 1, 1):
+        q, k, v = draw(size, size)
+        bench.forward(q, torch.ones_like(k), v)
+    assert bench.turns[0].kept[0][0][-1] == 8 and bench.turns[-1].kept[0][0][-1] == 10
+    assert bench.layer.state.score[bench.layer.positions >= 0].tolist() == pytest.approx([-1] * 8, abs=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_anchor_is_that_of_the_kept_tokens(every: int) -> None:
+    """It is summed again after so many steps, so that nothing drifts however long the run."""
+    bench = Bench(f"keydiff:every={every}", [12, 9])
+    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
+    for number in range(30 * every):
+        bench.forward(*draw(1, number + 1, batch=2))
+    store = bench.layer
+    units = torch.nn.functional.normalize(store.keys, dim=-1) * (store.positions >= 0)[..., None]
+    torch.testing.assert_close(store.state.anchor, units.sum(2))
+    bench.check()
+
+
+@pytest.mark.parametrize("policy", ["keydiff:every=5", "keydiff:every=5+kivi:bits=4:group_size=4:residual_length=4"])
+def test_steps_of_some_rows(policy: str) -> None:
+    """A row that gets no token in a step is ranked again by its own count of tokens, as alone."""
+    bench = Bench(policy, [12, 10])
+    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
+    for number in range(24):
+        valid = torch.tensor([[True], [number % 3 != 0]])
+        bench.forward(*draw(1, number + 1, batch=2), None if number % 2 else valid)
+    bench.forward(*draw(7, 99, batch=2), padding(7, 0, 5))
+    for number in range(9):
+        bench.forward(*draw(1, number + 50, batch=2))
+    assert bench.check().turns == 2 * 35 - 4 - 1
+
+
+def test_rows_take_their_anchor_with_them() -> None:
+    """As in a beam search, which selects and repeats rows."""
+    bench = Bench("keydiff:every=50", [12, 9])
+    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
+    before = bench.layer.state
+    anchor, score = before.anchor.clone(), before.score.clone()
+    bench.layer.map_rows(lambda t: t[torch.tensor([1, 1, 0])])
+    after: Any = bench.layer.state
+    assert isinstance(after, Differences)
+    assert torch.equal(after.anchor, anchor[[1, 1, 0]]) and torch.equal(after.score, score[[1, 1, 0]])
+    bench.layer.append(*draw(1, 5, batch=3), None, bench.turns[0].kernel)
+    bench.layer.count_step()
+    assert bench.layer.schedule.ranked_len == [13, 13, 20]
+
+
+@pytest.mark.parametrize("selector", [KeyDiff(), KeyDiff(every=1), KeyDiff(every=7, decode="grow")])
+def test_keeps_the_rules(selector: KeyDiff) -> None:
+    check(selector)
