@@ -41,6 +41,10 @@ class Chunk(NamedTuple):
     overlap: Tensor
     sinks: Tensor
 
+    def to(self, device: torch.device) -> Chunk:
+        """The same on a device."""
+        return Chunk(self.number, *(t.to(device) for t in self[1:]))
+
 
 def chunks(context: Tensor, replay: Replay) -> Iterator[Chunk]:
     """Divide the context of each row into chunks, by the row's own tokens.

@@ -115,10 +115,12 @@ class ReplayCache(Cache):
         if layer_idx not in self.scores:
             shape = pending.keys.shape[:3]
             self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
-        flags = None if self.whole else self.valid
-        scores = received(q, k, pending.keys, transform, self.chunk, flags, gain)
-        add_scores(self.scores[layer_idx], self.chunk, scores)
-        occupied = self.context[:, None].expand(-1, k.shape[1], -1)
+        # Layers may be on several devices.
+        chunk = self.chunk.to(k.device)
+        flags = None if self.whole else self.valid.to(k.device)
+        scores = received(q, k, pending.keys, transform, chunk, flags, gain)
+        add_scores(self.scores[layer_idx], chunk, scores)
+        occupied = self.context.to(k.device)[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
         return attend_context(q, k, v, transform, past, flags)[:, :heads]
 

@@ -28,6 +28,7 @@ def draw_selector(dice: Random, *, wrap: bool = True) -> str:
             f"window={dice.randint(1, 9)}", f"kernel={dice.choice([1, 3, 5, 7])}",
             f"pool={dice.choice(['avg', 'max'])}",
         ],
+        "kvzip": [f"chunk={dice.choice([1, 3, 8, 64])}", f"sinks={dice.randint(0, 4)}"],
         "kvcrush": [
             f"split={dice.choice(['0.0', '0.2', '0.5', '0.75'])}", f"seed={dice.randint(0, 9)}",
             f"anchor={dice.choice(['random', 'mean', 'alternate', 'zeros', 'ones'])}",

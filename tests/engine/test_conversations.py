@@ -88,7 +88,7 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
         cache, budgets = PolicyCache(model), list[int]()
         model.generate(ids[:, :20], past_key_values=cache, **chunked)
         finish = cache.finish
-        cache.finish = lambda: (finish(), budgets.append(int(cache.policy_layers[0].budget)))[0]
+        cache.finish = lambda decoder: (finish(decoder), budgets.append(int(cache.policy_layers[0].budget)))[0]
         model.generate(ids, past_key_values=cache, **chunked)
     assert budgets and set(budgets) == {22}
 

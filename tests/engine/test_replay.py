@@ -197,6 +197,55 @@ def test_generate_is_the_plain_loop() -> None:
     assert torch.equal(out, tokens) and generated == kept(cache)
 
 
+def test_generate_in_chunks_and_in_turns() -> None:
+    model = build("llama")
+    ids, mask = make_batch(LENGTHS, [26, 3, 4])
+    how: dict[str, Any] = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
+        one, other = PolicyCache(model), PolicyCache(model)
+        first = model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=one, **how)
+        chunked = {"prefill_chunk_size": 10, **how}
+        assert torch.equal(
+            first, model.generate(ids[:, :26], attention_mask=mask[:, :26], past_key_values=other, **chunked)
+        )
+        assert kept(one) == kept(other)
+        whole, longer = torch.cat([first, ids[:, 29:]], 1), torch.cat([mask[:, :29], mask[:, 29:]], 1)
+        model.generate(whole, attention_mask=longer, past_key_values=one, **how)
+    # The last generated token of a turn is read with the next turn.
+    assert all(head[-7:] == list(range(28, 35)) for layer in kept(one) for head in layer[0][:1])
+
+
+def test_hidden_states_are_those_of_the_prompt() -> None:
+    model = build("llama")
+    ids, _ = make_batch([26], [26])
+    with torch.no_grad():
+        want = model(ids, output_hidden_states=True).hidden_states
+        with kvpolicy.attach(model, f"{SMALL}@0.5"):
+            got = model(ids, output_hidden_states=True).hidden_states
+    assert len(got) == len(want)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_interrupted_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that could not score its prompt is refused until it is reset."""
+    model = build("llama")
+    ids, _ = make_batch([26], [26])
+    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
+        cache = PolicyCache(model)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvpolicy.hf.replay.received", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(ids, past_key_values=cache)
+        with pytest.raises(KVPolicyError, match="interrupted"):
+            model(ids, past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+        other = PolicyCache(model)
+        model(ids, past_key_values=other)
+    assert kept(cache) == kept(other)
+
+
 def test_beams_and_a_question_behind_the_context() -> None:
     model = build("llama")
     ids, mask = make_batch([26, 17], [26, 5])
