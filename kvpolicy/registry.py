@@ -34,6 +34,7 @@ SELECTORS = {
     "tova": "kvpolicy.selectors.tova:TOVA",
     "probe": "kvpolicy.selectors.probe:ProbeSalience",
     "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
+    "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import QueryWindow, ScoreTransform
-from kvpolicy.protocols import Forward
+from kvpolicy.protocols import Forward, MeanRotation, QueryMoments
 
 
 class PendingPrompt(NamedTuple):
@@ -23,6 +23,8 @@ class PendingPrompt(NamedTuple):
         window: The newest queries, if the selector needs them.
         probes: The probe queries, if the selector needs them.
         below_mean: The newest queries to count those that attend to a token less than the mean, if needed.
+        moments: Moments of the queries without their rotation, if the selector needs them.
+        mean_rotation: The layer's rotary embedding at the mean of some positions, likewise.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
         wants_vectors: Whether the selector needs keys and values.
@@ -36,6 +38,8 @@ class PendingPrompt(NamedTuple):
     window: QueryWindow | None = None
     probes: QueryWindow | None = None
     below_mean: QueryWindow | None = None
+    moments: QueryMoments | None = None
+    mean_rotation: MeanRotation | None = None
     query_absmax: Tensor | None = None
     forward: Forward | None = None
     wants_vectors: bool = False
@@ -76,7 +80,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), self.query_absmax]
+        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)

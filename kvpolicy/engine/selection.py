@@ -105,6 +105,8 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
     if prompt.below_mean is not None:
         count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(below_mean=count)
+    if prompt.moments is not None:
+        seen = seen._replace(moments=prompt.moments, mean_rotation=prompt.mean_rotation, scale=prompt.transform.scale)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)

@@ -62,7 +62,7 @@ class Bench:
         else:
             hidden, massive = self._look(q, valid)
             if not self.layer.is_initialized:
-                self.layer.initialize(k)
+                self.layer.initialize(k, group=q.shape[1] // k.shape[1])
             out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
             self.layer.compress(pending, self._budget(), massive=massive)
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden)

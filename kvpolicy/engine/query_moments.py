@@ -1,0 +1,55 @@
+"""Moments of a prompt's queries without their rotation, summed in tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.protocols import MeanRotation, NewToken, QueryMoments
+
+
+def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope | None) -> QueryMoments:
+    """The moments of the queries at position `first` and later.
+
+    Args:
+        q: As attention takes them, [B, Hq, P, D].
+        heads: KV heads.
+        positions: Of the queries, [B, P], -1 for padding.
+        first: The first position that counts.
+        rope: The layer's rotary embedding, or None.
+    """
+    batch, query_heads, new, dim = q.shape
+    counts = positions >= first
+    total = q.new_zeros(batch, query_heads, dim, dtype=torch.float32)
+    product = q.new_zeros(batch, query_heads, dim, dim, dtype=torch.float32)
+    rows = max(TILE_ELEMENTS // (batch * query_heads * dim), 16)
+    for start in range(0, new, rows):
+        at = slice(start, start + rows)
+        tile = plain_queries(q[:, :, at], positions[:, at], rope)
+        tile = tile.masked_fill(~counts[:, None, at, None], 0)  # numbers of padding may be anything
+        total += tile.sum(2)
+        product += tile.mT @ tile
+    count = counts.sum(-1).float()
+    return QueryMoments(count, total.unflatten(1, (heads, -1)), product.unflatten(1, (heads, -1)))
+
+
+def plain_queries(q: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
+    """Queries [B, Hq, n, D] at positions [B, n] without their rotation, fp32."""
+    return q.float() if rope is None else rope.unrotate_rows(q, positions)
+
+
+def new_token(query: Tensor | None, k: Tensor, v: Tensor) -> NewToken:
+    """The token of a decode step, from its plain queries [B, Hq, 1, D], if needed, key and value [B, H, 1, D]."""
+    grouped = None if query is None else query.squeeze(2).unflatten(1, (k.shape[1], -1))
+    return NewToken(k.detach(), v.detach(), grouped)
+
+
+def mean_rotation(rope: Rope | None) -> MeanRotation:
+    """What rotates vectors to the mean of some positions; the identity without a rotary embedding."""
+    return _no_rotation if rope is None else rope.mean_rotation
+
+
+def _no_rotation(vectors: Tensor, first: Tensor, count: int) -> Tensor:
+    return vectors.float()
