@@ -24,11 +24,13 @@ def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope
     counts = positions >= first
     total = q.new_zeros(batch, query_heads, dim, dtype=torch.float32)
     product = q.new_zeros(batch, query_heads, dim, dim, dtype=torch.float32)
-    rows = max(TILE_ELEMENTS // (batch * query_heads * dim), 16)
+    left_out = (~counts).any(0).tolist()  # columns of padding, and of the first tokens
+    rows = max(TILE_ELEMENTS // (4 * batch * query_heads * dim), 16)  # several tensors of a tile stay in the cache
     for start in range(0, new, rows):
         at = slice(start, start + rows)
         tile = plain_queries(q[:, :, at], positions[:, at], rope)
-        tile = tile.masked_fill(~counts[:, None, at, None], 0)  # numbers of padding may be anything
+        if any(left_out[at]):  # numbers of padding may be anything
+            tile = tile.masked_fill(~counts[:, None, at, None], 0)
         total += tile.sum(2)
         product += tile.mT @ tile
     count = counts.sum(-1).float()

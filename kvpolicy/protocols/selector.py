@@ -299,6 +299,15 @@ class Selector(Protocol):
 def alloc_state(
     selector: Selector, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape
 ) -> State:
-    """A state of zeros, of a selector that may need the shape of a head."""
+    """A state of zeros, of a selector that may need the shape of a head.
+
+    Args:
+        selector: The selector.
+        batch: Rows.
+        heads: KV heads.
+        slots: Slots of each head.
+        device: Where the tensors are.
+        head: The shape of a head; ignored unless `Needs.head_shape`.
+    """
     alloc: Any = selector.alloc
     return alloc(batch, heads, slots, device, *([head] if selector.needs.head_shape else []))

@@ -46,21 +46,6 @@ def test_the_mean_rotation_is_the_mean_of_rotations(scaled: dict[str, Any]) -> N
     torch.testing.assert_close(undone, vectors, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tile", [1, 1 << 20])
-def test_moments_leave_out_padding_and_the_first(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpolicy.engine.query_moments.TILE_ELEMENTS", tile)
-    q = draw(40, 0, batch=2)[0]
-    positions = torch.stack([torch.arange(40), torch.arange(-13, 27).clamp_min(-1)])
-    q[1, :, :13] = torch.nan
-    table = rope()
-    got = sum_moments(q, 2, positions, 3, table)
-    assert got.queries.tolist() == [37, 24]
-    for b, start in ((0, 3), (1, 16)):
-        plain = table.unrotate(q[b : b + 1, :, start:], positions[b, start:].expand(1, 4, -1))[0].double()
-        torch.testing.assert_close(got.total[b].flatten(0, 1).double(), plain.sum(1), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(got.product[b].flatten(0, 1).double(), plain.mT @ plain, atol=1e-3, rtol=1e-4)
-
-
 def scores(queries: Tensor, keys: Tensor, values: Tensor, table: Rope | None = None, **options: Any) -> Expectation:
     """The state after a prompt of plain queries [1, Hq, P, D]."""
     count = keys.shape[2]
