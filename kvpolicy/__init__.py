@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff
     from kvpolicy.selectors.kvcrush import KVCrush as KVCrush
+    from kvpolicy.selectors.kvzip import KVzip as KVzip
     from kvpolicy.selectors.probe import ProbeSalience as ProbeSalience
     from kvpolicy.selectors.scissorhands import Scissorhands as Scissorhands
     from kvpolicy.selectors.snapkv import SnapKV as SnapKV

@@ -36,6 +36,7 @@ SELECTORS = {
     "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
     "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
+    "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 CODECS = {

@@ -156,6 +156,7 @@ class Product(NamedTuple):
         sample: The rows that run on every commit.
         allowed: Which rows there are.
         ids: Makes the name of a value, as in `pytest.mark.parametrize`.
+        drawn: The axes whose values are drawn in the rest of the rows, one for each combination of the others.
     """
 
     names: tuple[str, ...]
@@ -163,11 +164,16 @@ class Product(NamedTuple):
     sample: tuple[Row, ...]
     allowed: Allowed
     ids: Callable[[Any], str | None] | None
+    drawn: Collection[int] = ()
 
     def rest(self) -> Iterator[Row]:
         """The rows that only `pytest -m full` runs."""
         taken = {tuple(axis.index(value) for axis, value in zip(self.axes, row, strict=True)) for row in self.sample}
-        for places in itertools.product(*(range(len(axis)) for axis in self.axes)):
+        dice = Random(SEED)
+        ranges = [range(1) if number in self.drawn else range(len(axis)) for number, axis in enumerate(self.axes)]
+        for places in itertools.product(*ranges):
+            drawn = enumerate(zip(places, self.axes, strict=True))
+            places = tuple(dice.randrange(len(axis)) if i in self.drawn else place for i, (place, axis) in drawn)
             row = tuple(axis[place] for axis, place in zip(self.axes, places, strict=True))
             if places not in taken and self.allowed(row):
                 yield row
@@ -179,6 +185,7 @@ def product(
     sample: Iterable[Row] | None = None,
     allowed: Allowed = anything,
     ids: Callable[[Any], str | None] | None = None,
+    drawn: Collection[int] = (),
 ) -> pytest.MarkDecorator:
     """Parametrize a test by a product, of which a sample runs on every commit.
 
@@ -188,6 +195,8 @@ def product(
         sample: The rows that run on every commit, in place of a pairwise sample.
         allowed: Which rows there are.
         ids: Makes the name of a value, as in `pytest.mark.parametrize`.
+        drawn: Axes whose values are drawn, with a fixed seed, in the rows that only `pytest -m full` runs: one row for
+            each combination of the other axes.
 
     Raises:
         ValueError: A row of the sample is no row of the product.
@@ -197,7 +206,7 @@ def product(
         if not allowed(row) or any(value not in axis for axis, value in zip(axes, row, strict=True)):
             raise ValueError(f"the sample must consist of rows of the product, got {row}")
     names = tuple(names.split(",")) if isinstance(names, str) else tuple(names)
-    return pytest.mark.product(Product(names, axes, tuple(rows), allowed, ids))
+    return pytest.mark.product(Product(names, axes, tuple(rows), allowed, ids, drawn))
 
 
 def wants_full(expression: str) -> bool:

@@ -146,3 +146,13 @@ SOME = [("red", 1), ("green", 3)]
 def test_the_hook_makes_the_cases(color: str, size: int, request: pytest.FixtureRequest) -> None:
     full = request.node.get_closest_marker("full") is not None
     assert full is ((color, size) not in SOME)
+
+
+def test_drawn_axes_do_not_multiply_the_rest() -> None:
+    mark = product("color,size,shape", COLORS, SIZES, SHAPES, sample=[("red", 1, [0])], drawn=(1,))
+    rows = [*mark.args[0].rest()]
+    assert len(rows) in (5, 6), "one for each color and shape, but for one that the sample may have"
+    assert {(color, repr(shape)) for color, _, shape in rows} >= {(c, repr(s)) for c in COLORS for s in SHAPES} - {
+        ("red", "[0]")
+    }
+    assert rows == [*mark.args[0].rest()]

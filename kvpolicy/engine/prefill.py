@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
 from kvpolicy.protocols import Forward, MeanRotation, QueryMoments
 
 
@@ -28,6 +30,8 @@ class PendingPrompt(NamedTuple):
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
         wants_vectors: Whether the selector needs keys and values.
+        replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
+            no replay.
     """
 
     keys: Tensor
@@ -43,6 +47,7 @@ class PendingPrompt(NamedTuple):
     query_absmax: Tensor | None = None
     forward: Forward | None = None
     wants_vectors: bool = False
+    replay: Tensor | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -71,6 +76,58 @@ class PendingPrompt(NamedTuple):
             or self.wants_vectors
         )
 
+    @property
+    def flags(self) -> Tensor:
+        """Which tokens are not padding, [B, P] bool."""
+        shape = self.keys.shape[0], self.keys.shape[2]
+        return torch.ones(shape, dtype=torch.bool, device=self.keys.device) if self.valid is None else self.valid
+
+    def after(self, past: Past | None) -> Past:
+        """All its tokens as a past of the next chunk, behind the slots of its layer."""
+        occupied = self.flags[:, None].expand(-1, self.keys.shape[1], -1)
+        if past is None:
+            return Past(self.keys, self.values, occupied)
+        keys, values = torch.cat([past.keys, self.keys], 2), torch.cat([past.values, self.values], 2)
+        return Past(keys, values, torch.cat([past.occupied, occupied], -1))
+
+    def joined(self, later: PendingPrompt, window: int) -> PendingPrompt:
+        """This prompt and the next chunk of it, which attended to it, as one, with the newest `window` queries."""
+        both = self.valid is not None or later.valid is not None
+        attn_sum = later.attn_sum
+        if self.attn_sum is not None and attn_sum is not None:
+            attn_sum = attn_sum + F.pad(self.attn_sum, (0, attn_sum.shape[-1] - self.attn_sum.shape[-1]))
+        peaks = [peak for peak in (self.query_absmax, later.query_absmax) if peak is not None]
+        before = self.keys.shape[2]
+        return later._replace(
+            keys=torch.cat([self.keys, later.keys], 2),
+            values=torch.cat([self.values, later.values], 2),
+            valid=torch.cat([self.flags, later.flags], 1) if both else None,
+            attn_sum=attn_sum,
+            window=_newest(self.window, later.window, before, window),
+            probes=_both(self.probes, later.probes, before),
+            query_absmax=torch.stack(peaks).amax(0) if peaks else None,
+        )
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PendingPrompt:
+        """The same with `fn` of every per-row tensor, which selects or repeats rows."""
+
+        def of_window(window: QueryWindow | None) -> QueryWindow | None:
+            return None if window is None else QueryWindow(fn(window.queries), fn(window.at))
+
+        def of(t: Tensor | None) -> Tensor | None:
+            return None if t is None else fn(t)
+
+        return self._replace(
+            keys=fn(self.keys),
+            values=fn(self.values),
+            valid=of(self.valid),
+            attn_sum=of(self.attn_sum),
+            window=of_window(self.window),
+            probes=of_window(self.probes),
+            query_absmax=of(self.query_absmax),
+            replay=of(self.replay),
+        )
+
     def owned(self) -> PendingPrompt:
         """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
         keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
@@ -80,7 +137,25 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax]
+        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
+
+
+def _both(first: QueryWindow | None, second: QueryWindow | None, columns: int) -> QueryWindow | None:
+    """Queries of two chunks, the second of which begins after `columns` columns."""
+    if first is None or second is None:
+        return first or second
+    at = torch.where(second.at < 0, -1, second.at + columns)
+    return QueryWindow(torch.cat([first.queries, second.queries], 2), torch.cat([first.at, at], 1))
+
+
+def _newest(first: QueryWindow | None, second: QueryWindow | None, columns: int, width: int) -> QueryWindow | None:
+    """The newest `width` queries of two chunks, absent ones first."""
+    both = _both(first, second, columns)
+    if both is None:
+        return None
+    order = (both.at >= 0).to(torch.uint8).argsort(dim=-1, stable=True)[:, -width:]
+    index = order[:, None, :, None].expand(-1, both.queries.shape[1], -1, both.queries.shape[-1])
+    return QueryWindow(both.queries.gather(2, index), both.at.gather(1, order))

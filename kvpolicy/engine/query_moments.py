@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvpolicy.engine.attention import TILE_ELEMENTS
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.protocols import MeanRotation, NewToken, QueryMoments
+from kvpolicy.protocols import MeanRotation, Needs, NewToken, QueryMoments
 
 
 def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope | None) -> QueryMoments:
@@ -42,10 +42,14 @@ def plain_queries(q: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
     return q.float() if rope is None else rope.unrotate_rows(q, positions)
 
 
-def new_token(query: Tensor | None, k: Tensor, v: Tensor) -> NewToken:
-    """The token of a decode step, from its plain queries [B, Hq, 1, D], if needed, key and value [B, H, 1, D]."""
-    grouped = None if query is None else query.squeeze(2).unflatten(1, (k.shape[1], -1))
-    return NewToken(k.detach(), v.detach(), grouped)
+def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, rope: Rope | None) -> NewToken | None:
+    """The token of a decode step at `positions` [B, 1], as far as a selector needs it."""
+    if not needs.vectors:
+        return None
+    query = None
+    if needs.query_moments is not None:
+        query = plain_queries(q.detach(), positions, rope).squeeze(2).unflatten(1, (k.shape[1], -1))
+    return NewToken(k.detach(), v.detach(), query)
 
 
 def mean_rotation(rope: Rope | None) -> MeanRotation:

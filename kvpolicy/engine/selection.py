@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
+from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
 from kvpolicy.protocols import Ranks, Seen, Selector, State, View
 
@@ -58,7 +60,7 @@ def select_tokens(
     """
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
-    seen = _statistics(prompt, past)
+    seen = _statistics(prompt, past, slots)
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -91,11 +93,9 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
     return torch.cat([positions, new_positions], -1), join_states(state, empty_slots(state, new))
 
 
-def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
+def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(
-        prompt.attn_sum, None, added=prompt.lengths(prompt.keys.new_zeros(prompt.keys.shape[0], dtype=torch.int64))
-    )
+    seen = Seen(prompt.attn_sum, None)
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
@@ -104,13 +104,16 @@ def _statistics(prompt: PendingPrompt, past: Past | None) -> Seen:
         seen = seen._replace(probe_sum=total, probe_count=count)
     if prompt.below_mean is not None:
         count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
-        seen = seen._replace(below_mean=count)
+        none = torch.zeros(count.shape[0], dtype=torch.int64, device=count.device)
+        seen = seen._replace(below_mean=count, added=prompt.lengths(none))
     if prompt.moments is not None:
         seen = seen._replace(moments=prompt.moments, mean_rotation=prompt.mean_rotation, scale=prompt.transform.scale)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)
         seen = seen._replace(forward=prompt.forward, keys=keys, values=values)
+    if prompt.replay is not None:
+        seen = seen._replace(replay=F.pad(prompt.replay, (slots, 0), value=NOT_REPLAYED))
     return seen
 
 
@@ -134,6 +137,7 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
         below_mean=by_query_head(seen.below_mean),
         keys=vectors(seen.keys),
         values=vectors(seen.values),
+        replay=None if seen.replay is None else seen.replay.gather(-1, order),
     )
     return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 

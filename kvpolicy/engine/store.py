@@ -12,7 +12,7 @@ from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
-from kvpolicy.engine.query_moments import mean_rotation, new_token, plain_queries, sum_moments
+from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
 from kvpolicy.engine.row_limits import RowBudget, block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.slots import LayerSlots
@@ -40,6 +40,7 @@ class LayerStore(LayerSlots):
         valid: Tensor | None,
         transform: ScoreTransform,
         forward: Forward | None = None,
+        held: PendingPrompt | None = None,
     ) -> tuple[Tensor, PendingPrompt]:
         """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
 
@@ -50,13 +51,15 @@ class LayerStore(LayerSlots):
             valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
             transform: From products to attention weights.
             forward: The arguments of the attention module, if the selector needs them.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
 
         Returns:
-            The output [B, Hq, P, D], and the prompt.
+            The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         needs = self.selector.needs
         want_absmax = self.limits is not None and self.codec.traits.query_absmax
-        out, attn_sum = attend(q, k, v, transform, self.past(), valid, needs.attn_sum)
+        past = self.past() if held is None else held.after(self.past())
+        out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
         self.columns.add_(q.shape[2])
         q = q.detach()
         if forward is not None:
@@ -76,10 +79,9 @@ class LayerStore(LayerSlots):
         )
         self.scale = transform.scale
         if needs.query_moments is not None:
-            at = pending.positions(self.length)
-            moments = sum_moments(q, k.shape[1], at, needs.query_moments, self.query_rope)
+            moments = sum_moments(q, k.shape[1], pending.positions(self.length), needs.query_moments, self.query_rope)
             pending = pending._replace(moments=moments, mean_rotation=mean_rotation(self.query_rope))
-        return out, pending
+        return out, pending if held is None else held.joined(pending, needs.window_queries)
 
     @on_host
     def compress(
@@ -98,7 +100,7 @@ class LayerStore(LayerSlots):
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
         """
-        self._record(pending, rope_offset)
+        self.record(pending, rope_offset)
         seen_before = self.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
@@ -157,8 +159,8 @@ class LayerStore(LayerSlots):
         self.state = map_slots(lambda t: t[..., :slots], selected.state)
         return outside_codes(selected.positions), map_slots(outside_codes, selected.state), chosen
 
-    def _record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
-        """Update the limits that a prompt determines."""
+    def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
+        """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
         if self.limits is None:
             return
         if rope_offset is not None:
@@ -397,9 +399,7 @@ class LayerStore(LayerSlots):
             q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, needs.decode_attn
         )
         if needs.decode_attn or needs.vectors:
-            wants_query = needs.query_moments is not None
-            query = plain_queries(q.detach(), position[:, 0], self.query_rope) if wants_query else None
-            view = view._replace(token=new_token(query, k, v) if needs.vectors else None)
+            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
         return out
 
@@ -453,8 +453,8 @@ class LayerStore(LayerSlots):
         past = self.past() if bool(due.any()) else None
         if past is not None:
             view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
-            seen = Seen(None, None, keys=past.keys, values=past.values, scale=self.scale)
-            seen = seen._replace(mean_rotation=mean_rotation(self.query_rope))
+            rotation = mean_rotation(self.query_rope)
+            seen = Seen(None, None, mean_rotation=rotation, scale=self.scale, keys=past.keys, values=past.values)
             decode.rank_again(self.selector, self.state, seen, view, due)
         self.schedule.note(due, self.length, self.budget)
 

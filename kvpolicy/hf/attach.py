@@ -31,6 +31,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of
@@ -181,6 +182,8 @@ class Handle:
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
         given = cache = kwargs.get("past_key_values")
+        if isinstance(cache, ReplayCache):  # the cache that replays has begun, and waits for this call
+            return args, kwargs
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -217,7 +220,7 @@ class Handle:
         running = self._running
         if running is not None:
             self._thread.cache = None
-            running.finish()
+            running.finish(module)
             if running.plan is not self._thread.plan:
                 log_compressed(running)
 

@@ -18,7 +18,9 @@ from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.planning.memory import planned_resident, resident_bytes
+from kvpolicy.hf.replay import replay
+from kvpolicy.hf.transcript import extended
+from kvpolicy.planning.memory import planned_resident, prefill_peak, resident_bytes
 from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.planner import Tokens, divide, plan_layers
 from kvpolicy.planning.result import CachePlan
@@ -87,6 +89,7 @@ class PolicyCache(Cache):
             None  # rows without a token before the running forward, [B]; None if there are none
         )
         self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
+        self._holds = False  # whether the running forward's tokens are held until they were replayed
 
     __repr__, _repr_html_ = rich_repr.cache_words, rich_repr.cache_html  # pyright: ignore[reportAssignmentType]
 
@@ -185,11 +188,11 @@ class PolicyCache(Cache):
         """Prepare for an eager forward of `tokens` [B, P(, hidden)]; nothing is changed if it is refused."""
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        one_token = new == 1 and first.is_initialized
+        one_token = new == 1 and first.is_initialized and first.pending is None
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
-        offset = None
+        offset = transcript = None
         # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
         # the guard is about to refuse this one, and an error about positions would mislead.
         if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
@@ -199,15 +202,22 @@ class PolicyCache(Cache):
             # Only to refuse positions that do not go on by one. Queries may be unrotated without the offset, since
             # rotating them to later positions makes up for it.
             rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
+        starts = not one_token and bool((seen == 0).any())
+        holds = self.policy.selector.needs.replay is not None and (starts or first.pending is not None)
+        if holds and not self.guard.running:
+            transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._one_token = one_token
+        self._holds = holds
         self._rope_offset = offset
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.length.is_inference() and not torch.is_inference_mode_enabled():
+            if layer.is_initialized and layer.store.length.is_inference() and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
             if one_token:
                 self._ensure_capacity(layer)
-        self._first = None if one_token or not bool((seen == 0).any()) else seen == 0
+        if transcript is not None:
+            first.transcript = transcript
+        self._first = seen == 0 if starts else None
         self._valid = valid if self.wants_metrics or self.wants_massive else None
 
     def attend(
@@ -241,15 +251,15 @@ class PolicyCache(Cache):
         ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
         # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
-        has_slots = store.layout.slots > 0
+        has_slots = store.layout.slots > 0 or layer.pending is not None
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
-        if store.is_initialized and q.shape[2] == 1:
+        if store.is_initialized and q.shape[2] == 1 and layer.pending is None:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
                 store.initialize(k, ranks, q.shape[1] // k.shape[1])
-            out, pending = store.attend_prompt(q, k, v, valid, transform, forward)
+            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
             self.compress(layer, pending)
         # One digest serves all layers, which see the same columns.
         if layer is self.policy_layers[0]:
@@ -261,7 +271,11 @@ class PolicyCache(Cache):
 
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
-        """Compress a layer's prompt at once if its budget is known, and hold it until it is."""
+        """Compress a layer's prompt at once if its budget is known, and hold it until it is, or was replayed."""
+        if self._holds:
+            facts = self._prompt_facts(layer)
+            layer.hold(pending, facts["massive"], facts["rope_offset"])
+            return
         if self.wants_metrics:
             layer.pending = pending.owned()
             self._waiting.append(layer)
@@ -271,9 +285,11 @@ class PolicyCache(Cache):
         layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
 
     @on_host
-    def finish(self) -> None:
-        """Do the work after an eager forward: compress waiting prompts, or count a step."""
+    def finish(self, decoder: nn.Module) -> None:
+        """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
         self.guard.end()
+        if self._holds and self._is_complete:
+            self._replay(decoder)
         self.compress_waiting()
         if self._metrics:
             self._cosines = self.cosines().tolist()
@@ -289,11 +305,31 @@ class PolicyCache(Cache):
         waiting, self._waiting = self._waiting, []
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
-            pending, layer.pending = layer.pending, None
-            assert pending is not None
+            pending, massive = layer.release()
             if number == 0:
                 self._divide(layer, pending)
-            layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
+            facts = self._prompt_facts(layer)
+            if massive is not None:
+                facts["massive"] = massive
+            layer.store.compress(pending, self._row_budget(layer), **facts)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the layers hold all of the announced prompt."""
+        length = self.policy_layers[0].length.cpu()
+        if self.prompt is None:
+            return True
+        # One number is the longest row's.
+        return bool((length >= self.prompt).all()) if self.prompt.dim() else int(length.max()) >= int(self.prompt)
+
+    def _replay(self, decoder: nn.Module) -> None:
+        """Score the prompts that the layers hold by a replay; they are compressed next."""
+        first = self.policy_layers[0]
+        plan = self.policy.selector.needs.replay
+        assert plan is not None and first.transcript is not None
+        replay(self.layers, first.transcript, decoder, plan)
+        first.transcript = None
+        self._waiting = self.policy_layers
 
     def _row_budget(self, layer: PolicyLayer) -> RowBudget:
         """A layer's share of the divided budget."""
@@ -386,6 +422,9 @@ class PolicyCache(Cache):
             full_nbytes=seen * shape.token_nbytes * count + sum(alone.values()),
             note=plan_notes(self.policy, layers, self._tokens.keep, length),
             resident_nbytes=planned_resident(self.policy, tuple(indices), store.ranks.held),
+            peak_nbytes=prefill_peak(
+                self.policy, batch, shape, [sum(x.nbytes.values()) for x in layers], columns, sum(alone.values())
+            ),
         )
 
     # the interface of transformers
@@ -438,6 +477,7 @@ class PolicyCache(Cache):
         self._metrics = {}
         self._waiting = []
         self._tokens = self._valid = self._first = self._rope_offset = None
+        self._holds = False
 
     @property
     def batch_size(self) -> int:

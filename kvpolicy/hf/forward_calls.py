@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.protocols import Forward
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -28,6 +29,10 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 if layer.store.selector.needs.forward and not torch.compiler.is_compiling():
                     kwargs["policy_call"] = _module_call(layer, cache, module, args, kwargs)
                 kwargs["policy_cache"] = cache
+        elif isinstance(cache, ReplayCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
+            if cache.plan.norms:
+                kwargs["policy_call"] = Forward(module, args[0] if args else kwargs["hidden_states"], {})
+            kwargs["policy_cache"] = cache
     return args, kwargs
 
 
@@ -59,6 +64,11 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
     tokens: Any = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
+        raise KVPolicyError(
+            "A step must not be compiled before the announced prompt is complete, since every layer still holds it for "
+            "its replay; try to announce as many tokens as are passed."
+        )
     if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
         raise KVPolicyError(
             "A prompt cannot be compiled under a policy, since its budgets are settled on the host: run it through "

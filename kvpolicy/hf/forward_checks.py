@@ -9,13 +9,11 @@ from torch import Tensor, nn
 from kvpolicy.engine.decode import assert_async
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.mask_digest import mask_digest
+from kvpolicy.hf.replay import TABLES
 from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache
-
-_TABLES = ("wpe", "embed_positions")
-"""Names of learned position embeddings, which end somewhere."""
 
 
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -126,7 +124,7 @@ def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
 
 def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, call: dict[str, Any]) -> None:
     """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
-    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in _TABLES):
+    if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
         return
     limit, end = int(config.max_position_embeddings), _end(cache, new, call)
     if end > limit:

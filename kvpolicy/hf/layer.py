@@ -14,6 +14,7 @@ from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
+from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -23,7 +24,9 @@ class PolicyLayer(CacheLayerMixin):
 
     Attributes:
         store: The layer's slots.
-        pending: The prompt that awaits its budget, or None.
+        pending: The prompt that awaits its budget or its replay, or None.
+        massive: Its tokens with the largest activations, [B, P] bool, if it awaits a replay and the codec pins them.
+        transcript: What the model was given of it, in the first layer of a cache, if it awaits a replay; else None.
         mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
     """
 
@@ -45,6 +48,8 @@ class PolicyLayer(CacheLayerMixin):
         """Forget everything."""
         self.store = self._make_store()
         self.pending: PendingPrompt | None = None
+        self.massive: Tensor | None = None
+        self.transcript: Transcript | None = None
         self.mask_digest: Tensor | None = None
 
     @property
@@ -65,7 +70,7 @@ class PolicyLayer(CacheLayerMixin):
     @property
     def length(self) -> Tensor:
         """Tokens that each row has seen, [B] int64."""
-        return self.store.length
+        return self.store.length if self.pending is None else self.pending.lengths(self.store.length)
 
     @property
     def layout(self) -> Layout:
@@ -77,7 +82,33 @@ class PolicyLayer(CacheLayerMixin):
         kinds = self.store.nbytes_by_kind()
         if self.mask_digest is not None:
             kinds["counters"] += self.mask_digest.nbytes
-        return kinds if self.pending is None else kinds | {"waiting prompt": self.pending.nbytes}
+        waiting = [part for part in (self.pending, self.massive, self.transcript) if part is not None]
+        return kinds | ({"waiting prompt": sum(part.nbytes for part in waiting)} if waiting else {})
+
+    def hold(self, pending: PendingPrompt, massive: Tensor | None, rope_offset: Tensor | None) -> None:
+        """Keep a prompt until it was replayed.
+
+        Args:
+            pending: The prompt, earlier chunks included.
+            massive: Which tokens of the newest chunk have the largest activations, [B, P] bool, or None.
+            rope_offset: What the rotary embedding adds to the rows' positions, [B], or None.
+        """
+        self.store.record(pending, rope_offset)
+        if massive is not None or self.massive is not None:
+            flags = pending.flags.new_zeros(pending.flags.shape)
+            for part, start in ((self.massive, 0), (massive, -1)):
+                if part is not None:
+                    first = start * part.shape[1]
+                    flags[:, first : first + part.shape[1] or None] |= part
+            self.massive = flags
+        self.pending = pending.owned()
+
+    def release(self) -> tuple[PendingPrompt, Tensor | None]:
+        """The prompt that waits and its massive tokens, which the layer lets go of."""
+        pending, massive = self.pending, self.massive
+        assert pending is not None
+        self.pending = self.massive = None
+        return pending, massive
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer without slots, on the device of its first keys."""
@@ -118,12 +149,16 @@ class PolicyLayer(CacheLayerMixin):
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
         self.store.map_rows(fn)
+        self.pending = None if self.pending is None else self.pending.map_rows(fn)
+        self.massive = None if self.massive is None else fn(self.massive)
+        self.transcript = None if self.transcript is None else self.transcript.map_rows(fn)
         if self.mask_digest is not None:
             self._hold_digest(fn(self.mask_digest))
 
     def leave_inference_mode(self) -> None:
         """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
         self.store.leave_inference_mode()
+        self.pending = None if self.pending is None else self.pending.map_rows(torch.clone)
         if self.mask_digest is not None:
             self._hold_digest(self.mask_digest.clone())
 

@@ -10,7 +10,7 @@ from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
-from kvpolicy.planning.memory import planned_resident
+from kvpolicy.planning.memory import planned_resident, prefill_peak
 from kvpolicy.planning.notes import beyond_trained_length, plan_notes
 from kvpolicy.planning.planner import divide, plan_layers
 from kvpolicy.planning.result import CachePlan
@@ -91,5 +91,8 @@ def plan(
         note="; ".join(filter(None, notes)),
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
         tp=tp,
+        peak_nbytes=prefill_peak(
+            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], max(lengths), unmanaged_nbytes
+        ),
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
     )

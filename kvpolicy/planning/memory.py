@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,3 +55,34 @@ def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: 
     return resident_bytes(
         [stage.load_calibration(index, "cpu", held) for stage in policy.codec.stages for index in layers]
     )
+
+
+def prefill_peak(
+    policy: Policy, batch: int, shape: LayerShape, layers: Sequence[int], columns: int, unmanaged_nbytes: int
+) -> int:
+    """The most bytes that a cache holds while a prompt is prefilled in one piece.
+
+    A layer's prompt is compressed as soon as its budget is known. With an allocator that measures layers, and with a
+    selector that replays the context, every layer holds its prompt until the last has run.
+
+    Args:
+        policy: The policy.
+        batch: Number of rows.
+        shape: Shape of the keys of a layer.
+        layers: Bytes of each layer once it is compressed.
+        columns: Tokens of the longest prompt, padding of other rows included.
+        unmanaged_nbytes: Bytes of the layers that are not under the policy.
+    """
+    prompt = batch * columns * shape.token_nbytes
+    replay = policy.selector.needs.replay
+    if replay is not None:
+        # A score of each token and head, and the ids, validity and next position of the replayed text; one chunk of
+        # keys and values is alive besides.
+        scores = batch * columns * shape.heads * 4
+        text = batch * (columns * (8 + 1) + 8)
+        chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
+        return len(layers) * (prompt + scores) + text + chunk + unmanaged_nbytes
+    if policy.allocator.layer_metric:
+        return len(layers) * prompt + unmanaged_nbytes
+    # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.
+    return max(sum(layers[:number]) + prompt for number in range(len(layers))) + unmanaged_nbytes

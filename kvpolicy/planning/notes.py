@@ -29,7 +29,8 @@ def plan_notes(
         measured: Whether the allocator has measured its layer metric.
     """
     even = _even_layers(policy, keep, prompt) if measured else ""
-    return "; ".join(filter(None, (_few_tokens(policy, keep, prompt), even, _mostly_exact(policy, layers))))
+    notes = (_few_tokens(policy, keep, prompt), even, _mostly_exact(policy, layers), _held_prompts(policy))
+    return "; ".join(filter(None, notes))
 
 
 def beyond_trained_length(prompt: Tensor, new: int, trained: int | None) -> str:
@@ -69,6 +70,13 @@ def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     if not policy.allocator.layer_metric or not bool(even.any()):
         return ""
     return f"{_rows(even)}: all layers have the same budget, since fewer than three distinct metrics were measured"
+
+
+def _held_prompts(policy: Policy) -> str:
+    """A selector that replays the context, for which every layer holds its prompt."""
+    if policy.selector.needs.replay is None:
+        return ""
+    return "every layer holds its whole prompt until it is replayed, so that the prefill needs the full cache"
 
 
 def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:

@@ -51,6 +51,8 @@ class CachePlan:
             `nbytes`.
         tp: The tensor parallel size; all bytes are those of the rank that holds the most.
         weights: The weights of the model on that rank, if they were counted.
+        peak_nbytes: The most bytes of keys and values, and of what the cache holds besides, while the prompt is
+            prefilled: those of the whole prompt in all layers if these wait for a measurement or a replay, else in one.
     """
 
     policy: Policy
@@ -63,6 +65,7 @@ class CachePlan:
     resident_nbytes: int = 0
     tp: int = 1
     weights: Weights | None = None
+    peak_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +117,8 @@ class CachePlan:
             lines.append(
                 f"weights on each of {self.tp} rank(s) by {self.weights.backend}: {self.weights.nbytes:,} bytes"
             )
+        if self.policy.selector.needs.replay is not None:
+            lines.append(f"the prefill: up to {self.peak_nbytes:,} bytes")
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)

@@ -29,6 +29,7 @@ from kvpolicy.protocols.selector import Needs as Needs
 from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import Probes as Probes
 from kvpolicy.protocols.selector import QueryMoments as QueryMoments
+from kvpolicy.protocols.selector import Replay as Replay
 from kvpolicy.protocols.selector import Seen as Seen
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State

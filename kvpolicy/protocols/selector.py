@@ -66,6 +66,32 @@ class Probes(NamedTuple):
     seed: int
 
 
+class Replay(NamedTuple):
+    """How a context is run through the model once more after its prefill, so that its tokens can be scored.
+
+    A replayed text is `first` and a chunk of the context, or `later`, the last `overlap` tokens of the chunk before,
+    `reply`, and a chunk. It stands at positions after the context, attends to it, and leaves nothing behind.
+
+    Attributes:
+        chunk: Tokens of the context that are replayed at a time.
+        sinks: First tokens of the context that are in the softmax of every chunk's scores.
+        first: Token ids before the first chunk.
+        later: Token ids before every other chunk.
+        reply: Token ids between these and the chunk.
+        overlap: How many of the last tokens of the chunk before are repeated; none without `later`.
+        norms: Whether attention weights are multiplied by the norm of what the token adds to the residual stream, and
+            divided by the norm of the query's input.
+    """
+
+    chunk: int
+    sinks: int = 0
+    first: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    reply: tuple[int, ...] = ()
+    overlap: int = 0
+    norms: bool = False
+
+
 class Needs(NamedTuple):
     """The attention statistics that a selector needs; what is not requested is not computed.
 
@@ -84,6 +110,8 @@ class Needs(NamedTuple):
         rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
             then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
         head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
+        replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
+            until the last has run.
     """
 
     attn_sum: bool = False
@@ -96,6 +124,7 @@ class Needs(NamedTuple):
     vectors: bool = False
     rerank_every: int = 0
     head_shape: bool = False
+    replay: Replay | None = None
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -110,6 +139,7 @@ class Needs(NamedTuple):
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
             head_shape=self.head_shape or other.head_shape,
+            replay=self.replay or other.replay,
         )
 
 
@@ -172,11 +202,13 @@ class Seen(NamedTuple):
         mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
             `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
         scale: The factor that products of queries and keys are multiplied by.
-        added: [B] int64, how many tokens this forward adds to each row.
+        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.vectors`. Numbers at invalid tokens are to be ignored.
         values: [B, H, N, D]; None unless `Needs.forward` or `Needs.vectors`.
+        replay: [B, H, N], the largest attention of a replayed query of the KV head, -1 where a token was not replayed:
+            tokens of later prompts, and those kept before. None unless `Needs.replay`, and for later prompts.
     """
 
     attn_sum: Tensor | None
@@ -191,6 +223,7 @@ class Seen(NamedTuple):
     forward: Forward | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
+    replay: Tensor | None = None
 
     def recent(self, window: Tensor) -> Tensor:
         """Attention summed over each row's newest `window` [B] queries, [B, Hq, N]."""

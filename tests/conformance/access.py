@@ -17,6 +17,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.replay import ReplayCache, output_projection
 from kvpolicy.protocols.ranks import Ranks
 
 Slots = list[list[int | None]]
@@ -80,10 +81,35 @@ def addresses(cache: PolicyCache) -> list[int]:
 
 
 @contextmanager
-def attending(around: Callable[[Attend], Attend]) -> Generator[None]:
-    """Replace what every layer of every cache does with queries, keys and values by `around(what it did)`."""
+def attending(around: Callable[[Attend], Attend], *, replays: bool = False) -> Generator[None]:
+    """Replace what every layer of every cache does with queries, keys and values by `around(what it did)`.
+
+    Args:
+        around: Makes the replacement.
+        replays: Whether replays are replaced, too.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        if replays:
+            patch.setattr(ReplayCache, "attend", around(ReplayCache.attend))
         patch.setattr(PolicyCache, "attend", around(PolicyCache.attend))
+        yield
+
+
+@contextmanager
+def replaying(told: Callable[..., None]) -> Generator[None]:
+    """Tell of every layer of every replay: its index, the chunk's number, queries, keys, which tokens are no padding,
+    and, if norms are asked for, the layer's input and the output projection."""
+    attend = ReplayCache.attend
+
+    def attend_and_tell(
+        self: ReplayCache, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, valid: Any, transform: Any, forward: Any
+    ) -> Tensor:
+        norms = () if forward is None else (forward.hidden_states.clone(), output_projection(forward.module))
+        told(layer_idx, self.chunk.number, q.clone(), k.clone(), self.valid, *norms)
+        return attend(self, layer_idx, q, k, v, valid, transform, forward)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReplayCache, "attend", attend_and_tell)
         yield
 
 

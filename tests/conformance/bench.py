@@ -10,9 +10,11 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
 from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.conformance.access import coded_positions, kept_positions
-from tests.conformance.replay import Turn, Twin, Verdict, replay
+from tests.conformance.replay import Replayed, Turn, Twin, Verdict, replay
 
 DIM = 8
 
@@ -54,7 +56,7 @@ class Bench:
         """Attend and take in q [B, Hq, n, D], k and v [B, H, n, D]."""
         kernel = ScoreTransform(q.shape[-1] ** -0.5, self._softcap)
         single = self.layer.is_initialized and q.shape[2] == 1
-        hidden = None
+        hidden, replays = None, []
         if single:
             out = self.layer.append(q, k, v, valid, kernel)
             self.layer.count_step()
@@ -64,8 +66,10 @@ class Bench:
             if not self.layer.is_initialized:
                 self.layer.initialize(k, group=q.shape[1] // k.shape[1])
             out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
+            replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
+            pending = pending._replace(replay=scores)
             self.layer.compress(pending, self._budget(), massive=massive)
-        turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden)
+        turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
         turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.budget.tolist()
         turn.coded = coded_positions(self.layer)
         self.turns.append(turn)
@@ -74,6 +78,20 @@ class Bench:
     def check(self) -> Verdict:
         """Hold everything so far against the reference."""
         return replay(self.policy, {self.layer.layer_idx: self.turns}, twin=self._twin)
+
+    def _replay(self, pending: PendingPrompt, group: int) -> tuple[list[Replayed], Tensor | None]:
+        """Random replays of rows that had no token before, and the scores that they give."""
+        plan, context = self.policy.selector.needs.replay, pending.flags & (self.layer.length == 0)[:, None]
+        if plan is None or not bool(context.any()):
+            return [], None
+        batch, heads, _, dim = pending.keys.shape
+        replays, scores = [], torch.full(pending.keys.shape[:3], NOT_REPLAYED)
+        for chunk in chunks(context, plan):
+            size, seed = chunk.columns.shape[1], 10 * context.shape[1] + chunk.number
+            q, k, _ = draw(size, seed, batch=batch, heads=heads, group=group, dim=dim)
+            add_scores(scores, chunk, received(q, k, pending.keys, pending.transform, chunk, chunk.chosen, None))
+            replays.append(Replayed(chunk.number, q, k, chunk.chosen))
+        return replays, scores
 
     def _look(self, q: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Random hidden states [B, P, M] and their largest tokens [B, P], if the codec pins these."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.store import LayerStore
+from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.registry import name_of
 from tests.conformance.access import (
     Attend,
@@ -21,11 +21,31 @@ from tests.conformance.access import (
     coded_positions,
     kept_positions,
     noticing,
-    store_of,
+    replaying,
 )
 from tests.conformance.calibration import calibration
 from tests.reference import codecs, coding
 from tests.reference.engine import ReferenceLayer
+from tests.reference.selectors import kvzip
+
+
+class Replayed(NamedTuple):
+    """One replay of a chunk through one layer: see `kvzip.Text`, here of all rows, of which `valid` [B, R] has some."""
+
+    number: int
+    q: Tensor
+    k: Tensor
+    valid: Tensor
+    inputs: Tensor | None = None
+    projection: Tensor | None = None
+
+    def row(self, b: int) -> kvzip.Text | None:
+        """What a row replays; None if it has no token of this chunk."""
+        own = self.valid[b]
+        if not bool(own.any()):
+            return None
+        inputs = None if self.inputs is None else self.inputs[b][own]
+        return kvzip.Text(self.number, self.q[b][:, own], self.k[b][:, own], inputs, self.projection)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +58,8 @@ class Turn:
         budget: The same with room for generated tokens.
         coded: The position in each slot of each stage that a row and head holds, None where it is dead.
         hidden: The layer's input, [B, P, M], where the codec looks at it.
+        held: Whether the prompt waits for another chunk.
+        replays: The replays of the prompt that it ends.
     """
 
     q: Tensor
@@ -51,6 +73,8 @@ class Turn:
     budget: list[int] = field(default_factory=list)
     coded: list[list[Slots]] = field(default_factory=list)
     hidden: Tensor | None = None
+    held: bool = False
+    replays: list[Replayed] = field(default_factory=list)
 
     def own(self, b: int, t: Tensor) -> Tensor:
         """A row's own tokens of `t` [B, P, ...], without padding."""
@@ -73,17 +97,20 @@ class Recorder:
         self.tape: Tape = {}
         self.keep: dict[int, list[int]] = {}
         self.hidden: dict[int, Tensor] = {}
-        self._open: list[tuple[LayerStore, Turn]] = []
+        self.replays: dict[int, list[Replayed]] = {}
+        self._open: list[tuple[PolicyLayer, Turn]] = []
 
     def close(self) -> None:
         """Note what layers hold now that the model's forward is over."""
         for layer, turn in self._open:
             turn.kept, turn.budget = kept_positions(layer), layer.budget.tolist()
-            turn.coded, turn.hidden = coded_positions(layer), self.hidden.pop(layer.layer_idx, None)
-            turn.keep = self.keep[layer.layer_idx]
+            turn.coded, turn.hidden = coded_positions(layer.store), self.hidden.pop(layer.layer_idx, None)
+            turn.held = layer.pending is not None
+            turn.keep = layer.budget.tolist() if turn.held else self.keep[layer.layer_idx]
+            turn.replays = self.replays.pop(layer.layer_idx, [])
         self._open = []
 
-    def note(self, layer: LayerStore, turn: Turn) -> None:
+    def note(self, layer: PolicyLayer, turn: Turn) -> None:
         self.tape.setdefault(layer.layer_idx, []).append(turn)
         self._open.append((layer, turn))
 
@@ -108,12 +135,16 @@ def recording() -> Generator[Recorder]:
             out = real(cache, layer_idx, q, k, v, valid, kernel, *rest)
             flags = None if valid is None else valid.bool()
             turn = Turn(q=given[0], k=given[1], v=given[2], valid=flags, kernel=kernel, out=out.clone())
-            recorder.note(store_of(cache, layer_idx), turn)
+            layer: Any = cache.layers[layer_idx]
+            recorder.note(layer, turn)
             return out
 
         return attend
 
-    with noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__), attending(around):
+    def replayed(layer_idx: int, *given: Any) -> None:
+        recorder.replays.setdefault(layer_idx, []).append(Replayed(*given))
+
+    with noticing(recorder.keep.__setitem__, recorder.hidden.__setitem__), attending(around), replaying(replayed):
         yield recorder
 
 
@@ -203,15 +234,19 @@ def _replay_row(slow: ReferenceLayer, turns: list[Turn], where: str, b: int, noi
     compared, alike, tokens, error = 0, 0, 0, 0.0
     for number, turn in enumerate(turns):
         q, k, v, out = turn.row(b)
-        if not q.shape[1]:
+        texts = [text for text in (replayed.row(b) for replayed in turn.replays) if text is not None]
+        if not q.shape[1] and not texts:
             continue
         want = slow.forward(
             q.float(), k.float(), v.float(), turn.kernel.scale, turn.keep[b], turn.budget[b],
             softcap=turn.kernel.softcap, sinks=turn.kernel.sinks, step=turn.q.shape[2] == 1,
-            hidden=None if turn.hidden is None else turn.own(b, turn.hidden),
+            hidden=None if turn.hidden is None else turn.own(b, turn.hidden), held=turn.held, texts=texts,
         )  # fmt: skip
+        miss = float((out.double() - want).abs().amax()) if q.shape[1] else 0.0
+        if turn.held:
+            assert not exact or miss <= noise.error, f"{where}, turn {number}: the output is off by {miss}"
+            continue
         slow.tick()
-        miss = float((out.double() - want).abs().max())
         wrong = [f"the output is off by {miss}"] if miss > noise.error else []
         wrong += ["kept other tokens"] if turn.kept[b] != slow.positions else []
         wrong += ["coded other tokens"] if _differ(turn.coded[b], slow.stage_slots) else []

@@ -1,7 +1,9 @@
-"""Every allocator x selector x codec x family x {one row, padded batch} x {fp32, bf16} against the reference.
+"""Allocators x selectors x codecs x families x {one row, padded batch} x {fp32, bf16} against the reference.
 
-By default, each family meets each allocator, both kinds of rows and both dtypes; and each selector and codec meets
-everything but each family. What a family has of its own, such as its rotary embedding, is tested with `ROTARY`.
+`-m full` runs every selector x codec x family, with an allocator, rows and a dtype that are drawn; all combinations
+would be 32,000, and grow with every method. By default, each family meets each allocator, both kinds of rows and both
+dtypes; and each selector and codec meets everything but each family. What a family has of its own, such as its rotary
+embedding, is tested with `ROTARY`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from tests.sampling import Row, pairwise, product
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = (ALLOCATORS, SELECTORS, CODECS, [*FAMILIES, *UNNAMED], [*ROWS], [*DTYPES])
-SELECTOR, CODEC, FAMILY = 1, 2, 3
+ALLOCATOR, SELECTOR, CODEC, FAMILY, ROW_COUNT, DTYPE = range(6)
 ROTARY = [name for name in CODECS if lookup(name)[1]().traits.key_space == "unrotated"]
 """Codecs that undo a family's rotary embedding."""
 
@@ -81,6 +83,6 @@ def expected_budgets(policy: Policy, cosines: list[float] | None, length: int, c
     return allocators.budgets(name, config, cosines, total, layers, floor, length + coming)
 
 
-@product("allocator,selector,codec,family,rows,dtype", *AXES, sample=sample())
+@product("allocator,selector,codec,family,rows,dtype", *AXES, sample=sample(), drawn=(ALLOCATOR, ROW_COUNT, DTYPE))
 def test_methods_and_families(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     compare(allocator, selector, codec, family, rows, dtype)

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy.engine.query_moments import mean_rotation, new_token, plain_queries, sum_moments
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.protocols import Needs
 from tests.conformance.bench import draw
 
 DIM = 8
@@ -40,7 +41,7 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
     q, k, v = draw(1, 0, batch=2)
     plain = plain_queries(q.half(), torch.zeros(2, 1), None)
     assert plain.dtype == torch.float32 and torch.equal(plain, q.half().float())
-    token = new_token(plain, k, v)
-    assert token.query is not None and token.query.shape == (2, 2, 2, DIM) and token.key is not None
-    assert torch.equal(token.query.flatten(1, 2), plain.squeeze(2)) and new_token(None, k, v).query is None
+    token = new_token(q, k, v, torch.zeros(2, 1), Needs(vectors=True, query_moments=0), None)
+    assert token is not None and token.query is not None and torch.equal(token.query.flatten(1, 2), q.squeeze(2))
+    assert new_token(q, k, v, torch.zeros(2, 1), Needs(), None) is None
     assert torch.equal(mean_rotation(None)(k, torch.tensor([3, 4]), 5), k)

@@ -31,7 +31,7 @@ def other_tensors(layer: Any) -> dict[str, list[Tensor]]:
     return {
         "codes": _flatten(body.codes),
         "state": _flatten(body.state),
-        "rows": _flatten(_limits(getattr(body, "limits", None))),
+        "rows": _flatten(_limits(body.limits if hasattr(body, "limits") else body.rows)),  # former name: rows
         "length": _flatten(body.length),
         "budget": _flatten(body.budget),
     }

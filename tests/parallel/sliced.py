@@ -83,7 +83,7 @@ def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
 
         return attend
 
-    with attending(around):
+    with attending(around, replays=True):
         yield
 
 

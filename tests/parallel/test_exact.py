@@ -35,6 +35,8 @@ POOLED = [
     f"tova+{MIKV}@0.5",
     f"h2o+{MIKV}@0.5",
     "probe+zipcache:recode_every=5@0.5",
+    "kvzip:chunk=7:sinks=2@0.5",
+    "squeeze+kvzip:chunk=7:instruction=5-6@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
-from .selectors import kvcrush
+from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
 
 
@@ -64,6 +64,8 @@ class ReferenceLayer:
         self.memory: list[dict[Any, Any]] = [{} for _ in range(num_kv_heads)]
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
+        self._held: list[Tensor] | None = None
+        self._held_massive = set[int]()
 
     @property
     def positions(self) -> list[list[int]]:
@@ -102,17 +104,21 @@ class ReferenceLayer:
         sinks: Tensor | None = None,
         step: bool | None = None,
         hidden: Tensor | None = None,
+        held: bool = False,
+        texts: list[kvzip.Text] | None = None,
     ) -> Tensor:
         """Attend with q [Hq, n, D] over what is kept and k, v [H, n, D], then choose; returns [Hq, n, D] fp64.
 
         The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
-        layer's input, for codecs that look at it.
+        layer's input, for codecs that look at it. A chunk that is `held` is not chosen from yet; `texts` are the
+        replays of the whole prompt, chunks that were held included.
         """
         self.tick()
         self.budget = self.budget if budget is None else budget
         self.capacity = self.capacity if capacity is None else capacity
-        single = self.length > 0 and (k.shape[1] == 1 if step is None else step)
+        single = self.length > 0 and (k.shape[1] == 1 if step is None else step) and self._held is None
+        single = single and not held and not texts
         first = self.length
         self.length += k.shape[1]
         if single and self.decode == "evict":
@@ -126,9 +132,39 @@ class ReferenceLayer:
         if single:
             self._step(attention, q)
         else:
-            self._choose(attention, q)
-            self._settle(q, hidden, first)
+            attention = self._with_held(attention)
+            self._note(q, hidden, first)
+            self._held = attention if held else None
+            if not held:
+                self._replay(texts, scale, softcap, sinks)
+                self._choose(attention, q)
+                self._settle()
         return out
+
+    def _with_held(self, attention: list[Tensor]) -> list[Tensor]:
+        """The rows of chunks that were held, then the new ones."""
+        if self._held is None:
+            return attention
+        whole = []
+        for old, new in zip(self._held, attention, strict=True):
+            wide = torch.zeros(old.shape[0], new.shape[1], dtype=old.dtype)
+            wide[:, : old.shape[1]] = old
+            whole.append(torch.cat([wide, new]))
+        return whole
+
+    def _replay(
+        self, texts: list[kvzip.Text] | None, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> None:
+        """Score all tokens by the replays, if there are any."""
+        if not texts:
+            return
+        for h, head in enumerate(self.heads):
+            keys = torch.stack([token.key for token in head.tokens])
+            values = torch.stack([token.value for token in head.tokens])
+            group = self._query_heads(h)
+            scores = kvzip.scores_after_replay(self.base, keys, values, texts, h, group, scale, softcap, sinks)
+            for token, score in zip(head.tokens, scores, strict=True):
+                token.score = score
 
     def _attend(
         self, q: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
@@ -284,17 +320,21 @@ class ReferenceLayer:
         if self.mover and self.length:
             self.mover.tick(self.heads, self._order, self._most())
 
-    def _settle(self, queries: Tensor, hidden: Tensor | None, first: int) -> None:
-        """Code all that does not fit the exact part after a prefill or chunk."""
-        if self.mover is None:
+    def _note(self, queries: Tensor, hidden: Tensor | None, first: int) -> None:
+        """Remember what a codec wants to know of a prefill or chunk."""
+        if self.mover is None or not queries.shape[1]:
             return
         self.mover.note_queries([torch.cat([*queries[self._query_heads(h)]]) for h in range(len(self.heads))])
-        massive = set[int]()
         if self.mover.codec.pins == "massive" and not first:
             assert hidden is not None, "this codec looks at hidden states"
             sizes = [(-abs(x), t) for t, row in enumerate(hidden.tolist()) for x in row]
-            massive = {t for _, t in sorted(sizes)[: self.mover.codec.pinned]}
-        self.mover.settle(self.heads, self._order, self._most(), self.length, massive)
+            self._held_massive = {t for _, t in sorted(sizes)[: self.mover.codec.pinned]}
+
+    def _settle(self) -> None:
+        """Code all that does not fit the exact part after a prompt."""
+        if self.mover is not None:
+            massive, self._held_massive = self._held_massive, set[int]()
+            self.mover.settle(self.heads, self._order, self._most(), self.length, massive)
 
 
 def _never_standing(tokens: list[Token], worth: list[float]) -> list[float]:

@@ -145,6 +145,7 @@ _OWN: dict[str, Draw] = {
     "snapkv": _scored("snapkv", "attention of the\nnewest 31, pooled", HALF, f"snapkv:window={HALF}"),
     "tova": _scored("tova", "attention of the\nnewest query"),
     "probe": _scored("probe", "attention, mean\nover probes"),
+    "kvzip": lambda: figure(f"kvzip@{BUDGET}", sinks=4),
     "kvcrush": lambda: figure(f"kvcrush@{BUDGET}", score=draw_distances, window=23),
 }
 """Pictures that show the scores, or the tokens that are always kept."""

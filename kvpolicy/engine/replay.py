@@ -1,0 +1,196 @@
+"""Scores of a context that is run once more: the attention that its tokens receive from a replay of themselves.
+
+A replay goes chunk by chunk through all layers. Its queries attend to the whole context and to their own past, so that
+the model reads what it would read; scores come from a softmax of their own, over the first tokens, one chunk of the
+context and the replay itself. Scores of different chunks are then comparable, and cost time linear in the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine.attention import TILE_ELEMENTS, Past, ScoreTransform, attend
+from kvpolicy.protocols import Replay
+
+MASK_ELEMENTS = 1 << 24
+"""Elements of the mask of one tile of fused attention: 16 MiB of bool."""
+
+NOT_REPLAYED = -1.0
+"""The score of a token that was not replayed; others have at least 0."""
+
+
+class Chunk(NamedTuple):
+    """A chunk of every row's context, as columns of the held prompt.
+
+    Attributes:
+        number: Which chunk, from 0.
+        columns: Columns of its tokens, [B, C] int64; of a row with fewer tokens, others that are no part of it.
+        chosen: Which of them it has, [B, C] bool.
+        overlap: Columns of the last tokens before it, [B, O]; read by rows that have the chunk.
+        sinks: Columns of the row's first tokens before it, [B, K]; likewise.
+    """
+
+    number: int
+    columns: Tensor
+    chosen: Tensor
+    overlap: Tensor
+    sinks: Tensor
+
+
+def chunks(context: Tensor, replay: Replay) -> Iterator[Chunk]:
+    """Divide the context of each row into chunks, by the row's own tokens.
+
+    Args:
+        context: Which tokens of the held prompt are a context to replay, [B, P] bool.
+        replay: The size of a chunk and of what is read before it.
+    """
+    # The row's own tokens first, in their order.
+    order = (~context).to(torch.uint8).argsort(dim=-1, stable=True)
+    count = context.sum(-1, keepdim=True)
+    for number in range(-(-int(count.max()) // replay.chunk)):
+        start = number * replay.chunk
+        columns = order[:, start : start + replay.chunk]
+        rank = start + torch.arange(columns.shape[1], device=context.device)
+        overlap = order[:, max(start - replay.overlap, 0) : start] if replay.later else order[:, :0]
+        yield Chunk(number, columns, rank < count, overlap, order[:, : min(replay.sinks, start)])
+
+
+def attend_context(
+    q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, past: Past, valid: Tensor | None
+) -> Tensor:
+    """Attend from a replay to the whole context and causally to itself, [B, Hq, R, D].
+
+    Args:
+        q: [B, Hq, R, D].
+        k: [B, H, R, D].
+        v: [B, H, R, D].
+        transform: From products to attention weights.
+        past: The context.
+        valid: Which of the R tokens are not padding, [B, R] bool; None if all are and the past has no empty slot.
+    """
+    if transform.softcap is not None or transform.sinks is not None:
+        return attend(q, k, v, transform, past, valid, False)[0]
+    keys, values = torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2)
+    new, held = k.shape[2], past.keys.shape[2]
+    seen = None
+    if valid is not None:
+        seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
+    gqa = q.shape[1] != k.shape[1]
+    rows = max(MASK_ELEMENTS // (keys.shape[2] * (1 if seen is None else q.shape[0])), 16)
+    parts: list[Tensor] = []
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        mask = torch.ones(stop - start, held + stop, dtype=torch.bool, device=q.device).tril(held + start)
+        mask = mask if seen is None else mask & seen[..., : held + stop]
+        tile = q[:, :, start:stop], keys[:, :, : held + stop], values[:, :, : held + stop]
+        parts.append(F.scaled_dot_product_attention(*tile, attn_mask=mask, scale=transform.scale, enable_gqa=gqa))
+    out = torch.cat(parts, 2)
+    # A padding query may see nothing, and its output is not a number then.
+    return out if valid is None else out.masked_fill(~valid[:, None, :, None], 0)
+
+
+def received(
+    q: Tensor,
+    k: Tensor,
+    keys: Tensor,
+    transform: ScoreTransform,
+    chunk: Chunk,
+    valid: Tensor | None,
+    gain: Gain | None,
+) -> Tensor:
+    """The largest attention that each token of a chunk receives from the replay, [B, H, C] fp32.
+
+    Args:
+        q: Queries of the replay, [B, Hq, R, D].
+        k: Its keys, [B, H, R, D].
+        keys: Keys of the held prompt, [B, H, P, D].
+        transform: From products to attention weights.
+        chunk: The chunk that is replayed.
+        valid: Which tokens of the replay are not padding, [B, R] bool; None if all are, as then all of the chunk.
+        gain: Factors of the attention weights, or None.
+    """
+    batch, heads, new, dim = k.shape
+    group = q.shape[1] // heads
+    before = chunk.sinks.shape[1]
+    seen = torch.cat([_columns(keys, chunk.sinks), _columns(keys, chunk.columns), k], 2)
+    held = before + chunk.columns.shape[1]
+    hidden = None
+    if valid is not None:
+        hidden = ~torch.cat([chunk.chosen.any(-1, keepdim=True).expand(-1, before), chunk.chosen, valid], 1)
+    factor = None if gain is None else gain.of_tokens(chunk.columns).unflatten(1, (heads, group))[:, :, :, None]
+    largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
+    grouped = q.unflatten(1, (heads, group))
+    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * seen.shape[2]), 16), 256)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        count = stop - start
+        end = held + stop
+        tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
+        score = transform.scores(tile, seen[:, :, :end]).unflatten(2, (group, count))
+        score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
+        if hidden is not None:
+            score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
+        weights = transform.weights(score)[..., before:held]
+        if factor is not None and gain is not None:
+            weights = weights * factor / gain.inputs[:, None, None, start:stop, None]
+        if valid is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
+            weights = weights.masked_fill(~valid[:, None, None, start:stop, None], 0)
+        largest = torch.maximum(largest, weights.amax((2, 3)))
+    return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
+
+
+def add_scores(scores: Tensor, chunk: Chunk, new: Tensor) -> None:
+    """Write the scores of a chunk, [B, H, C], to those of the held prompt, [B, H, P], in place."""
+    index = chunk.columns[:, None].expand_as(new)
+    # A row with fewer tokens has columns of other chunks here, whose scores stay.
+    scores.scatter_(-1, index, new.maximum(scores.gather(-1, index)))
+
+
+class Gain(NamedTuple):
+    """Factors of attention weights: what a token adds to the residual stream, over the size of what asks.
+
+    Attributes:
+        outputs: Norm of each token's value behind the output projection, by query head, [B, Hq, P] fp32.
+        inputs: Norm of each replayed token's input of the attention module, [B, R] fp32; never 0.
+    """
+
+    outputs: Tensor
+    inputs: Tensor
+
+    def of_tokens(self, columns: Tensor) -> Tensor:
+        """`outputs` of some columns [B, C], [B, Hq, C]."""
+        return self.outputs.gather(-1, columns[:, None].expand(-1, self.outputs.shape[1], -1))
+
+
+def output_norms(values: Tensor, projection: Tensor) -> Tensor:
+    """Norm of each value behind each query head's slice of the output projection, [B, Hq, P] fp32.
+
+    Args:
+        values: [B, H, P, D].
+        projection: [hidden, Hq * D].
+    """
+    heads, dim = values.shape[1], values.shape[3]
+    slices = projection.float().unflatten(1, (-1, dim)).permute(1, 2, 0)  # [Hq, D, hidden]
+    # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
+    gram = (slices @ slices.mT).unflatten(0, (heads, -1))
+    norms = [
+        (torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])
+    ]
+    return torch.stack(norms, 2).clamp_min(0).sqrt().flatten(1, 2)
+
+
+def input_norms(hidden: Tensor) -> Tensor:
+    """Norm of each input [B, R, hidden] of an attention module, [B, R] fp32, as a divisor."""
+    return hidden.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _columns(keys: Tensor, columns: Tensor) -> Tensor:
+    """Some columns [B, n] of keys [B, H, P, D]."""
+    batch, heads, _, dim = keys.shape
+    return keys.gather(2, columns[:, None, :, None].expand(batch, heads, -1, dim))

@@ -1,0 +1,271 @@
+"""Run a context through its model once more, and score its tokens by the attention that they receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.replay import (
+    NOT_REPLAYED,
+    Chunk,
+    Gain,
+    add_scores,
+    attend_context,
+    chunks,
+    input_norms,
+    output_norms,
+    received,
+)
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.transcript import Transcript
+from kvpolicy.protocols import Forward, Replay
+from kvpolicy.spec.errors import KVPolicyError
+
+PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
+"""Names of output projections in attention modules."""
+
+TABLES = ("wpe", "embed_positions")
+"""Names of learned position embeddings, which end somewhere."""
+
+
+def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, plan: Replay) -> None:
+    """Replay the contexts of a cache whose layers hold their prompts, and leave scores in these.
+
+    Args:
+        layers: All layers of the cache.
+        transcript: What the model was given of the prompts.
+        decoder: The module that was called with it.
+        plan: How they are replayed.
+
+    Raises:
+        KVPolicyError: If the model cannot be replayed.
+    """
+    first = next(layer for layer in layers if isinstance(layer, PolicyLayer))
+    # Alone, a row whose prompt came in an earlier forward would not be replayed now.
+    context = transcript.valid.to(first.store.length.device) & (first.store.length == 0)[:, None]
+    cache = ReplayCache(layers, context, plan)
+    tokens = _joined(transcript.ids, decoder)
+    with torch.no_grad():
+        for chunk in chunks(context, plan):
+            text, valid = _text(tokens, chunk, plan, decoder)
+            cache.begin(chunk, valid)
+            decoder(**_call(text, valid, context, transcript, decoder), past_key_values=cache, use_cache=True)
+    for layer, scores in cache.scores.items():
+        layers[layer].pending = layers[layer].pending._replace(replay=scores)
+
+
+class ReplayCache(Cache):
+    """What a replay passes as `past_key_values`: it shows the layers' held prompts, and keeps scores alone.
+
+    Attributes:
+        context: Which tokens of the held prompts are replayed, [B, P] bool.
+        chunk: The chunk that is replayed now.
+        valid: Which tokens of the running replay are not padding, [B, R] bool.
+        whole: Whether neither has padding.
+        scores: The scores of each layer so far, [B, H, P] fp32.
+    """
+
+    chunk: Chunk
+    valid: Tensor
+    whole: bool
+
+    def __init__(self, layers: Sequence[Any], context: Tensor, plan: Replay) -> None:
+        """A view of a cache's layers."""
+        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x) for x in layers])
+        self.context = context
+        self.plan = plan
+        self.scores: dict[int, Tensor] = {}
+        self._held = layers
+        self._outputs: dict[int, Tensor] = {}
+
+    def begin(self, chunk: Chunk, valid: Tensor) -> None:
+        """Prepare for the replay of a chunk by tokens of which `valid` [B, R] are not padding."""
+        self.chunk = chunk
+        self.valid = valid.to(self.context.device)
+        self.whole = bool(valid.all()) and bool(self.context.all())
+
+    def manages(self, layer_idx: int) -> bool:
+        """Whether a layer is under the policy."""
+        return isinstance(self._held[layer_idx], PolicyLayer)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> Tensor:
+        """Attend from replayed tokens to the context and to their own past, and score a chunk of the context.
+
+        See `PolicyCache.attend`; nothing is stored.
+        """
+        store, pending = self._held[layer_idx].store, self._held[layer_idx].pending
+        heads = q.shape[1]
+        if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
+            q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
+        gain = None if forward is None or store.ranks.phantom else self._gain(layer_idx, forward)
+        if layer_idx not in self.scores:
+            shape = pending.keys.shape[:3]
+            self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
+        flags = None if self.whole else self.valid
+        scores = received(q, k, pending.keys, transform, self.chunk, flags, gain)
+        add_scores(self.scores[layer_idx], self.chunk, scores)
+        occupied = self.context[:, None].expand(-1, k.shape[1], -1)
+        past = Past(pending.keys, pending.values, occupied)
+        return attend_context(q, k, v, transform, past, flags)[:, :heads]
+
+    def _gain(self, layer_idx: int, forward: Forward) -> Gain:
+        if layer_idx not in self._outputs:
+            projection = output_projection(forward.module)
+            self._outputs[layer_idx] = output_norms(self._held[layer_idx].pending.values, projection)
+        return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
+
+
+def output_projection(module: nn.Module) -> Tensor:
+    """The weight behind the heads of an attention module, [hidden, Hq * D] of this rank.
+
+    Raises:
+        KVPolicyError: If it cannot be read.
+    """
+    for name in PROJECTIONS:
+        part = getattr(module, name, None)
+        weight: Any = getattr(part, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.is_floating_point():
+            weight = weight.detach()
+            weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
+            return weight.T if type(part).__name__ == "Conv1D" else weight
+    raise KVPolicyError(
+        f"The norms of values need the weight of the output projection, which {type(module).__name__} does not have in "
+        "floating point; try kvzip without plus."
+    )
+
+
+class _Passing(CacheLayerMixin):
+    """A layer under the policy: keys pass through, and attention reads the held prompt."""
+
+    is_sliding = False
+
+    def __init__(self, layer: PolicyLayer) -> None:
+        super().__init__()
+        self._columns = layer.get_seq_length()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Columns of the context, padding included."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over the context and the replay."""
+        return self._columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class _Sliding(CacheLayerMixin):
+    """An unmanaged layer, whose window holds the end of the context: read as in a step, and left as it is."""
+
+    is_sliding = True
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self._layer = layer
+        self.sliding_window = layer.sliding_window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The window's keys and values and the new ones."""
+        return torch.cat([self._layer.keys, key_states], -2), torch.cat([self._layer.values, value_states], -2)
+
+    def get_seq_length(self) -> int:
+        """Columns of the context, padding included."""
+        return self._layer.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over the window and the replay."""
+        return self._layer.get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self._layer.get_max_length()
+
+
+def _joined(parts: tuple[Tensor, ...], decoder: Any) -> Tensor:
+    """The tokens of all chunks, as ids [B, P] if all are, else as embeddings [B, P, hidden]."""
+    if any(part.is_floating_point() for part in parts):
+        parts = tuple(part if part.is_floating_point() else _embedded(decoder, part) for part in parts)
+    return torch.cat(parts, 1)
+
+
+def _embedded(decoder: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return decoder.get_input_embeddings()(ids)
+
+
+def _text(tokens: Tensor, chunk: Chunk, plan: Replay, decoder: nn.Module) -> tuple[Tensor, Tensor]:
+    """The text that replays a chunk, padded behind each row's own tokens.
+
+    Returns:
+        Ids [B, R] or embeddings [B, R, hidden], and which of them are not padding, [B, R] bool.
+    """
+    rows = tokens.shape[0]
+    chosen = chunk.chosen.to(tokens.device)
+
+    def given(ids: tuple[int, ...]) -> Tensor:
+        line = torch.tensor(ids, dtype=torch.int64, device=tokens.device).expand(rows, -1)
+        return _embedded(decoder, line) if tokens.is_floating_point() else line.to(tokens.dtype)
+
+    def taken(columns: Tensor) -> Tensor:
+        columns = columns.to(tokens.device)
+        if tokens.dim() == 2:
+            return tokens.gather(1, columns)
+        return tokens.gather(1, columns[..., None].expand(-1, -1, tokens.shape[-1]))
+
+    before = [given(plan.later if chunk.number else plan.first), taken(chunk.overlap), given(plan.reply)]
+    prefix = torch.cat(before, 1)
+    text = torch.cat([prefix, taken(chunk.columns)], 1)
+    # A row that has no token of this chunk has no instruction either.
+    valid = torch.cat([chosen.any(1, keepdim=True).expand(-1, prefix.shape[1]), chosen], 1)
+    return text, valid
+
+
+def _call(text: Tensor, valid: Tensor, context: Tensor, transcript: Transcript, decoder: Any) -> dict[str, Any]:
+    """The arguments of the decoder for one text of a replay, but for the cache.
+
+    Raises:
+        KVPolicyError: If the text ends behind the last position that the model has learned.
+    """
+    rows, new = text.shape[:2]
+    start = transcript.next_position.to(text.device)
+    end = int(start.max()) + new
+    limit = getattr(decoder.config, "max_position_embeddings", None)
+    if any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES) and end > (limit or end):
+        raise KVPolicyError(
+            f"A context must be replayed within the {limit} positions that the model has learned, got a replay up to "
+            f"position {end - 1}; try a shorter context, or a smaller chunk."
+        )
+    call: dict[str, Any] = {"input_ids" if text.dim() == 2 else "inputs_embeds": text}
+    if not (bool(valid.all()) and bool(context.all()) and not transcript.columns):
+        earlier = context.new_zeros(rows, transcript.columns)
+        call["attention_mask"] = torch.cat([earlier, context, valid.to(context.device)], 1).long().to(text.device)
+    # Models without a rotary embedding may count positions from the mask, as they did for the context.
+    if transcript.positioned or hasattr(decoder, "rotary_emb"):
+        call["position_ids"] = start[:, None] + torch.arange(new, device=text.device)
+    return call

@@ -1,0 +1,378 @@
+"""Contexts that are run again: what is scored, what is held until then, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvpolicy
+from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
+from kvpolicy.engine.attention import Past, ScoreTransform, attend
+from kvpolicy.engine.replay import attend_context, chunks, output_norms
+from kvpolicy.hf.forward_calls import check_step
+from kvpolicy.hf.replay import output_projection
+from kvpolicy.protocols import Replay
+from kvpolicy_eval.data import prompts
+from tests.conformance.access import kept_positions
+from tests.conformance.models import VOCABULARY, build
+from tests.conformance.play import forward, make_batch, talk
+from tests.conformance.policies import words
+from tests.conformance.replay import recording, reference_selector, replay
+from tests.reference.selectors import complete, kvzip, top
+
+SMALL = "kvzip:chunk=9:sinks=2"
+ASKED = "kvzip:chunk=9:sinks=2:instruction=5-6-8:later=7-7:overlap=4:reply=3"
+LENGTHS = [26, 17, 11]
+
+
+def kept(cache: PolicyCache) -> list[Any]:
+    return [kept_positions(layer) for layer in cache.policy_layers]
+
+
+def prefilled(
+    policy: str, ids: Tensor, pieces: list[int], *, family: str = "llama", mask: Any = None, **how: Any
+) -> Any:
+    """A cache after a prompt in pieces."""
+    model = build(family)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, **how)
+        talk(model, ids, torch.ones_like(ids) if mask is None else mask, pieces, cache)
+    return cache
+
+
+def expected(family: str, policy: str, ids: Tensor, budget: int) -> list[list[list[int]]]:
+    """The kept positions by the attention matrices of the stock model, which is given each text behind the context.
+
+    The softmax over some columns is the attention matrix over the sum of these columns.
+    """
+    model: Any = copy.deepcopy(build(family))
+    model.set_attn_implementation("eager")
+    config = complete(reference_selector(Policy.parse(policy).selector))
+    heads = getattr(model.config, "num_key_value_heads", model.config.num_attention_heads)
+    count, groups = ids.shape[1], model.config.num_attention_heads // heads
+    scores = [torch.zeros(heads, count) for _ in range(model.config.num_hidden_layers)]
+    with torch.no_grad():
+        context = DynamicCache(config=model.config)
+        model(ids, past_key_values=context)
+        for number, text in enumerate(kvzip.texts(config, ids[0].tolist())):
+            start, stop = number * config["chunk"], min((number + 1) * config["chunk"], count)
+            out = model(torch.tensor([text]), past_key_values=copy.deepcopy(context), output_attentions=True)
+            for layer, matrix in enumerate(out.attentions):
+                if matrix.shape[-1] < count + len(text):  # a sliding layer
+                    continue
+                shown = [*range(min(config["sinks"], start)), *range(start, stop)]
+                part = torch.cat([matrix[0][..., shown], matrix[0][..., count:]], -1)
+                part = part / part.sum(-1, keepdim=True)
+                largest = part[..., len(shown) - (stop - start) : len(shown)].amax(1).unflatten(0, (-1, groups)).amax(1)
+                scores[layer][:, start:stop] = largest
+    worth = [
+        [[kvzip.priority(config, p, complex(s, 1), count, budget) for p, s in enumerate(row)] for row in layer.tolist()]
+        for layer in scores
+    ]
+    return [[top(row, budget) for row in layer] for layer in worth]
+
+
+@pytest.mark.parametrize("policy", [SMALL, ASKED, "kvzip"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+def test_scores_are_those_of_the_stock_model(family: str, policy: str) -> None:
+    ids, _ = make_batch([40], [40])
+    cache = prefilled(f"{policy}@16", ids, [40], family=family)
+    want = expected(family, policy, ids, 16)
+    assert [[kept_positions(layer)[0], layer.layer_idx] for layer in cache.policy_layers] == [
+        [want[layer.layer_idx], layer.layer_idx] for layer in cache.policy_layers
+    ]
+
+
+@pytest.mark.parametrize("policy", [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{SMALL}"])
+@pytest.mark.parametrize("pieces", [[10, 1, 15], [25, 1], [1, 25]])
+def test_announced_chunks_are_one_prompt(policy: str, pieces: list[int]) -> None:
+    ids, mask = make_batch(LENGTHS, [26])
+    policy += "@0.5"
+    whole = prefilled(policy, ids, [26], mask=mask)
+    model = build("llama")
+    with kvpolicy.attach(model, policy), recording() as recorder:
+        cache = PolicyCache(model, prompt=LENGTHS)
+        talk(model, ids, mask, pieces, cache, recorder)
+    if "squeeze" not in policy:  # it measures a row's first chunk
+        assert kept(cache) == kept(whole)
+    assert replay(Policy.parse(policy), recorder.tape).alike > 0
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+
+
+def test_a_prompt_is_held_until_it_is_complete() -> None:
+    ids, mask = make_batch(LENGTHS, [26])
+    model = build("llama")
+    with kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
+        cache = PolicyCache(model, prompt=LENGTHS)
+        forward(model, ids, mask, 0, 20, cache)
+        first = cache.policy_layers[0]
+        assert cache.plan is None and first.positions.shape[-1] == 0
+        assert first.length.tolist() == [20, 11, 5] and cache.full_nbytes > 0
+        bytes_held = sum(layer.held()["waiting prompt"] for layer in cache.policy_layers)
+        assert bytes_held < cache.nbytes
+        forward(model, ids, mask, 20, 26, cache)
+        assert cache.plan is not None and "waiting prompt" not in first.held()
+        assert bytes_held < cache.plan.peak_nbytes
+        assert "until it is replayed" in cache.plan.note and "the prefill: up to" in str(cache.plan)
+        assert handle.policy.selector.needs.replay is not None
+    planned = kvpolicy.plan(model.config, f"{SMALL}@0.5", batch=3, prompt=LENGTHS, dtype=torch.float32)
+    assert planned.peak_nbytes == cache.plan.peak_nbytes
+
+
+@pytest.mark.parametrize("number", [26, LENGTHS])
+def test_one_number_announces_the_longest_row(number: Any) -> None:
+    ids, mask = make_batch(LENGTHS, [26])
+    cache = prefilled(f"{SMALL}@8", ids, [20, 6], mask=mask, prompt=number)
+    assert kept(cache) == kept(prefilled(f"{SMALL}@8", ids, [26], mask=mask))
+
+
+@pytest.mark.parametrize("policy", [SMALL, ASKED, f"{SMALL}:plus=true:decode=grow"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "gpt_oss"])
+def test_rows_are_as_alone(family: str, policy: str) -> None:
+    ids, mask = make_batch(LENGTHS, [26, 1, 6, 1])
+    turns = [26, 1, 6, 1]
+    together = kept(prefilled(f"{policy}@0.5", ids, turns, family=family, mask=mask, new=8))
+    for row, length in enumerate(LENGTHS):
+        own = ids[row : row + 1, 26 - length :]
+        alone = kept(prefilled(f"{policy}@0.5", own, [length, *turns[1:]], family=family, new=8))
+        assert [layer[0] for layer in alone] == [layer[row] for layer in together]
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_row_that_begins_in_a_later_chunk(right: bool) -> None:
+    """Its context is replayed when it comes; that of the other row is not replayed again."""
+    ids, mask = make_batch([20, 20], [20, 12])
+    mask[1, :20] = 0
+    if right:
+        mask[1, 30:] = 0
+    cache = prefilled(f"{SMALL}@8", ids, [20, 12], mask=mask)
+    alone = prefilled(f"{SMALL}@8", ids[1:, 20 : 30 if right else 32], [10 if right else 12])
+    assert [layer[1] for layer in kept(cache)] == [layer[0] for layer in kept(alone)]
+    first = prefilled(f"{SMALL}@8", ids[:1], [20, 12])
+    assert [layer[0] for layer in kept(cache)] == [layer[0] for layer in kept(first)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 10])
+@pytest.mark.parametrize("budget", [1, 2])
+def test_smallest_budgets(length: int, budget: int) -> None:
+    ids, _ = make_batch([length], [length, 1, 1, 3, 1])
+    cache = prefilled(f"{SMALL}@{budget}", ids, [length, 1, 1, 3, 1])
+    newest = length + 5
+    assert all(head[-1] == newest and len(head) == budget for layer in kept(cache) for head in layer[0])
+
+
+def test_later_tokens_rank_above_replayed_ones() -> None:
+    ids, _ = make_batch([20], [20, 4, 1, 1])
+    before = prefilled(f"{SMALL}@12", ids, [20])
+    cache = prefilled(f"{SMALL}@12", ids, [20, 4, 1, 1])
+    for then, now in zip(kept(before), kept(cache), strict=True):
+        for old, new in zip(then[0], now[0], strict=True):
+            assert new[-6:] == [20, 21, 22, 23, 24, 25]
+            assert set(new[:-6]) < set(old) and {0, 1} < set(new)
+    # Where the budget has no room for more, the window of later tokens slides.
+    long, _ = make_batch([20], [20, 14, 1])
+    last = prefilled(f"{SMALL}@12", long, [20, 14, 1])
+    assert all(head == [0, 1, *range(25, 35)] for layer in kept(last) for head in layer[0])
+
+
+def test_generate_is_the_plain_loop() -> None:
+    model = build("llama")
+    ids, mask = make_batch(LENGTHS, [26])
+    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        generated = kept(handle.cache)  # pyright: ignore[reportArgumentType]
+        cache, tokens = PolicyCache(model, new=6), ids
+        grown = mask
+        for step in range(6):
+            start = 0 if step == 0 else 25 + step
+            logits = forward(model, tokens, grown, start, tokens.shape[1], cache)
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+            grown = torch.cat([grown, torch.ones(3, 1, dtype=torch.int64)], 1)
+    assert torch.equal(out, tokens) and generated == kept(cache)
+
+
+def test_beams_and_a_question_behind_the_context() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 17], [26, 5])
+    with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, num_beams=3, do_sample=False)
+        assert out.shape[0] == 2
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 26, cache)
+        forward(model, ids, mask, 26, 31, cache)
+        assert all(head[-5:] == [26, 27, 28, 29, 30] for layer in kept(cache) for head in layer[0])
+
+
+@pytest.mark.parametrize("move", ["select", "repeat", "copy", "inference", "reset"])
+def test_moves_of_a_held_prompt(move: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch(LENGTHS, [26])
+    order = torch.tensor([2, 0])
+    with kvpolicy.attach(model, f"{SMALL}@0.5"):
+        cache = PolicyCache(model, prompt=LENGTHS)
+        with torch.inference_mode(move == "inference"):
+            forward(model, ids, mask, 0, 20, cache)
+        if move == "select":
+            cache.batch_select_indices(order)
+            ids, mask = ids[order], mask[order]
+        elif move == "repeat":
+            cache.batch_repeat_interleave(2)
+            ids, mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+        elif move == "copy":
+            other = copy.deepcopy(cache)
+            forward(model, (ids + 1) % VOCABULARY, mask, 20, 26, other)
+        elif move == "reset":
+            cache.reset()
+            forward(model, ids, mask, 0, 20, cache)
+            assert cache.plan is not None  # the announcement is forgotten, too
+            return
+        forward(model, ids, mask, 20, 26, cache)
+        whole = PolicyCache(model)
+        forward(model, ids, mask, 0, 26, whole)
+    assert kept(cache) == kept(whole)
+
+
+def test_embeddings_are_replayed_as_ids_are() -> None:
+    model = build("gemma2")
+    ids, _ = make_batch([26], [26])
+    with torch.no_grad(), kvpolicy.attach(model, f"{ASKED}@8"):
+        one, other = PolicyCache(model), PolicyCache(model, prompt=26)
+        model(ids, past_key_values=one)
+        model(inputs_embeds=model.get_input_embeddings()(ids[:, :20]), past_key_values=other)
+        model(ids[:, 20:], past_key_values=other)
+    assert kept(one) == kept(other)
+
+
+def test_gradients_of_the_prompt_flow() -> None:
+    model = copy.deepcopy(build("llama"))
+    ids, _ = make_batch([26], [26])
+    with kvpolicy.attach(model, f"{SMALL}@0.5") as handle:
+        loss = model(ids, use_cache=True).logits.float().logsumexp(-1).sum()
+        assert handle.cache is not None and handle.cache.plan is not None
+        loss.backward()
+    ours = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    model(ids, use_cache=False).logits.float().logsumexp(-1).sum().backward()
+    torch.testing.assert_close(ours, model.model.embed_tokens.weight.grad)
+
+
+def test_full_budget_is_exact() -> None:
+    model = build("llama")
+    ids, mask = make_batch(LENGTHS, [26, 1, 4, 1])
+    with torch.no_grad():
+        stock = talk(model, ids, mask, [26, 1, 4, 1], DynamicCache(config=model.config))
+        with kvpolicy.attach(model, f"{ASKED}@64"):
+            ours = talk(model, ids, mask, [26, 1, 4, 1], PolicyCache(model, new=6))
+    torch.testing.assert_close(ours[mask.bool()], stock[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["kivi", "gear", "kvquant", "mikv", "csr", "staircase"])
+def test_chunks_with_codecs(codec: str) -> None:
+    """What codecs learn from a prompt (pins, offsets of positions, sizes of queries) is that of the whole prompt."""
+    model = build("llama")
+    policy = Policy.parse(words("kvzip", codec, budget="0.7"))
+    ids, mask = make_batch(LENGTHS, [26, 1, 1])
+    with kvpolicy.attach(model, policy), recording() as recorder:
+        cache = PolicyCache(model, prompt=LENGTHS, new=2)
+        talk(model, ids, mask, [10, 16, 1, 1], cache, recorder)
+    assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("rows", [3, 1 << 24])
+def test_fused_attention_is_the_tiled_one(padded: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.engine.replay.MASK_ELEMENTS", rows)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 21, 8) for heads in (4, 2, 2))
+    occupied = torch.ones(2, 2, 30, dtype=torch.bool)
+    valid = None
+    if padded:
+        occupied[1, :, :25] = False
+        valid = torch.arange(21) < torch.tensor([[21], [0]])
+    past = Past(torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8), occupied)
+    want, _ = attend(q, k, v, ScoreTransform(0.5), past, valid, False)
+    torch.testing.assert_close(attend_context(q, k, v, ScoreTransform(0.5), past, valid), want)
+
+
+def test_chunks_are_of_each_rows_own_tokens() -> None:
+    context = torch.tensor([[0, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0, 0], [0] * 6]).bool()
+    first, second = chunks(context, Replay(3, sinks=2, later=(9,), overlap=2))
+    assert first.columns[0].tolist() == [1, 3, 4] and first.chosen.sum(-1).tolist() == [3, 2, 0]
+    assert first.sinks.shape == (3, 0) and first.overlap.shape == (3, 0)
+    assert second.chosen.tolist() == [[True, False, False], [False] * 3, [False] * 3]
+    assert second.columns[0, 0] == 5 and second.sinks[0].tolist() == [1, 3] and second.overlap[0].tolist() == [3, 4]
+    assert all(sorted(row) == list(range(6)) for row in torch.cat([first.columns, second.columns], 1).tolist())
+
+
+def test_norms_of_outputs() -> None:
+    torch.manual_seed(0)
+    values, projection = torch.randn(2, 2, 5, 4), torch.randn(11, 16)
+    norms = output_norms(values, projection)
+    for head in range(4):
+        slice_of_head = projection[:, 4 * head : 4 * head + 4]
+        torch.testing.assert_close(norms[:, head], (values[:, head // 2] @ slice_of_head.T).norm(dim=-1))
+    part: Any = torch.nn.Module()
+    with pytest.raises(KVPolicyError, match="output projection, which Module does not have"):
+        output_projection(part)
+
+
+def test_refused() -> None:
+    model = build("opt")
+    ids = torch.randint(3, VOCABULARY, (1, 300))
+    with torch.no_grad(), kvpolicy.attach(model, "kvzip@0.5"):
+        with pytest.raises(KVPolicyError, match=r"within the 512 positions that the model has learned, got .* 599"):
+            model(ids)
+        model(ids[:, :200])
+        held = PolicyCache(model, prompt=100)
+        model(ids[:, :50], past_key_values=held)
+        with pytest.raises(KVPolicyError, match="before the announced prompt is complete"):
+            check_step(model.model.decoder, (), {"input_ids": ids[:, :1], "past_key_values": held})
+    rotary = build("llama")
+    with torch.no_grad(), kvpolicy.attach(rotary, "kvzip@0.5"), pytest.raises(KVPolicyError, match="M-RoPE"):
+        rotary(ids[:, :9], position_ids=torch.arange(9).expand(3, 1, -1))
+
+
+def test_ids_in_a_spec() -> None:
+    policy = Policy.parse("kvzip:instruction=1-20-3:reply=4@0.5")
+    plan = policy.selector.needs.replay
+    assert plan == Replay(2048, 4, (1, 20, 3), (1, 20, 3), (4,), 8)
+    assert str(policy) == "kvzip:instruction=1-20-3:reply=4@0.5" and Policy.parse(str(policy)) == policy
+    with pytest.raises(KVPolicyError, match=r"KVzip.later must be token ids with dashes .* got '1--2'; try 128000-882"):
+        kvpolicy.KVzip(later="1--2")
+    with pytest.raises(KVPolicyTypeError, match=r"KVzip\.reply must be a string"):
+        kvpolicy.KVzip(reply=(1, 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KVPolicyError, match="chunk must be at least 1"):
+        kvpolicy.KVzip(chunk=0)
+
+
+def answers(policy: str, count: int) -> float:
+    """The share of records that the embedded model recalls, asked after the records were compressed."""
+    model, tokenizer = kvpolicy.tiny()
+    right, draw = 0, Random(1)
+    for _ in range(count):
+        document, question = prompts.split((prompt := prompts.recall(draw, 30))[0])
+        context, asked = (
+            tokenizer(text, return_tensors="pt", add_special_tokens=first).input_ids
+            for text, first in ((document, True), (question, False))
+        )
+        with torch.no_grad(), kvpolicy.attach(model, policy):
+            cache = PolicyCache(model)
+            model(context, past_key_values=cache)
+            logits, found = model(asked, past_key_values=cache).logits, ""
+            for _ in prompt[1]:
+                token = logits[:, -1:].argmax(-1)
+                found += tokenizer.decode(token[0])
+                logits = model(token, past_key_values=cache).logits
+        right += found == prompt[1]
+    return right / count
+
+
+def test_a_question_after_the_context() -> None:
+    """Four of a record's seven tokens answer questions, so that 60 % of the tokens are enough for the whole context."""
+    assert answers("kvzip@0.6", 8) >= answers("snapkv@0.6", 8) + 0.4
