@@ -218,7 +218,7 @@ class Seen(NamedTuple):
     below_mean: Tensor | None = None
     moments: QueryMoments | None = None
     mean_rotation: MeanRotation | None = None
-    scale: float = 1.0
+    scale: float | None = None
     added: Tensor | None = None
     forward: Forward | None = None
     keys: Tensor | None = None

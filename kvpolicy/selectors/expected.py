@@ -130,7 +130,7 @@ class ExpectedAttention:
 
     def _expected_logits(self, state: Expectation, seen: Seen, view: View) -> Tensor:
         """The logarithm of the mean of exp(q k) over the queries to come, for each query head, [B, H, G, N]."""
-        assert seen.keys is not None and seen.mean_rotation is not None
+        assert seen.keys is not None and seen.mean_rotation is not None and seen.scale is not None
         heads, group = state.total.shape[1:3]
         count = state.queries.clamp_min(1)[:, None, None, None]
         mean = state.total / count
