@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
+    from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff

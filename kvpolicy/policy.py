@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field, fields, is_dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
@@ -146,6 +146,13 @@ class Policy:
         """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
         whole = isinstance(self.budget, float) and self.budget == 1.0
         return "grow" if self._ranks and whole else self.selector.decode
+
+    @property
+    def undoes_rotation(self) -> Literal["", "codec", "selector"]:
+        """Which part undoes the model's rotary embedding: the codec for keys, the selector for queries, or none."""
+        if self.codec.traits.key_space == "unrotated":
+            return "codec"
+        return "" if self.selector.needs.query_moments is None else "selector"
 
     @property
     def _ranks(self) -> bool:

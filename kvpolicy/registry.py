@@ -33,9 +33,10 @@ SELECTORS = {
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
     "tova": "kvpolicy.selectors.tova:TOVA",
     "probe": "kvpolicy.selectors.probe:ProbeSalience",
-    "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
+    "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
+    "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
 CODECS = {

@@ -198,6 +198,8 @@ def _statistics(needs: Needs) -> str:
         used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
     if needs.below_mean_queries:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
+    if needs.query_moments is not None:
+        used.append("the mean and covariance of the queries")
     if needs.vectors:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:

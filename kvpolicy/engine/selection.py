@@ -95,9 +95,7 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
 
 def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(
-        prompt.attn_sum, None, added=prompt.lengths(prompt.keys.new_zeros(prompt.keys.shape[0], dtype=torch.int64))
-    )
+    seen = Seen(prompt.attn_sum, None)
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
@@ -106,7 +104,10 @@ def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
         seen = seen._replace(probe_sum=total, probe_count=count)
     if prompt.below_mean is not None:
         count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
-        seen = seen._replace(below_mean=count)
+        none = torch.zeros(count.shape[0], dtype=torch.int64, device=count.device)
+        seen = seen._replace(below_mean=count, added=prompt.lengths(none))
+    if prompt.moments is not None:
+        seen = seen._replace(moments=prompt.moments, mean_rotation=prompt.mean_rotation, scale=prompt.transform.scale)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)

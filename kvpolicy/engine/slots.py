@@ -51,6 +51,9 @@ class LayerSlots:
         codec: The layer's codec.
         grows: Whether generated tokens are kept in addition to the budget.
         rope: The rotary embedding, if keys are coded unrotated.
+        query_rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
+        scale: The factor of the products of queries and keys, as in the last prompt.
+        group: Query heads of each KV head.
         ranks: The ranks that hold the layer's other heads.
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
@@ -89,7 +92,9 @@ class LayerSlots:
         self.selector = selector
         self.codec = codec
         self.grows = decode == "grow"
-        self.rope = rope
+        self.rope = rope if codec.traits.key_space == "unrotated" else None
+        self.query_rope = rope
+        self.scale = 1.0
         self.ranks = SINGLE_RANK
         self.layout = Layout(0)
         self.capacity = 0
@@ -107,6 +112,7 @@ class LayerSlots:
         batch, heads, _, dim = keys.shape
         device = keys.device
         self.ranks = ranks
+        self.group = group
         self.keys = keys.new_empty(batch, heads, 0, dim)
         self.values = keys.new_empty(batch, heads, 0, dim)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)

@@ -12,12 +12,13 @@ from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
+from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
 from kvpolicy.engine.row_limits import RowBudget, block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, map_state, select_state
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import Forward, NewToken, Seen, State, View
+from kvpolicy.protocols import Forward, Seen, State, View
 
 
 class LayerStore(LayerSlots):
@@ -76,6 +77,10 @@ class LayerStore(LayerSlots):
             forward=forward,
             wants_vectors=needs.vectors,
         )
+        self.scale = transform.scale
+        if needs.query_moments is not None:
+            moments = sum_moments(q, k.shape[1], pending.positions(self.length), needs.query_moments, self.query_rope)
+            pending = pending._replace(moments=moments, mean_rotation=mean_rotation(self.query_rope))
         return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
 
     @on_host
@@ -394,7 +399,7 @@ class LayerStore(LayerSlots):
             q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, needs.decode_attn
         )
         if needs.decode_attn or needs.vectors:
-            view = view._replace(token=NewToken(k.detach(), v.detach()) if needs.vectors else None)
+            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
         return out
 
@@ -448,7 +453,8 @@ class LayerStore(LayerSlots):
         past = self.past() if bool(due.any()) else None
         if past is not None:
             view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
-            seen = Seen(None, None, keys=past.keys, values=past.values)
+            rotation = mean_rotation(self.query_rope)
+            seen = Seen(None, None, mean_rotation=rotation, scale=self.scale, keys=past.keys, values=past.values)
             decode.rank_again(self.selector, self.state, seen, view, due)
         self.schedule.note(due, self.length, self.budget)
 

@@ -24,9 +24,11 @@ from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward
+from kvpolicy.protocols.selector import MeanRotation as MeanRotation
 from kvpolicy.protocols.selector import Needs as Needs
 from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import Probes as Probes
+from kvpolicy.protocols.selector import QueryMoments as QueryMoments
 from kvpolicy.protocols.selector import Replay as Replay
 from kvpolicy.protocols.selector import Seen as Seen
 from kvpolicy.protocols.selector import Selector as Selector

@@ -64,7 +64,7 @@ class Bench:
         else:
             hidden, massive = self._look(q, valid)
             if not self.layer.is_initialized:
-                self.layer.initialize(k)
+                self.layer.initialize(k, group=q.shape[1] // k.shape[1])
             out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
             replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
             pending = pending._replace(replay=scores)
