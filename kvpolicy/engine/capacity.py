@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
+
+
+class RowBudget(NamedTuple):
+    """Tokens of each row of one layer, [B] int64 each.
+
+    Attributes:
+        keep: The most tokens to keep of the prompt.
+        extra: Tokens that may be added later without an eviction.
+        expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
+    """
+
+    keep: Tensor
+    extra: Tensor
+    expected_len: Tensor
+
 
 GROWTH_FACTOR = 8
 MIN_GROWTH = 16

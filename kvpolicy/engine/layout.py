@@ -44,6 +44,19 @@ def grown_slots(
     return grown, grown_state
 
 
+def grown_state(held: State, old: Layout, new: Layout, reserved: int) -> State:
+    """Tensors [B, H, S] for a new layout: what `grown_slots` carries over keeps its entries, all others are 0."""
+    moves = [(0, 0, reserved), *zip(new.starts(), old.starts(), old.coded, strict=False)]
+
+    def grown(source: Tensor) -> Tensor:
+        target = source.new_zeros(*source.shape[:-1], new.slots)
+        for to, start, size in moves:
+            target[..., to : to + size] = source[..., start : start + size]
+        return target
+
+    return map_state(grown, held)
+
+
 def grown_codes(
     codec: Codec, codes: tuple[Codes, ...], coded: tuple[int, ...], shape: tuple[int, int, int], device: torch.device
 ) -> tuple[Codes, ...]:

@@ -21,11 +21,13 @@ class Selection(NamedTuple):
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
+        window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
+    window_attn: Tensor | None = None
 
 
 def select_tokens(
@@ -58,6 +60,7 @@ def select_tokens(
     slots = positions.shape[-1]
     positions, state = _candidates(selector, positions, state, prompt, seen_before)
     seen = _statistics(prompt, past)
+    window_attn = seen.window_attn
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -76,7 +79,7 @@ def select_tokens(
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
         state = map_state(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen)
+    return Selection(positions, state, chosen, window_attn)
 
 
 def finite_priority(priority: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class PolicyCache(Cache):
         policy = self.policy
         unrotated = policy.codec.traits.key_space == "unrotated"
         rope = self.attachment.ropes.get(index) if unrotated else None
-        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope))
+        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger))
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:
