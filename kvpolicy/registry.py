@@ -46,6 +46,8 @@ SELECTORS = {
 MERGERS = {
     "drop": "kvpolicy.mergers.drop:Drop",
     "merge": "kvpolicy.mergers.merge:CountedMerge",
+    "regress": "kvpolicy.mergers.regress:Regress",
+    "d2o": "kvpolicy.mergers.d2o:D2O",
 }
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",

@@ -64,10 +64,9 @@ def entries(which: str = "") -> list[Entry]:
     """
     from kvpolicy.registry import lookup, names, suggest
 
-    kind = which.removesuffix("s").lower()
-    if not which or kind in kinds():
-        wanted = [(k, name) for k in kinds() for name in names(k) if kind in ("", k)]
-        return [_entry(k, name) for k, name in wanted]
+    plural = which.removesuffix("s").lower()
+    if not which or plural in kinds():
+        return [_entry(kind, name) for kind in kinds() if plural in ("", kind) for name in names(kind)]
     if which not in names():
         plurals = [f"{k}s" for k in kinds()]
         suggestion = suggest(which, [*plurals, *names()]) if which else "."
