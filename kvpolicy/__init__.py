@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvpolicy.hf.embedded import tiny as tiny
     from kvpolicy.hf.plan import plan as plan
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.mergers.compensate import Compensate as Compensate
     from kvpolicy.mergers.d2o import D2O as D2O
     from kvpolicy.mergers.drop import Drop as Drop
     from kvpolicy.mergers.merge import CountedMerge as CountedMerge

@@ -48,6 +48,7 @@ MERGERS = {
     "merge": "kvpolicy.mergers.merge:CountedMerge",
     "regress": "kvpolicy.mergers.regress:Regress",
     "d2o": "kvpolicy.mergers.d2o:D2O",
+    "compensate": "kvpolicy.mergers.compensate:Compensate",
 }
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",

@@ -78,6 +78,7 @@ def merge_prompt(
             counts=counts,
             attention=selected.window_attn,
             length=length,
+            priority=selected.priority if merger.traits.ranked else None,
             ranks=ranks,
         ),
     )

@@ -22,12 +22,14 @@ class Selection(NamedTuple):
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
         window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
+        priority: Of each candidate, [B, H, S + P] fp32.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
     window_attn: Tensor | None = None
+    priority: Tensor | None = None
 
 
 def select_tokens(
@@ -68,7 +70,8 @@ def select_tokens(
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
     before, state = state, selector.observe(state, seen, view)
-    chosen = _highest(finite_priority(selector.priority(state, view)), view)
+    priority = finite_priority(selector.priority(state, view))
+    chosen = _highest(priority, view)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
         idle = prompt.idle[:, None, None]
         chosen = torch.where(idle, view.valid, chosen)
@@ -78,8 +81,9 @@ def select_tokens(
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
+        priority = priority.gather(-1, back)
         state = map_state(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen, window_attn)
+    return Selection(positions, state, chosen, window_attn, priority)
 
 
 def finite_priority(priority: Tensor) -> Tensor:

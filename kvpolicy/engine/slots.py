@@ -20,6 +20,7 @@ from kvpolicy.engine.codec_view import CodecView, StagePart
 from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.slot_writes import write_slots
@@ -37,6 +38,7 @@ from kvpolicy.protocols import (
     StageStore,
     State,
     Tokens,
+    View,
     traits_for,
 )
 from kvpolicy.spec.errors import KVPolicyError
@@ -189,7 +191,7 @@ class LayerSlots:
             data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
         write_slots(target, slots, data)
 
-    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None) -> None:
+    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> None:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1]."""
         if self.merger.traits.when != "always":
             return
@@ -202,7 +204,10 @@ class LayerSlots:
         slot = torch.arange(self.layout.exact, device=positions.device)
         # Codes refer to the tokens in dictionary slots, which must therefore stay as they are.
         targets = (positions >= 0) & (slot != victim) & self._open_slots()
-        held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets)
+        priority = None
+        if self.merger.traits.ranked:
+            priority = finite_priority(self.selector.priority(self.state, view))[..., : self.layout.exact]
+        held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
         merge = self.merger.merge_token(self.merged, token, held)
         written = merge.write_mask & evicted
         self._write_rows(self.values, merge.slot, merge.values.to(self.values.dtype), written)

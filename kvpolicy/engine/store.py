@@ -420,7 +420,7 @@ class LayerStore(LayerSlots):
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
-            self.merge_evicted(slot, full, valid)
+            self.merge_evicted(slot, full, valid, view)
             if self.can_run_out:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
             return slot
@@ -431,7 +431,7 @@ class LayerStore(LayerSlots):
         else:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = eviction_scores(self.selector, self.state, view).argmax(-1, keepdim=True)
-            self.merge_evicted(victim, full, None)
+            self.merge_evicted(victim, full, None, view)
             self.write(victim, None, full)
         free = self.positions[..., : self.layout.exact] < 0
         if self.reserved:

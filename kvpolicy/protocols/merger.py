@@ -19,10 +19,12 @@ class MergerTraits(NamedTuple):
             `always`: also whenever a token is evicted in decoding.
         counted: Whether a slot may stand for several tokens. Each slot then stores the logarithm of their number, 0
             for a single token, which attention adds to the slot's score.
+        ranked: Whether the merger is given the selector's priorities.
     """
 
     when: Literal["never", "prompt", "always"] = "never"
     counted: bool = False
+    ranked: bool = False
 
 
 class Candidates(NamedTuple):
@@ -39,6 +41,7 @@ class Candidates(NamedTuple):
         attention: Attention weights of the newest W queries over all N tokens, [B, Hq, W, N] fp32, rows of zeros where
             a batch row has fewer; None unless `Needs.window_queries`.
         length: Tokens that each row has seen, [B] int64.
+        priority: The selector's priority of each token, [B, H, N] fp32; None unless ranked.
         ranks: The ranks that hold the model's other heads.
     """
 
@@ -51,6 +54,7 @@ class Candidates(NamedTuple):
     counts: Tensor | None = None
     attention: Tensor | None = None
     length: Tensor | None = None
+    priority: Tensor | None = None
     ranks: Ranks = SINGLE_RANK
 
     @property
@@ -89,6 +93,7 @@ class Tokens(NamedTuple):
         counts: Logarithm of the number of tokens that each one stands for, [B, H, n] fp32; None unless counted.
         there: Of a victim, whether a token is evicted; of slots, which may be a target: [B, H, n] bool. The others
             hold anything.
+        priority: Of slots, the selector's priority of each token, [B, H, n] fp32; None unless ranked.
     """
 
     keys: Tensor
@@ -96,6 +101,7 @@ class Tokens(NamedTuple):
     positions: Tensor
     counts: Tensor | None
     there: Tensor
+    priority: Tensor | None = None
 
 
 class Merge(NamedTuple):

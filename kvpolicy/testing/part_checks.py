@@ -98,7 +98,7 @@ def check_merger(part: Merger) -> None:
         counts = None if given.counts is None else given.counts[:, :, :1]
         there = torch.ones_like(pick, dtype=torch.bool)
         victim = Tokens(given.keys[:, :, :1], given.values[:, :, :1], given.positions[:, :, :1], counts, there)
-        slots = Tokens(given.keys, given.values, given.positions, given.counts, given.positions > 0)
+        slots = Tokens(given.keys, given.values, given.positions, given.counts, given.positions > 0, given.priority)
         merge = part.merge_token(part.alloc(2, 3, "cpu"), victim, slots)
         for name, dtype in (("slot", torch.int64), ("write_mask", torch.bool)):
             got = getattr(merge, name)
@@ -118,8 +118,18 @@ def _candidates(part: Merger, evicted: int) -> Candidates:
     width = part.needs.window_queries
     attention = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
     length = torch.tensor([12, 12])
+    priority = positions.float() if part.traits.ranked else None
     return Candidates(
-        keys, values, positions, kept, targets, torch.ones_like(targets, dtype=torch.bool), counts, attention, length
+        keys,
+        values,
+        positions,
+        kept,
+        targets,
+        torch.ones_like(targets, dtype=torch.bool),
+        counts,
+        attention,
+        length,
+        priority,
     )
 
 

@@ -84,7 +84,7 @@ def test_options(policy: str, codec: str) -> None:
 @pytest.mark.parametrize("merger", ACTIVE)
 @pytest.mark.parametrize("case", ["ties", "one token", "budget of one", "right padding", "equal keys"])
 def test_adversarial_input(merger: str, case: str) -> None:
-    budget = {"budget of one": 2 if merger == "compensate" else 1}.get(case, 6)
+    budget = 1 if case == "budget of one" else 6
     bench = Bench(words("h2o", merger, budget=str(budget)), [budget] * 2)
     q, k, v = draw(1 if case == "one token" else 14, 3, batch=2)
     if case == "ties":

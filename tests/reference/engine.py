@@ -184,6 +184,7 @@ class ReferenceLayer:
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
                 victim = head.tokens[gone]
                 others = [token for token in head.exact() if token is not victim]
+                memory["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
                 self.margin = min(self.margin, mergers.merge_token(self.merger, memory, victim, others))
                 head.drop({victim.position})
 
@@ -209,6 +210,8 @@ class ReferenceLayer:
                 token.stays = token.position in standing
             targets = [token for token in head.exact() if token.position in kept]
             own = [attention[hq] for hq in self._query_heads(h)]
+            worth = self._priorities(head.tokens)
+            self.memories[h]["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
             near = mergers.merge_prompt(self.merger, self.memories[h], head.tokens, kept, targets, own)
             self.margin = min(self.margin, near)
             head.drop({token.position for token in head.tokens} - kept)

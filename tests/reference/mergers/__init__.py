@@ -28,7 +28,8 @@ def merge_prompt(
 
     Args:
         config: The merger, with `name` and its parameters; None for `drop`.
-        memory: What the merger remembers of the head; it may be changed.
+        memory: What the merger remembers of the head, which it may change, and under `worth` what each position
+            is worth to the selector.
         tokens: All tokens on offer, ascending by position.
         kept: Positions of those that are kept.
         targets: The kept ones that may change, ascending by position.
