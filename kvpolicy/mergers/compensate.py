@@ -31,8 +31,8 @@ class Compensate:
     """Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.
 
     The slot is that of the kept token of lowest priority, which becomes part of the mean. The logarithm of the number
-    of tokens is added to its score. In decoding, an evicted token is added to the mean; if the slot itself is evicted, it
-    moves to the token that is then of lowest priority.
+    of tokens is added to its score. In decoding, an evicted token is added to the mean; if the slot itself is evicted,
+    it moves to the token that is then of lowest priority.
 
     Examples:
         >>> from kvpolicy import Policy
