@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Selector
+from kvpolicy.mergers.drop import Drop
+from kvpolicy.protocols import Allocator, Codec, DecodeMode, Merger, Selector
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
@@ -23,19 +24,20 @@ DEFAULT_BUDGET = 0.2
 
 _IDENTITY = ("full", "none")
 _UNSET: Any = None  # typed Any, because __post_init__ replaces it: `Policy.budget` is never None
-_PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "codec": Codec}
+_PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "merger": Merger, "codec": Codec}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How the KV cache of a model is compressed: three parts and one budget.
+    """How the KV cache of a model is compressed: its parts and one budget.
 
-    Any allocator works with any selector and any codec. A part that is omitted changes nothing. `str()` writes a
+    Any part works with any other. A part that is omitted changes nothing. `str()` writes a
     policy as a spec, and `parse` reads it back.
 
     Args:
         allocator: How many tokens each layer may keep.
         selector: Which tokens are kept.
+        merger: What becomes of a token that is not kept.
         codec: How a kept token is stored.
         budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
             cache (`"512MiB"`). The default is 0.2; it is 1.0 without a selector, and with a codec that keeps every
@@ -43,7 +45,8 @@ class Policy:
 
     Raises:
         KVPolicyTypeError: If a part is of another kind.
-        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector.
+        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector; or if the
+            merger could never act.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -56,6 +59,7 @@ class Policy:
 
     allocator: Allocator = field(default_factory=Uniform)
     selector: Selector = field(default_factory=KeepAll)
+    merger: Merger = field(default_factory=Drop)
     codec: Codec = field(default_factory=Plain)
     budget: Budget = _UNSET
 
@@ -66,6 +70,7 @@ class Policy:
         default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
+        self._check_merger()
 
     @classmethod
     def parse(cls, text: str | None) -> Policy:
@@ -177,6 +182,22 @@ class Policy:
         if isinstance(budget, int) and budget < self.selector.min_tokens:
             raise KVPolicyError(
                 f"The budget must be at least {self.selector.min_tokens} tokens for {self.selector}, got {budget}."
+            )
+
+    def _check_merger(self) -> None:
+        when = self.merger.traits.when
+        if when == "never":
+            return
+        if self._keeps_all:
+            raise KVPolicyError(
+                f"The merger {self.merger} must be combined with a selector, whose evicted tokens it merges; try "
+                "snapkv."
+            )
+        whole = isinstance(self.budget, float) and self.budget == 1.0
+        if whole and (when == "prompt" or self.decode == "grow"):
+            raise KVPolicyError(
+                f"A policy with the merger {self.merger} must evict tokens, got the budget {self.budget}, which keeps "
+                "them all; try 0.2."
             )
 
 

@@ -1,7 +1,7 @@
-"""The names of strategies: built-in ones in three tables, others by entry points.
+"""The names of strategies: built-in ones in a table for each kind, others by entry points.
 
-A package adds a strategy under one of the entry point groups `kvpolicy.allocators`, `kvpolicy.selectors` and
-`kvpolicy.codecs`. A strategy is imported when it is first looked up.
+A package adds a strategy under the entry point group of its kind, such as `kvpolicy.selectors`. A strategy is imported
+when it is first looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "selector", "codec"]
+Kind = Literal["allocator", "selector", "merger", "codec"]
+
+QUESTIONS: dict[Kind, str] = {
+    "allocator": "how many tokens may each layer keep?",
+    "selector": "which tokens are kept?",
+    "merger": "what becomes of a token that is not kept?",
+    "codec": "how is a kept token stored?",
+}
+"""The question that each kind of part answers."""
 
 ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
@@ -39,6 +47,13 @@ SELECTORS = {
     "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
 }
+MERGERS = {
+    "drop": "kvpolicy.mergers.drop:Drop",
+    "merge": "kvpolicy.mergers.merge:CountedMerge",
+    "regress": "kvpolicy.mergers.regress:Regress",
+    "d2o": "kvpolicy.mergers.d2o:D2O",
+    "compensate": "kvpolicy.mergers.compensate:Compensate",
+}
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",
     "tokenwise": "kvpolicy.codecs.tokenwise:TokenWise",
@@ -55,7 +70,12 @@ CODECS = {
 }
 ALIASES = {"keepall": "full"}
 
-BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+BUILT_IN: dict[Kind, dict[str, str]] = {
+    "allocator": ALLOCATORS,
+    "selector": SELECTORS,
+    "merger": MERGERS,
+    "codec": CODECS,
+}
 """Module and class of each built-in strategy, by kind and name."""
 
 
@@ -129,9 +149,20 @@ def name_of(cls: type[Any]) -> str:
         if name not in BUILT_IN[kind] and _load(name, target) is cls:
             return name
     raise KVPolicyError(
-        f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group "
-        "kvpolicy.allocators, kvpolicy.selectors or kvpolicy.codecs."
+        f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group of "
+        f"its kind, {either(f'kvpolicy.{kind}s' for kind in kinds())}."
     )
+
+
+def either(words: Iterable[str]) -> str:
+    """A list of words as a sentence has it.
+
+    Examples:
+        >>> either(["a", "b", "c"])
+        'a, b or c'
+    """
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -11,9 +11,14 @@ from kvpolicy.engine.state import tensors
 
 
 def bytes_by_kind(
-    exact: Iterable[Tensor], codes: Iterable[Any], positions: Tensor, state: Any, counters: Iterable[Tensor]
+    exact: Iterable[Tensor],
+    codes: Iterable[Any],
+    positions: Tensor,
+    state: Any,
+    counters: Iterable[Tensor],
+    merged: Any = (),
 ) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters.
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters, and counts if there are any.
 
     Args:
         exact: Keys and values in full precision.
@@ -21,6 +26,7 @@ def bytes_by_kind(
         positions: Of the slots.
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
+        merged: The counts of the slots, and the merger's state.
     """
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
     for stage in codes:
@@ -29,4 +35,6 @@ def bytes_by_kind(
     kinds["positions"] = positions.nbytes
     kinds["statistics"] = sum(t.nbytes for t in tensors(state))
     kinds["counters"] = sum(t.nbytes for t in counters)
+    if counts := sum(t.nbytes for t in tensors(merged)):
+        kinds["counts"] = counts
     return kinds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.rotary import SlotRotary
-from kvpolicy.protocols import Stage, StageStore
+from kvpolicy.protocols import At, Stage, StageStore
 
 
 class StagePart(NamedTuple):
@@ -48,9 +48,18 @@ class CodecView:
         """Rotated keys and values of every slot, [B, H, C, D] for each stage; for a prompt after another."""
         return [self._read_stage(part, dtype) for part in self._parts]
 
-    def _read_stage(self, part: StagePart, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        every = slice(0, part.size)
-        keys = part.stage.keys(part.store, every)
+    def read_at(self, slots: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+        """Rotated keys and values of slots [B, H, n], counted from the first coded one, [B, H, n, D] for each stage.
+
+        A stage that does not have a slot reads another one in its place.
+        """
+        starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
+        pairs = zip(self._parts, starts, strict=True)
+        return [self._read_stage(part, dtype, (slots - start).clamp(0, part.size - 1)) for part, start in pairs]
+
+    def _read_stage(self, part: StagePart, dtype: torch.dtype, at: At | None = None) -> tuple[Tensor, Tensor]:
+        at = slice(0, part.size) if at is None else at
+        keys = part.stage.keys(part.store, at)
         if part.rope is not None:
-            keys = part.rope.keys(keys, every)
-        return keys.to(dtype), part.stage.values(part.store, every).to(dtype)
+            keys = part.rope.keys(keys, at)
+        return keys.to(dtype), part.stage.values(part.store, at).to(dtype)

@@ -88,7 +88,8 @@ class PendingPrompt(NamedTuple):
         if past is None:
             return Past(self.keys, self.values, occupied)
         keys, values = torch.cat([past.keys, self.keys], 2), torch.cat([past.values, self.values], 2)
-        return Past(keys, values, torch.cat([past.occupied, occupied], -1))
+        counts = None if past.counts is None else F.pad(past.counts, (0, self.keys.shape[2]))
+        return Past(keys, values, torch.cat([past.occupied, occupied], -1), counts)
 
     def joined(self, later: PendingPrompt, window: int, below_mean: int) -> PendingPrompt:
         """This prompt and the next chunk of it, which attended to it, as one.

@@ -24,11 +24,15 @@ class Selection(NamedTuple):
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
+        window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
+        priority: Of each candidate, [B, H, S + P] fp32.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
+    window_attn: Tensor | None = None
+    priority: Tensor | None = None
 
 
 def select_tokens(
@@ -61,6 +65,7 @@ def select_tokens(
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past, slots)
+    window_attn = seen.window_attn
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -68,7 +73,8 @@ def select_tokens(
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
     before, state = state, selector.observe(state, seen, view)
-    chosen = _highest(finite_priority(selector.priority(state, view)), view)
+    priority = finite_priority(selector.priority(state, view))
+    chosen = _highest(priority, view)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
         chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
         state = select_rows(prompt.idle, before, state)
@@ -77,8 +83,9 @@ def select_tokens(
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
+        priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen)
+    return Selection(positions, state, chosen, window_attn, priority)
 
 
 def finite_priority(priority: Tensor) -> Tensor:

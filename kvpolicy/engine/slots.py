@@ -13,17 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine import capacity
+from kvpolicy.engine import capacity, merging
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
-from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots
+from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Calibration,
@@ -32,10 +34,13 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadShape,
     Layout,
+    Merger,
     Ranks,
     Selector,
     StageStore,
     State,
+    Tokens,
+    View,
     alloc_state,
     traits_for,
 )
@@ -49,6 +54,7 @@ class LayerSlots:
         layer_idx: Index of the layer in the model.
         selector: The layer's selector.
         codec: The layer's codec.
+        merger: The layer's merger.
         grows: Whether generated tokens are kept in addition to the budget.
         rope: The rotary embedding, if keys are coded unrotated.
         query_rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
@@ -65,6 +71,9 @@ class LayerSlots:
         values: Values of the full-precision buffer, [B, H, E, D].
         positions: Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot.
         state: The selector's state of each slot.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; () if it is
+            always one.
+        merged: The merger's state of each head.
         codes: The codec's tensors of each stage.
         calibrations: The model's calibrated tensors of each stage.
         limits: Limits of each row; None for a codec without stages.
@@ -77,6 +86,8 @@ class LayerSlots:
     values: Tensor
     positions: Tensor
     state: State
+    counts: State
+    merged: State
     codes: tuple[Codes, ...]
     calibrations: tuple[Calibration, ...]
     limits: RowLimits | None
@@ -85,12 +96,19 @@ class LayerSlots:
     columns: Tensor
 
     def __init__(
-        self, layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, rope: Rope | None = None
+        self,
+        layer_idx: int,
+        selector: Selector,
+        codec: Codec,
+        decode: DecodeMode,
+        rope: Rope | None = None,
+        merger: Merger | None = None,
     ) -> None:
-        """Make an empty store of a layer's own parts."""
+        """Make an empty store of a layer's own parts; without a merger, evicted tokens are dropped."""
         self.layer_idx = layer_idx
         self.selector = selector
         self.codec = codec
+        self.merger: Merger = merger or Drop()
         self.grows = decode == "grow"
         self.rope = rope if codec.traits.key_space == "unrotated" else None
         self.query_rope = rope
@@ -117,6 +135,8 @@ class LayerSlots:
         self.values = keys.new_empty(batch, heads, 0, dim)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
         self.state = alloc_state(self.selector, batch, heads, 0, device, HeadShape(group, dim))
+        self.counts = torch.zeros(batch, heads, 0, device=device) if self.merger.traits.counted else ()
+        self.merged = self.merger.alloc(batch, heads, device)
         self.codes = ()
         self.limits = alloc_limits(self.codec, batch, heads, dim, device)
         self.calibrations = tuple(
@@ -170,7 +190,9 @@ class LayerSlots:
             self.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
             slots = slots + at.start
         self._write_rows(self.positions, slots, data.positions, mask)
-        for target, item in zip(slot_tensors(self.state), slot_tensors(data.state), strict=True):
+        for target, item in zip(
+            slot_tensors((self.state, self.counts)), slot_tensors((data.state, data.counts)), strict=True
+        ):
             self._write_rows(target, slots, item, mask)
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
@@ -182,6 +204,31 @@ class LayerSlots:
             data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
         write_slots(target, slots, data)
 
+    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> None:
+        """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1]."""
+        if self.merger.traits.when != "always":
+            return
+        if valid is not None:
+            evicted = evicted & valid[:, :, None]
+        exact = (self.keys, self.values)
+        token = merging.slot_tokens(victim, evicted, exact, self.coded_view(), self.positions, self.counts)
+        positions = self.positions[..., : self.layout.exact]
+        counts = map_state(lambda t: t[..., : self.layout.exact], self.counts)
+        slot = torch.arange(self.layout.exact, device=positions.device)
+        # Codes refer to the tokens in dictionary slots, which must therefore stay as they are.
+        targets = (positions >= 0) & (slot != victim) & self._open_slots()
+        priority = None
+        if self.merger.traits.ranked:
+            priority = finite_priority(self.selector.priority(self.state, view))[..., : self.layout.exact]
+        held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
+        merge = self.merger.merge_token(self.merged, token, held)
+        written = merge.write_mask & evicted
+        self._write_rows(self.values, merge.slot, merge.values.to(self.values.dtype), written)
+        if merge.keys is not None:
+            self._write_rows(self.keys, merge.slot, merge.keys.to(self.keys.dtype), written)
+        if merge.counts is not None:
+            self._write_rows(self.counts, merge.slot, merge.counts, written)
+
     # growing
 
     def _lengthen(self) -> None:
@@ -189,10 +236,10 @@ class LayerSlots:
         old = self.layout.exact
         # `_grow_slots` empties the buffer, which suits a prompt, whose tokens are placed anew. Here they stay in place.
         positions = self.positions[..., :old]
-        state = map_slots(lambda t: t[..., :old], self.state)
+        before = map_slots(lambda t: t[..., :old], (self.state, self.counts))
         self._grow_slots()
         self.positions[..., :old] = positions
-        for target, item in zip(slot_tensors(self.state), slot_tensors(state), strict=True):
+        for target, item in zip(slot_tensors((self.state, self.counts)), slot_tensors(before), strict=True):
             target[..., :old] = item
         padding = (0, 0, 0, self.layout.exact - old)
         self.keys = F.pad(self.keys, padding)
@@ -203,6 +250,7 @@ class LayerSlots:
         old = self.layout
         self.layout = grown_layout(old, self.codec.layout(self.capacity))
         self.positions, self.state = grown_slots(self.positions, self.state, old, self.layout, self.reserved)
+        self.counts = grown_state(self.counts, old, self.layout, self.reserved)
         if self.reserved and self.limits is not None:
             self.positions[..., : self.reserved].masked_fill_(~has_dictionary(self.limits), -1)
         if self.layout.coded != old.coded:
@@ -243,14 +291,20 @@ class LayerSlots:
         parts = [(self.keys, self.values), *CodecView(self._stage_parts()).read(self.keys.dtype)]
         keys = torch.cat([pair[0] for pair in parts], 2)
         values = torch.cat([pair[1] for pair in parts], 2)
-        return Past(keys, values, self.positions >= 0)
+        return Past(keys, values, self.positions >= 0, self.log_counts)
+
+    @property
+    def log_counts(self) -> Tensor | None:
+        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        return self.counts if isinstance(self.counts, Tensor) else None
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, counters."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, counters, and counts if there are any."""
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.columns, *(self.limits or ()))
-        return bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters)
+        merged = (self.counts, self.merged)
+        return bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters, merged)
 
     @property
     def nbytes(self) -> int:
@@ -319,6 +373,8 @@ class LayerSlots:
         self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
         self.schedule.map_rows(fn)
         self.state = map_state(fn, self.state)
+        self.counts = map_state(fn, self.counts)
+        self.merged = map_state(fn, self.merged)
         self.codes = map_state(fn, self.codes)
         if self.limits is not None:  # a limit that the codec does not need has no rows
             self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
@@ -331,7 +387,7 @@ class LayerSlots:
 
     def _fix_addresses(self) -> None:
         fixed = (self.keys, self.values, self.positions, self.length, self.budget, self.columns)
-        fix_addresses([*fixed, self.state, self.codes, self.calibrations, self.limits or ()])
+        fix_addresses([*fixed, self.state, self.counts, self.merged, self.codes, self.calibrations, self.limits or ()])
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""

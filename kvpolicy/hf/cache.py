@@ -99,7 +99,7 @@ class PolicyCache(Cache):
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
-        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope))
+        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger))
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:

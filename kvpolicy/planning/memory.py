@@ -34,9 +34,12 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, heads, slots, dtype=torch.int32, device="meta")
     state = alloc_state(policy.selector, batch, heads, slots, "meta", shape.head)
+    traits = policy.merger.traits
+    counts = torch.empty(batch, heads, slots, device="meta") if traits.counted else ()
+    merged = (counts, policy.merger.alloc(batch, heads, "meta"))
     # The length and the budget of each row, and the columns seen.
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
-    return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())))
+    return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())), merged)
 
 
 def resident_bytes(calibrations: Iterable[Any]) -> int:

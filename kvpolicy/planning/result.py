@@ -26,7 +26,7 @@ class LayerPlan:
         layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
-        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters.
+        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters, counts.
     """
 
     layer_idx: int

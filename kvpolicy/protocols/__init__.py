@@ -19,6 +19,12 @@ from kvpolicy.protocols.codec import Stage as Stage
 from kvpolicy.protocols.codec import StageStore as StageStore
 from kvpolicy.protocols.codec import Traits as Traits
 from kvpolicy.protocols.codec import traits_for as traits_for
+from kvpolicy.protocols.merger import Candidates as Candidates
+from kvpolicy.protocols.merger import Merge as Merge
+from kvpolicy.protocols.merger import Merged as Merged
+from kvpolicy.protocols.merger import Merger as Merger
+from kvpolicy.protocols.merger import MergerTraits as MergerTraits
+from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN

@@ -1,3 +1,3 @@
-"""Conformance checks for custom allocators, selectors and codecs."""
+"""Conformance checks for custom parts of policies."""
 
 from kvpolicy.testing.conformance import check as check

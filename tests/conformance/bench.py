@@ -40,7 +40,7 @@ class Bench:
     ) -> None:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         policy = self.policy
-        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope)
+        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger)
         self.budgets = budgets
         self.turns: list[Turn] = []
         self._new = new

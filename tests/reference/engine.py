@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import selectors
+from . import mergers, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
@@ -35,6 +35,7 @@ class ReferenceLayer:
         capacity: int | None = None,
         undo: Rotation = as_it_is,
         apply: Rotation = as_it_is,
+        merger: Config | None = None,
     ) -> None:
         """Start empty.
 
@@ -49,6 +50,7 @@ class ReferenceLayer:
             capacity: The most tokens that the row may hold; by default the budget, for generated tokens that compete.
             undo: Takes a key's rotary embedding away, for codecs that ask for it.
             apply: Puts it back.
+            merger: None, or a dict with `name` and hyper-parameters.
         """
         self.selector = selectors.complete(selector)
         self.base = self.selector.get("base", self.selector)
@@ -66,6 +68,8 @@ class ReferenceLayer:
         self.heads = [Head() for _ in range(num_kv_heads)]
         self._held: list[Tensor] | None = None
         self._held_massive = set[int]()
+        self.merger = merger
+        self.memories: list[dict[str, Any]] = [{} for _ in self.heads]
 
     @property
     def positions(self) -> list[list[int]]:
@@ -177,6 +181,7 @@ class ReferenceLayer:
             values = torch.stack([token.seen_value for token in head])
             logits = queries @ keys.T * scale
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = logits + torch.tensor([math.log(token.count) for token in head], dtype=torch.float64)
             n, old = len(queries), len(head) - len(queries)
             for i in range(n):
                 logits[i, old + i + 1 :] = -math.inf
@@ -213,12 +218,16 @@ class ReferenceLayer:
 
     def _make_room(self) -> None:
         """Evict one token from every head that is full; the new token is counted but not yet there."""
-        for head in self.heads:
+        for head, memory in zip(self.heads, self.memories, strict=True):
             if len(head.tokens) >= self.budget:
                 worth = self._priorities(head.tokens)
                 self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
-                head.drop({head.tokens[gone].position})
+                victim = head.tokens[gone]
+                others = [token for token in head.exact() if token is not victim]
+                memory["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+                self.margin = min(self.margin, mergers.merge_token(self.merger, memory, victim, others))
+                head.drop({victim.position})
 
     def _step(self, attention: list[Tensor], q: Tensor) -> None:
         """Update the scores after a generated token."""
@@ -241,10 +250,16 @@ class ReferenceLayer:
                 token.score = score
         self._rank(q)
         apart = self._distances(attention)
-        for head in self.heads:
+        for h, head in enumerate(self.heads):
             kept, standing = self._kept(head.tokens, apart)
             for token in head.tokens:
                 token.stays = token.position in standing
+            targets = [token for token in head.exact() if token.position in kept]
+            own = [attention[hq] for hq in self._query_heads(h)]
+            worth = self._priorities(head.tokens)
+            self.memories[h]["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+            near = mergers.merge_prompt(self.merger, self.memories[h], head.tokens, kept, targets, own)
+            self.margin = min(self.margin, near)
             head.drop({token.position for token in head.tokens} - kept)
 
     def _look(self, h: int, q: Tensor | None) -> selectors.Look:

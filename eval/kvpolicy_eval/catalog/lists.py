@@ -30,6 +30,7 @@ COLUMNS: dict[Kind, list[str]] = {
         "statistics",
         "source",
     ],
+    "merger": ["what it does", "when", "score bias", "source"],
     "codec": ["what it does", "source"],
 }
 """Columns of the tables of docs/methods/index.md after the name."""

@@ -35,6 +35,7 @@ KINDS = {
     "positions": PALETTE[2],
     "statistics": PALETTE[3],
     "counters": PALETTE[4],
+    "counts": "#F0E442",
     "waiting prompt": PALETTE[6],
     "unmanaged": PALE,
 }
