@@ -18,12 +18,16 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "selector", "codec"]
+Kind = Literal["allocator", "head_allocator", "selector", "codec"]
 
 ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
     "pyramid": "kvpolicy.allocators.pyramid:Pyramid",
     "squeeze": "kvpolicy.allocators.squeeze:SqueezeAttention",
+}
+HEAD_ALLOCATORS = {
+    "even": "kvpolicy.allocators.even:Even",
+    "adakv": "kvpolicy.allocators.adakv:AdaKV",
 }
 SELECTORS = {
     "full": "kvpolicy.selectors.full:KeepAll",
@@ -51,7 +55,12 @@ CODECS = {
 }
 ALIASES = {"keepall": "full"}
 
-BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+BUILT_IN: dict[Kind, dict[str, str]] = {
+    "allocator": ALLOCATORS,
+    "head_allocator": HEAD_ALLOCATORS,
+    "selector": SELECTORS,
+    "codec": CODECS,
+}
 """Module and class of each built-in strategy, by kind and name."""
 
 

@@ -11,7 +11,7 @@ from kvpolicy.engine.attention import Past, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.state import join_states, map_state, select_state
-from kvpolicy.protocols import Ranks, Seen, Selector, State, View
+from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
 
 
 class Selection(NamedTuple):
@@ -21,11 +21,34 @@ class Selection(NamedTuple):
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
+        head_pages: Pages of each head, [B, H] int64; None without head budgets.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
+    head_pages: Tensor | None = None
+
+
+class HeadBudgets(NamedTuple):
+    """Divides pages among the heads of a layer; see `HeadRequest`.
+
+    Attributes:
+        allocator: Divides them.
+        pages: Pages of the layer, [B] int64.
+        size: Slots of a page, [B] int64.
+        most: The most pages that a head can use, [B] int64.
+    """
+
+    allocator: HeadAllocator
+    pages: Tensor
+    size: Tensor
+    most: Tensor
+
+    def divide(self, priority: Tensor, view: View) -> Tensor:
+        """Pages of each head, [B, H]."""
+        ranked = priority.masked_fill(~view.valid, -torch.inf)
+        return self.allocator.divide(HeadRequest(ranked, view, self.pages, self.size, self.most))
 
 
 def select_tokens(
@@ -40,6 +63,7 @@ def select_tokens(
     keep: Tensor,
     layer_idx: int,
     ranks: Ranks,
+    heads: HeadBudgets | None = None,
 ) -> Selection:
     """Select among the slots of a layer and the tokens of a prompt.
 
@@ -54,6 +78,7 @@ def select_tokens(
         keep: The most tokens to keep of each row, [B] int64.
         layer_idx: Index of the layer.
         ranks: The ranks that hold the layer's other heads.
+        heads: How many tokens each head keeps; all keep `keep` without it.
     """
     slots = positions.shape[-1]
     positions, state = _candidates(selector, positions, state, prompt, seen_before)
@@ -65,7 +90,10 @@ def select_tokens(
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
     before, state = state, selector.observe(state, seen, view)
-    chosen = _highest(finite_priority(selector.priority(state, view)), view)
+    priority = finite_priority(selector.priority(state, view))
+    head_pages = None if heads is None else heads.divide(priority, view)
+    count = keep[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
+    chosen = _highest(priority, view, count)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
         idle = prompt.idle[:, None, None]
         chosen = torch.where(idle, view.valid, chosen)
@@ -76,7 +104,7 @@ def select_tokens(
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
         state = map_state(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen)
+    return Selection(positions, state, chosen, head_pages)
 
 
 def finite_priority(priority: Tensor) -> Tensor:
@@ -134,13 +162,13 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
     return positions.gather(-1, order), map_state(lambda t: t.gather(-1, order), state), moved
 
 
-def _highest(priority: Tensor, view: View) -> Tensor:
-    """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
+def _highest(priority: Tensor, view: View, count: Tensor) -> Tensor:
+    """The `count` [B, H or 1] tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
     priority = priority.masked_fill(~view.valid, -torch.inf)
     # Not `topk`, which leaves open which of equal tokens it returns, and takes one count for all rows.
     order = priority.argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device)
-    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
+    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < count[..., None]).expand_as(order))
     return top & (priority > -torch.inf)
 
 

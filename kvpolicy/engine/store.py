@@ -29,11 +29,13 @@ class RowBudget(NamedTuple):
         keep: The most tokens to keep of the prompt.
         extra: Tokens that may be added later without an eviction.
         expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
+        last: The most tokens that the row will ever have without `extra`, kept or not, as far as is known.
     """
 
     keep: Tensor
     extra: Tensor
     expected_len: Tensor
+    last: Tensor
 
 
 class LayerStore(LayerSlots):
@@ -394,19 +396,26 @@ class LayerStore(LayerSlots):
         self.columns.add_(1)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
-        view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+        view = self._view()
         slot = self._free_slot(view, valid)
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
         state = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
         want_weights = self.selector.needs.decode_attn
-        out, weights = attend_slots(
-            q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, want_weights
-        )
+        out, weights = self._attend(q, transform, want_weights)
         if weights is not None and want_weights:
             update_state(self.selector, self.state, weights.detach(), view, valid)
         return out
+
+    def _view(self) -> View:
+        """The slots as the selector sees them in a step."""
+        return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+
+    def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row to the slots; see `attend_slots`."""
+        exact = (self.keys, self.values)
+        return attend_slots(q, exact, self.coded_view(), self.positions >= 0, transform, want_weights)
 
     def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
@@ -26,6 +27,7 @@ class LayerPlan:
         layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
+        pages: Its pages, if its heads have budgets of their own.
         nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters.
     """
 
@@ -33,6 +35,7 @@ class LayerPlan:
     tokens: int
     layout: Layout
     nbytes: dict[str, int]
+    pages: Pages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import selectors
+from . import head_allocators, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
 from .selectors import kvcrush
 from .stages import Head, Mover
@@ -33,6 +33,7 @@ class ReferenceLayer:
         codec: Codec | None = None,
         layer_idx: int = 0,
         capacity: int | None = None,
+        heads: tuple[str, Config] | None = None,
         undo: Rotation = as_it_is,
         apply: Rotation = as_it_is,
     ) -> None:
@@ -47,6 +48,7 @@ class ReferenceLayer:
             codec: None, or what `codecs.make` makes.
             layer_idx: Which layer; KVCrush's random anchor depends on it.
             capacity: The most tokens that the row may hold; by default the budget, for generated tokens that compete.
+            heads: Name and parameters of a head allocator; every head keeps `budget` tokens without one.
             undo: Takes a key's rotary embedding away, for codecs that ask for it.
             apply: Puts it back.
         """
@@ -54,6 +56,8 @@ class ReferenceLayer:
         self.base = self.selector.get("base", self.selector)
         self.budget = budget
         self.capacity = capacity
+        self.head_allocator = heads
+        self.room = [budget] * num_kv_heads
         self.group = num_heads // num_kv_heads
         self.decode = decode
         self.mover = None if codec is None else Mover(codec, layer_idx, num_kv_heads, undo, apply)
@@ -99,12 +103,15 @@ class ReferenceLayer:
         sinks: Tensor | None = None,
         step: bool | None = None,
         hidden: Tensor | None = None,
+        last: int | None = None,
+        tail: int = 0,
     ) -> Tensor:
         """Attend with q [Hq, n, D] over what is kept and k, v [H, n, D], then choose; returns [Hq, n, D] fp64.
 
         The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
-        layer's input, for codecs that look at it.
+        layer's input, for codecs that look at it. With a head allocator, `last` is the most tokens that the row will
+        ever have, and `tail` what each head gets beside the budget.
         """
         self.tick()
         self.budget = self.budget if budget is None else budget
@@ -121,7 +128,11 @@ class ReferenceLayer:
         if single:
             self._step(attention)
         else:
-            self._choose(attention)
+            given = None
+            if self.head_allocator is not None:
+                assert last is not None, "pages depend on all tokens that will come"
+                given = head_allocators.room(self.budget, last, len(self.heads))
+            self._choose(attention, given, tail)
             self._settle(q, hidden, first)
         return out
 
@@ -173,7 +184,7 @@ class ReferenceLayer:
     def _make_room(self) -> None:
         """Evict one token from every head that is full; the new token is counted but not yet there."""
         for head in self.heads:
-            if len(head.tokens) >= self.budget:
+            if len(head.tokens) >= self.room[self.heads.index(head)]:
                 worth = self._priorities(head.tokens)
                 self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
@@ -187,16 +198,23 @@ class ReferenceLayer:
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
 
-    def _choose(self, attention: list[Tensor]) -> None:
+    def _choose(self, attention: list[Tensor], given: head_allocators.Room | None = None, tail: int = 0) -> None:
         """Update the scores after a prefill or chunk, and drop what does not fit."""
+        self.budget = self.budget if given is None else given.average  # what selectors reckon with
         for h, head in enumerate(self.heads):
             old = [token.score for token in head.tokens]
             new = selectors.scores_after_prefill(self.base, old, attention, self._query_heads(h), self._base_budget())
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
         apart = self._distances(attention)
-        for head in self.heads:
-            kept, standing = self._kept(head.tokens, apart)
+        self.room = [self.budget] * len(self.heads)
+        if given is not None and self.head_allocator is not None:
+            worths = [self._priorities(head.tokens) for head in self.heads]
+            pages = head_allocators.divide(*self.head_allocator, worths, given)
+            self.room = [count * given.size for count in pages]
+        for h, head in enumerate(self.heads):
+            kept, standing = self._kept(head.tokens, apart, self.room[h])
+            self.room[h] += tail
             for token in head.tokens:
                 token.stays = token.position in standing
             head.drop({token.position for token in head.tokens} - kept)
@@ -213,12 +231,12 @@ class ReferenceLayer:
         held = [[token.position for token in self.heads[hq // self.group].tokens] for hq in range(len(bits))]
         return kvcrush.distances([dict(zip(*pair, strict=True)) for pair in zip(held, bits, strict=True)], anchor)
 
-    def _kept(self, head: list[Token], apart: dict[int, int]) -> tuple[set[int], set[int]]:
+    def _kept(self, head: list[Token], apart: dict[int, int], count: int) -> tuple[set[int], set[int]]:
         """Positions that stay, and those of them that stand in for others."""
         positions, worth = [token.position for token in head], self._priorities(head)
         self.margin = min(self.margin, selectors.margin(worth))
         if self.selector["name"] != "kvcrush":
-            return {positions[j] for j in selectors.top(worth, self.budget)}, set()
+            return {positions[j] for j in selectors.top(worth, count)}, set()
         strong, standing = kvcrush.keep_tokens(self.selector, positions, worth, apart, self.budget)
         return {*strong, *standing}, set(standing)
 
