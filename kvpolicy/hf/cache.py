@@ -357,10 +357,11 @@ class PolicyCache(Cache):
         length = at_least(own, self.prompt)
         dtype = pending.keys.dtype
         count = len(self.policy_layers)
-        shape = LayerShape(heads, dim, dtype)
+        every = store.ranks.kv_heads(heads)
+        shape = LayerShape(heads, dim, dtype, every)
         # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
         # are those of this rank.
-        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype)
+        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, every)
         metrics = self.cosines() if self.policy.allocator.layer_metric else None
         # Once per announcement: a chunk or turn that follows does not move the announced end.
         if self.new is not None and self._end is None:

@@ -104,7 +104,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             "All layers with full attention must have the same number of KV heads and the same head dimension, since "
             f"they share a budget, got {sorted(kept)} for {text.model_type}."
         )
-    shapes = {index: LayerShape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    shapes = {index: LayerShape(-(-heads // tp), dim, wanted, heads) for index, (heads, dim) in sizes.items()}
     return ModelShape(
         shape=shapes[evictable[0]],
         heads=sizes[evictable[0]][0],

@@ -117,18 +117,25 @@ def _divide_tokens(
     return Tokens(keep, extra, expected_len, prompt if grows else last)
 
 
-def pages_of(policy: Policy, tokens: Tokens, layer: int, heads: int) -> Pages | None:
+def pages_of(policy: Policy, tokens: Tokens, layer: int, shape: LayerShape) -> Pages | None:
     """The pages of a layer if its heads have budgets of their own; None if they have not.
+
+    With several ranks these are the most that a rank may hold: all but one page for each head of the other ranks.
 
     Args:
         policy: The policy.
         tokens: The division of its budget.
         layer: Number of the layer under the policy.
-        heads: Its KV heads.
+        shape: Its shape.
     """
     if policy.heads is None:
         return None
-    return row_pages(tokens.keep[:, layer], tokens.extra, tokens.last, heads).allocated(heads)
+    heads = shape.all_heads or shape.heads
+    rows = row_pages(tokens.keep[:, layer], tokens.extra, tokens.last, heads)
+    if heads > shape.heads:
+        most = torch.maximum(-(-tokens.last // rows.size), rows.body // heads + 1) * shape.heads
+        rows = rows._replace(body=torch.minimum(rows.body - (heads - shape.heads), most))
+    return rows.allocated(shape.heads)
 
 
 def _divide_bytes(
@@ -184,7 +191,7 @@ def plan_layers(
     plans: list[LayerPlan] = []
     for number, (index, most, shape) in enumerate(zip(indices, tokens.most, shapes, strict=True)):
         layout = policy.codec.layout(most)
-        pages = pages_of(policy, tokens, number, shape.heads)
+        pages = pages_of(policy, tokens, number, shape)
         sizes = dict(layer_bytes(policy, batch, shape, layout, pages))
         if not plans:
             # The first layer holds the mask digest of the whole cache.

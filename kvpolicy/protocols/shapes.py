@@ -14,11 +14,13 @@ class LayerShape(NamedTuple):
         heads: KV heads.
         head_dim: Head dimension.
         dtype: Dtype of keys and values.
+        all_heads: KV heads on all ranks; 0 if this rank holds them all.
     """
 
     heads: int
     head_dim: int
     dtype: torch.dtype
+    all_heads: int = 0
 
     @property
     def token_nbytes(self) -> int:
