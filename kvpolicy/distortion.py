@@ -110,7 +110,7 @@ def coded_store(
     store = LayerStore(layer_idx, policy.selector, codec, policy.decode, rope)
     batch, _, count, dim = keys.shape
     everything = torch.full((batch,), count, device=keys.device)
-    budget = RowBudget(everything, torch.zeros_like(everything), everything.cpu())
+    budget = RowBudget(everything, torch.zeros_like(everything), everything.cpu(), everything.cpu())
     with torch.no_grad():
         store.initialize(keys)
         _, pending = store.attend_prompt(

@@ -10,12 +10,22 @@ from typing import Any, Literal
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.mergers.drop import Drop
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Merger, Selector
+from kvpolicy.protocols import (
+    Allocator,
+    Codec,
+    DecodeMode,
+    HeadAllocator,
+    Merger,
+    Selector,
+    compares_heads,
+    joint_decode,
+)
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.page_sizes import fewest_tokens
 from kvpolicy.spec.tables import Cells, section, shorten, table
 from kvpolicy.spec.validation import check_instance
 
@@ -71,6 +81,7 @@ class Policy:
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
         self._check_merger()
+        self._check_heads()
 
     @classmethod
     def parse(cls, text: str | None) -> Policy:
@@ -160,6 +171,16 @@ class Policy:
         return "" if self.selector.needs.query_moments is None else "selector"
 
     @property
+    def heads(self) -> HeadAllocator | None:
+        """The head allocator; None if every head of a layer has the same budget."""
+        return getattr(self.allocator, "heads", None)
+
+    @property
+    def min_tokens(self) -> int:
+        """The smallest budget of a layer, in tokens."""
+        return self.selector.min_tokens if self.heads is None else fewest_tokens(self.selector.min_tokens)
+
+    @property
     def _ranks(self) -> bool:
         return self.codec.traits.demote_by == "priority"
 
@@ -179,10 +200,52 @@ class Policy:
                 f"A policy with the budget {budget} must have a selector, which decides what is evicted; try snapkv, "
                 "or omit the budget."
             )
-        if isinstance(budget, int) and budget < self.selector.min_tokens:
+        if isinstance(budget, int) and budget < self.min_tokens:
             raise KVPolicyError(
-                f"The budget must be at least {self.selector.min_tokens} tokens for {self.selector}, got {budget}."
+                f"The budget must be at least {self.min_tokens} tokens for {self._ranked}, got {budget}."
             )
+
+    @property
+    def _ranked(self) -> str:
+        """The selector, as messages about the smallest budget name it."""
+        return f"{self.selector}" + ("" if self.heads is None else f" with {self.heads}")
+
+    def _check_heads(self) -> None:
+        """Refuse parts that need equally many tokens in every head."""
+        heads: Any = self.heads
+        if heads is None:
+            return
+        if not isinstance(heads, HeadAllocator):
+            got = shorten(repr(heads))
+            raise KVPolicyTypeError(
+                f"The heads of an allocator must implement kvpolicy.protocols.HeadAllocator, got {got}; try AdaKV()."
+            )
+        if self._keeps_all:
+            raise KVPolicyError(
+                f"A policy with {heads} must have a selector, which ranks the tokens of each head; try snapkv."
+            )
+        if joint_decode(self.selector):
+            raise KVPolicyError(
+                f"The selector must decide for every head alone to be combined with {heads}, got {self.selector}, "
+                "which ranks a token by all heads of a layer; try snapkv or h2o."
+            )
+        if heads.compares_heads and not compares_heads(self.selector):
+            raise KVPolicyError(
+                f"The selector must rank tokens by attention to be combined with {heads}, which compares them across "
+                f"heads, got {self.selector}; try snapkv or h2o, or another head allocator."
+            )
+        needs = self.selector.needs
+        if needs.vectors or needs.rerank_every or needs.head_shape:
+            raise KVPolicyError(
+                f"The selector must rank tokens by statistics of slots alone to be combined with {heads}, got "
+                f"{self.selector}, which looks at keys; try snapkv or h2o."
+            )
+        if self.codec.stages:
+            raise KVPolicyError(
+                f"A policy with {heads} must store tokens in full precision, got the codec {self.codec}; remove one."
+            )
+        if self.merger.traits.when != "never":
+            raise KVPolicyError(f"A policy with {heads} must drop tokens, got the merger {self.merger}; remove one.")
 
     def _check_merger(self) -> None:
         when = self.merger.traits.when

@@ -18,10 +18,11 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "selector", "merger", "codec"]
+Kind = Literal["allocator", "head_allocator", "selector", "merger", "codec"]
 
 QUESTIONS: dict[Kind, str] = {
     "allocator": "how many tokens may each layer keep?",
+    "head_allocator": "how is a layer's budget divided among its KV heads?",
     "selector": "which tokens are kept?",
     "merger": "what becomes of a token that is not kept?",
     "codec": "how is a kept token stored?",
@@ -32,6 +33,10 @@ ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
     "pyramid": "kvpolicy.allocators.pyramid:Pyramid",
     "squeeze": "kvpolicy.allocators.squeeze:SqueezeAttention",
+}
+HEAD_ALLOCATORS = {
+    "even": "kvpolicy.allocators.even:Even",
+    "adakv": "kvpolicy.allocators.adakv:AdaKV",
 }
 SELECTORS = {
     "full": "kvpolicy.selectors.full:KeepAll",
@@ -72,6 +77,7 @@ ALIASES = {"keepall": "full"}
 
 BUILT_IN: dict[Kind, dict[str, str]] = {
     "allocator": ALLOCATORS,
+    "head_allocator": HEAD_ALLOCATORS,
     "selector": SELECTORS,
     "merger": MERGERS,
     "codec": CODECS,

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpolicy.protocols import HeadAllocator
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_fields
@@ -23,6 +24,7 @@ class Pyramid:
 
     Args:
         beta: The ratio of the average budget to that of the last layer, at least 1 (1 is uniform).
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
 
     Examples:
         >>> Pyramid(beta=2).budgets(None, torch.tensor([40]), 1, torch.tensor([100]), 4).tolist()
@@ -35,6 +37,7 @@ class Pyramid:
     """
 
     beta: float = 20.0
+    heads: HeadAllocator | None = None
 
     def __post_init__(self) -> None:
         """Check `beta`."""

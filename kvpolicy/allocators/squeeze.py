@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
+from kvpolicy.protocols import HeadAllocator
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -32,6 +33,7 @@ class SqueezeAttention:
         groups: The number of groups, at least 2.
         profile: A file of stored cosines (see `save_profile`). With it nothing is measured, and each layer is
             compressed as soon as it has run; without it, all layers of the prompt run first.
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
 
     Examples:
         >>> cosine = torch.tensor([[0.5, 0.7, 0.95, 0.96, 0.97]])
@@ -50,6 +52,7 @@ class SqueezeAttention:
     keep_share: float = 0.4
     groups: int = 3
     profile: str | None = None
+    heads: HeadAllocator | None = None
 
     def __post_init__(self) -> None:
         """Check the parameters."""

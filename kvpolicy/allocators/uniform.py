@@ -7,6 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from kvpolicy.protocols import HeadAllocator
 from kvpolicy.spec.budget import waterfill
 
 
@@ -16,11 +17,16 @@ class Uniform:
 
     If the total is not divisible by the number of layers, the first layers keep one token more.
 
+    Args:
+        heads: How the budget of a layer is divided among its KV heads; None for the same budget in every head.
+
     Examples:
         >>> import torch
         >>> Uniform().budgets(None, torch.tensor([10]), 1, torch.tensor([100]), 4).tolist()
         [[3, 3, 2, 2]]
     """
+
+    heads: HeadAllocator | None = None
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:

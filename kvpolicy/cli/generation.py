@@ -181,7 +181,7 @@ def _result(handle: Any, tokenizer: Any, prompt: int, timed: TimedStreamer, inte
     cache = handle.cache
     times = timed.times
     layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
-    kept = [float((layer.positions[0] >= 0).sum(-1).float().mean()) for layer in layers]
+    kept = [float((layer.head_positions[0] >= 0).sum(-1).float().mean()) for layer in layers]
     return Generation(
         policy=str(handle.policy),
         text=tokenizer.decode(timed.tokens, skip_special_tokens=True),

@@ -189,7 +189,7 @@ def _layers(cache: PolicyCache, cosines: list[float]) -> tuple[Layer, ...]:
             index=layer.layer_idx,
             cosine=cosines[position] if cosines else None,
             budget=int(layer.budget[0]),
-            kept=tuple((layer.positions[0] >= 0).sum(-1).tolist()),
+            kept=tuple((layer.head_positions[0] >= 0).sum(-1).tolist()),
             nbytes=sum(layer.held().values()),
         )
         for position, layer in enumerate(cache.policy_layers)

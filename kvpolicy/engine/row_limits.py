@@ -18,11 +18,14 @@ class RowBudget(NamedTuple):
         keep: The most tokens to keep of the prompt.
         extra: Tokens that may be added later without an eviction.
         expected_len: The most tokens that the row will hold, as far as is known: what is allocated.
+        last: The most tokens that the row will ever have without `extra`, kept or not, as far as is known; needed if
+            heads have budgets of their own.
     """
 
     keep: Tensor
     extra: Tensor
     expected_len: Tensor
+    last: Tensor | None = None
 
 
 class RowLimits(NamedTuple):

@@ -14,7 +14,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
-from kvpolicy.protocols import Ranks, Seen, Selector, State, View
+from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
 
 
 class Selection(NamedTuple):
@@ -26,6 +26,7 @@ class Selection(NamedTuple):
         chosen: Which candidates are kept, [B, H, S + P] bool.
         window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
         priority: Of each candidate, [B, H, S + P] fp32.
+        head_pages: Pages of each head, [B, H] int64; None without head budgets.
     """
 
     positions: Tensor
@@ -33,6 +34,28 @@ class Selection(NamedTuple):
     chosen: Tensor
     window_attn: Tensor | None = None
     priority: Tensor | None = None
+    head_pages: Tensor | None = None
+
+
+class HeadBudgets(NamedTuple):
+    """Divides pages among the heads of a layer; see `HeadRequest`.
+
+    Attributes:
+        allocator: Divides them.
+        pages: Pages of the layer, [B] int64.
+        size: Slots of a page, [B] int64.
+        most: The most pages that a head can use, [B] int64.
+    """
+
+    allocator: HeadAllocator
+    pages: Tensor
+    size: Tensor
+    most: Tensor
+
+    def divide(self, priority: Tensor, view: View) -> Tensor:
+        """Pages of each head, [B, H]."""
+        ranked = priority.masked_fill(~view.valid, -torch.inf)
+        return self.allocator.divide(HeadRequest(ranked, view, self.pages, self.size, self.most))
 
 
 def select_tokens(
@@ -47,6 +70,7 @@ def select_tokens(
     keep: Tensor,
     layer_idx: int,
     ranks: Ranks,
+    heads: HeadBudgets | None = None,
 ) -> Selection:
     """Select among the slots of a layer and the tokens of a prompt.
 
@@ -61,6 +85,7 @@ def select_tokens(
         keep: The most tokens to keep of each row, [B] int64.
         layer_idx: Index of the layer.
         ranks: The ranks that hold the layer's other heads.
+        heads: How many tokens each head keeps; all keep `keep` without it.
     """
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
@@ -74,7 +99,9 @@ def select_tokens(
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
     before, state = state, selector.observe(state, seen, view)
     priority = finite_priority(selector.priority(state, view))
-    chosen = _highest(priority, view)
+    head_pages = None if heads is None else heads.divide(priority, view)
+    count = keep[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
+    chosen = _highest(priority, view, count)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
         chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
         state = select_rows(prompt.idle, before, state)
@@ -85,7 +112,7 @@ def select_tokens(
         positions = positions.gather(-1, back)
         priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen, window_attn, priority)
+    return Selection(positions, state, chosen, window_attn, priority, head_pages)
 
 
 def finite_priority(priority: Tensor) -> Tensor:
@@ -149,13 +176,13 @@ def _reordered(positions: Tensor, state: State, seen: Seen, order: Tensor) -> tu
     return positions.gather(-1, order), map_slots(lambda t: t.gather(-1, order), state), moved
 
 
-def _highest(priority: Tensor, view: View) -> Tensor:
-    """The `view.budget` tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
+def _highest(priority: Tensor, view: View, count: Tensor) -> Tensor:
+    """The `count` [B, H or 1] tokens of highest priority, ties to the earlier position, [B, H, N] bool."""
     priority = priority.masked_fill(~view.valid, -torch.inf)
     # Not `topk`, which leaves open which of equal tokens it returns, and takes one count for all rows.
     order = priority.argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device)
-    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < view.budget[:, None, None]).expand_as(order))
+    top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < count[..., None]).expand_as(order))
     return top & (priority > -torch.inf)
 
 

@@ -66,6 +66,7 @@ class LayerSlots:
         expected_len: Tokens that each row has slots for.
         schedule: When the slots are ranked together again.
         reserved: Dictionary slots, the first of the full-precision buffer.
+        heads: KV heads.
         largest_block: The most tokens that any row demotes at a time.
         keys: Keys of the full-precision buffer, [B, H, E, D].
         values: Values of the full-precision buffer, [B, H, E, D].
@@ -119,6 +120,7 @@ class LayerSlots:
         self.expected_len: list[int] = []
         self.schedule = RankSchedule(selector.needs.rerank_every)
         self.reserved = 0
+        self.heads = 0
         self.largest_block = codec.traits.block
         self.limits = None
         self.is_initialized = False
@@ -131,6 +133,7 @@ class LayerSlots:
         device = keys.device
         self.ranks = ranks
         self.group = group
+        self.heads = heads
         self.keys = keys.new_empty(batch, heads, 0, dim)
         self.values = keys.new_empty(batch, heads, 0, dim)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
@@ -270,9 +273,17 @@ class LayerSlots:
             self.largest_block = max(traits_for(self.codec, count).block for count in allocated)
         self._may_exceed_plan = not self.grows and capacity.may_exceed_plan(self.expected_len, tokens)
 
+    def tokens_by_head(self) -> Tensor:
+        """Tokens that each head holds, [B, H] int64."""
+        return (self.positions >= 0).sum(-1)
+
+    def head_positions(self) -> Tensor:
+        """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
+        return self.positions
+
     def _row_counts(self) -> list[int]:
         """Tokens in each row's fullest head."""
-        return (self.positions >= 0).sum(-1).amax(-1).tolist()
+        return self.tokens_by_head().amax(-1).tolist()
 
     def _buffered(self) -> Tensor:
         """Tokens of each head in the full-precision buffer, the dictionary left out, [B, H]."""

@@ -400,7 +400,7 @@ class LayerStore(LayerSlots):
         self.columns.add_(1)
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
-        view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+        view = self._view()
         slot = self._free_slot(view, valid)
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
@@ -408,19 +408,21 @@ class LayerStore(LayerSlots):
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.counts)
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts), mask)
         needs = self.selector.needs
-        out, weights = attend_slots(
-            q,
-            (self.keys, self.values),
-            self.coded_view(),
-            self.positions >= 0,
-            transform,
-            needs.decode_attn,
-            self.log_counts,
-        )
+        out, weights = self._attend(q, transform, needs.decode_attn)
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
         return out
+
+    def _view(self) -> View:
+        """The slots as the selector sees them in a step."""
+        return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+
+    def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row to the slots; see `attend_slots`."""
+        exact = (self.keys, self.values)
+        occupied = self.positions >= 0
+        return attend_slots(q, exact, self.coded_view(), occupied, transform, want_weights, self.log_counts)
 
     def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1]."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.store import LayerStore, RowBudget
@@ -99,6 +100,9 @@ class PolicyCache(Cache):
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
+        heads = policy.heads
+        if heads is not None:
+            return PolicyLayer(lambda: PagedStore(index, policy.selector, policy.codec, policy.decode, heads))
         return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger))
 
     @property
@@ -137,8 +141,8 @@ class PolicyCache(Cache):
         own = 0
         for layer in self.policy_layers:
             if layer.is_initialized:
-                _, heads, _, dim = layer.keys.shape
-                own += int(layer.length.sum()) * 2 * heads * dim * layer.keys.element_size()
+                dim = layer.keys.shape[-1]
+                own += int(layer.length.sum()) * 2 * layer.store.heads * dim * layer.keys.element_size()
         return own + sum(self.unmanaged_bytes().values())
 
     @property
@@ -335,7 +339,8 @@ class PolicyCache(Cache):
         """A layer's share of the divided budget."""
         number = self.policy_layers.index(layer)
         assert self._tokens is not None, "the first layer divides the budget"
-        return RowBudget(self._tokens.keep[:, number], self._tokens.extra, self._tokens.expected_len[:, number])
+        tokens = self._tokens
+        return RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
@@ -391,10 +396,11 @@ class PolicyCache(Cache):
         length = at_least(own, self.prompt)
         dtype = pending.keys.dtype
         count = len(self.policy_layers)
-        shape = LayerShape(heads, dim, dtype, store.group)
+        every = store.ranks.kv_heads(heads)
+        shape = LayerShape(heads, dim, dtype, store.group, every)
         # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
         # are those of this rank.
-        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.group))
+        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.group), every)
         metrics = self.cosines() if self.policy.allocator.layer_metric else None
         # Once per announcement: a chunk or turn that follows does not move the announced end.
         if self.new is not None and self._end is None:

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
@@ -59,13 +60,23 @@ class PolicyLayer(CacheLayerMixin):
 
     @property
     def positions(self) -> Tensor:
-        """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot."""
+        """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot; [B, NB, P] in pages."""
         return self.store.positions
 
     @property
     def counts(self) -> Tensor | None:
         """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
         return self.store.log_counts
+
+    @property
+    def owner(self) -> Tensor | None:
+        """KV head of each page, [B, NB] int64, H for a page that a row does not use; None if heads are equal."""
+        return self.store.owner if isinstance(self.store, PagedStore) else None
+
+    @property
+    def head_positions(self) -> Tensor:
+        """Positions of the tokens of each head, [B, H, n] int32, -1 for none."""
+        return self.store.head_positions()
 
     @property
     def budget(self) -> Tensor:

@@ -105,7 +105,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             f"they share a budget, got {sorted(kept)} for {text.model_type}."
         )
     shapes = {
-        index: LayerShape(-(-heads // tp), dim, wanted, _group(layer, heads, tp))
+        index: LayerShape(-(-heads // tp), dim, wanted, _group(layer, heads, tp), heads)
         for (index, (heads, dim)), layer in zip(sizes.items(), _layer_configs(text), strict=True)
     }
     return ModelShape(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.pages import Pages
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
@@ -19,11 +20,15 @@ DIGEST_NBYTES = 8
 
 
 @lru_cache(maxsize=4096)
-def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -> dict[str, int]:
+def layer_bytes(
+    policy: Policy, batch: int, shape: LayerShape, layout: Layout, pages: Pages | None = None
+) -> dict[str, int]:
     """Bytes by kind that a layer will hold.
 
     The tensors are allocated as the cache does, but on the meta device, so that a plan is exact and needs no memory.
     """
+    if pages is not None:
+        return _paged_bytes(policy, batch, shape, pages)
     slots = layout.slots
     heads = shape.heads
     dim = shape.head_dim
@@ -40,6 +45,19 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout) -
     # The length and the budget of each row, and the columns seen.
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
     return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())), merged)
+
+
+def _paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages) -> dict[str, int]:
+    exact = torch.empty(batch, *pages, shape.head_dim, dtype=shape.dtype, device="meta")
+    positions = torch.empty(batch, *pages, dtype=torch.int32, device="meta")
+    owner = torch.empty(batch, pages.number, dtype=torch.int64, device="meta")
+    state = alloc_state(policy.selector, batch, *pages, "meta", shape.head)
+    # The length, the budget and the budget of an average head of each row, and the columns seen.
+    counters = torch.empty(3 * batch + 1, dtype=torch.int64, device="meta")
+    complete = torch.empty(batch, dtype=torch.bool, device="meta")
+    kinds = bytes_by_kind((exact, exact), (), positions, state, (counters, complete), ())
+    kinds["positions"] += owner.nbytes
+    return kinds
 
 
 def resident_bytes(calibrations: Iterable[Any]) -> int:

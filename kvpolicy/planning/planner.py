@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
+from kvpolicy.engine.pages import Pages, row_pages
 from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
@@ -29,11 +30,13 @@ class Tokens(NamedTuple):
         keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
         extra: Tokens that each row may add later without evicting, [B] int64.
         expected_len: The most tokens that each row of a layer ever holds, [B, L] int64.
+        last: The most tokens that each row will ever have without `extra`, kept or not, as far as is known, [B] int64.
     """
 
     keep: Tensor
     extra: Tensor
     expected_len: Tensor
+    last: Tensor
 
     @property
     def most(self) -> tuple[int, ...]:
@@ -64,7 +67,7 @@ def divide(
     """
     if isinstance(policy.budget, str):
         return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes)
-    floor = policy.selector.min_tokens
+    floor = policy.min_tokens
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
     else:
@@ -76,7 +79,7 @@ def divide(
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
-    floor = policy.selector.min_tokens
+    floor = policy.min_tokens
     short = base < floor
     if not bool(short.any()):
         return
@@ -104,13 +107,35 @@ def _divide_tokens(
     grows = policy.decode == "grow"
     # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
     ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
-    keep = policy.allocator.budgets(metrics, base * layers, policy.selector.min_tokens, ceiling, layers)
+    keep = policy.allocator.budgets(metrics, base * layers, policy.min_tokens, ceiling, layers)
     extra = torch.zeros_like(prompt)
     if grows:
         extra = growth(prompt) if end is None else (end - prompt).clamp_min(0)
     # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
-    return Tokens(keep, extra, torch.minimum(keep + extra[:, None], last[:, None]))
+    expected_len = torch.minimum(keep + extra[:, None], last[:, None])
+    return Tokens(keep, extra, expected_len, prompt if grows else last)
+
+
+def pages_of(policy: Policy, tokens: Tokens, layer: int, shape: LayerShape) -> Pages | None:
+    """The pages of a layer if its heads have budgets of their own; None if they have not.
+
+    With several ranks these are the most that a rank may hold: all but one page for each head of the other ranks.
+
+    Args:
+        policy: The policy.
+        tokens: The division of its budget.
+        layer: Number of the layer under the policy.
+        shape: Its shape.
+    """
+    if policy.heads is None:
+        return None
+    heads = shape.all_heads or shape.heads
+    rows = row_pages(tokens.keep[:, layer], tokens.extra, tokens.last, heads)
+    if heads > shape.heads:
+        most = torch.maximum(-(-tokens.last // rows.size), rows.body // heads + 1) * shape.heads
+        rows = rows._replace(body=torch.minimum(rows.body - (heads - shape.heads), most))
+    return rows.allocated(shape.heads)
 
 
 def _divide_bytes(
@@ -129,12 +154,10 @@ def _divide_bytes(
         # By default with all slots that the cache may ever have, so that it stays within the budget as it grows.
         each = torch.full_like(prompt, base)
         tokens = _divide_tokens(policy, metrics, each, prompt, end, len(shapes), initial_slots)
-        layouts = [policy.codec.layout(most) for most in tokens.most]
-        pairs = zip(shapes, layouts, strict=True)
-        sizes = [sum(layer_bytes(policy, batch, shape, layout).values()) for shape, layout in pairs]
-        return tokens, unmanaged_nbytes + DIGEST_NBYTES * batch + sum(sizes)
+        layers = plan_layers(policy, tokens, shapes, [*range(len(shapes))], batch)
+        return tokens, unmanaged_nbytes + sum(sum(layer.nbytes.values()) for layer in layers)
 
-    low = policy.selector.min_tokens
+    low = policy.min_tokens
     _, smallest = attempt(low)
     if smallest > limit:
         raise KVPolicyError(
@@ -166,11 +189,12 @@ def plan_layers(
         batch: Number of rows.
     """
     plans: list[LayerPlan] = []
-    for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
+    for number, (index, most, shape) in enumerate(zip(indices, tokens.most, shapes, strict=True)):
         layout = policy.codec.layout(most)
-        sizes = dict(layer_bytes(policy, batch, shape, layout))
+        pages = pages_of(policy, tokens, number, shape)
+        sizes = dict(layer_bytes(policy, batch, shape, layout, pages))
         if not plans:
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
-        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
+        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, pages=pages, nbytes=sizes))
     return tuple(plans)

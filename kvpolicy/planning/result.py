@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
@@ -27,12 +28,14 @@ class LayerPlan:
         tokens: The most tokens of any row.
         layout: Its slots.
         nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters, counts.
+        pages: Its pages, if its heads have budgets of their own.
     """
 
     layer_idx: int
     tokens: int
     layout: Layout
     nbytes: dict[str, int]
+    pages: Pages | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,8 @@ D head dim, L layers.
 """
 
 from kvpolicy.protocols.allocator import Allocator as Allocator
+from kvpolicy.protocols.allocator import HeadAllocator as HeadAllocator
+from kvpolicy.protocols.allocator import HeadRequest as HeadRequest
 from kvpolicy.protocols.codec import ALL_HEADS as ALL_HEADS
 from kvpolicy.protocols.codec import At as At
 from kvpolicy.protocols.codec import Calibration as Calibration
@@ -41,6 +43,8 @@ from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State
 from kvpolicy.protocols.selector import View as View
 from kvpolicy.protocols.selector import alloc_state as alloc_state
+from kvpolicy.protocols.selector import compares_heads as compares_heads
+from kvpolicy.protocols.selector import joint_decode as joint_decode
 from kvpolicy.protocols.selector import scoped as scoped
 from kvpolicy.protocols.shapes import SMALLEST_HEAD as SMALLEST_HEAD
 from kvpolicy.protocols.shapes import HeadShape as HeadShape

@@ -1,10 +1,13 @@
-"""The interface of an allocator: how many tokens each layer may keep."""
+"""The interfaces of allocators: how many tokens each layer may keep, and each KV head of a layer."""
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from kvpolicy.protocols.codec import ModelInfo
+from kvpolicy.protocols.selector import View
 
 
 @runtime_checkable
@@ -28,5 +31,44 @@ class Allocator(Protocol):
 
         Returns:
             Tokens per layer and row, [B, L] int64.
+        """
+        ...
+
+
+class HeadRequest(NamedTuple):
+    """What a head allocator divides, and what it may look at.
+
+    Attributes:
+        priority: The priority of each candidate, [B, H, N] fp32: inf is always kept, -inf for invalid tokens.
+        view: The candidates; its budget is that of an average head, in whole pages.
+        pages: Pages of the layer in each row, on all ranks, [B] int64.
+        size: Slots of a page, [B] int64.
+        most: The most pages that a head can use, [B] int64.
+    """
+
+    priority: Tensor
+    view: View
+    pages: Tensor
+    size: Tensor
+    most: Tensor
+
+
+@runtime_checkable
+class HeadAllocator(Protocol):
+    """How is a layer's budget divided among its KV heads?"""
+
+    @property
+    def compares_heads(self) -> bool:
+        """Whether priorities of different heads are compared, which not every selector's can be."""
+        ...
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if it cannot divide the budgets of a model."""
+        ...
+
+    def divide(self, request: HeadRequest) -> Tensor:
+        """Pages of each of this rank's KV heads, [B, H] int64, at least 1.
+
+        Over the heads of all ranks they sum to `request.pages`. A row does not depend on the others.
         """
         ...

@@ -65,6 +65,23 @@ class Ranks:
         """Query heads of the whole model, of which this rank has `own`."""
         return sum(self.queries) or own
 
+    def kv_heads(self, own: int) -> int:
+        """KV heads of the whole model, of which this rank has `own`."""
+        return sum(self.heads) // self.replicas or own
+
+    def all_heads(self, x: Tensor) -> Tensor:
+        """A tensor of this rank's KV heads as one of all of the model's, [B, H, ...] -> [B, H of the model, ...].
+
+        All dimensions but that of heads must be equal on all ranks.
+        """
+        if self.size == 1:
+            return x
+        padding = x.new_zeros(x.shape[0], self.most_heads(x.shape[1]) - x.shape[1], *x.shape[2:])
+        every = gather(torch.cat([x, padding], 1), self.size, self.group)
+        # Of the ranks that hold the same heads, the first is taken.
+        parts = [every[rank, :, :count] for rank, count in enumerate(self.heads) if rank % self.replicas == 0]
+        return torch.cat(parts, 1)
+
     def mine(self, line: Tensor) -> Tensor:
         """This rank's slice of a tensor over all query heads, [Hq of the model, ...] -> [Hq, ...]."""
         if not self.queries:

@@ -282,6 +282,22 @@ class View(NamedTuple):
         return self.positions >= first[:, None, None]
 
 
+def compares_heads(selector: Any) -> bool:
+    """Whether the priorities of different heads can be compared: those of attention, which has equal mass in each head.
+
+    A selector says so by an attribute `compares_heads`; without one they cannot.
+    """
+    return bool(getattr(selector, "compares_heads", False))
+
+
+def joint_decode(selector: Any) -> bool:
+    """Whether a decode step ranks a slot by all heads of the layer, which must then hold the same tokens.
+
+    A selector says so by an attribute `joint_decode`; without one it does not.
+    """
+    return bool(getattr(selector, "joint_decode", False))
+
+
 @runtime_checkable
 class Selector(Protocol):
     """Which tokens are kept?

@@ -31,12 +31,14 @@ class LayerShape(NamedTuple):
         head_dim: Head dimension.
         dtype: Dtype of keys and values.
         group: Query heads of each KV head.
+        all_heads: KV heads on all ranks; 0 if this rank holds them all.
     """
 
     heads: int
     head_dim: int
     dtype: torch.dtype
     group: int = 1
+    all_heads: int = 0
 
     @property
     def head(self) -> HeadShape:

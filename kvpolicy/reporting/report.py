@@ -37,6 +37,7 @@ class LayerReport:
         layer_idx: Index of the layer in the model.
         budget: The most tokens of each row.
         kept: Tokens held of each row, the most of any head.
+        heads: Tokens held of each row by each head; empty if all heads have the same budget.
         seen: Tokens that each row has seen.
         nbytes: Bytes by kind.
         note: Why the layer is not under the policy, or empty.
@@ -45,6 +46,7 @@ class LayerReport:
     layer_idx: int
     budget: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
+    heads: tuple[tuple[int, ...], ...] = ()
     seen: tuple[int, ...] = ()
     nbytes: dict[str, int]
     note: str = ""
@@ -72,7 +74,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings for JSON, with the versions of kvpolicy and of the format."""
-        names = ("layer_idx", "budget", "kept", "seen", "nbytes", "note")
+        names = ("layer_idx", "budget", "kept", "heads", "seen", "nbytes", "note")
         return {
             **stamp(FORMAT),
             "policy": str(self.policy),
@@ -97,7 +99,8 @@ class Report:
         lines = [f"{self.policy}: {self.nbytes:,} bytes held; the full cache: {self.full_nbytes:,}{share}"]
         for layer in self.layers:
             kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
-            told = layer.note or f"kept {list(layer.kept)} of {list(layer.seen)}, budget {list(layer.budget)}"
+            kept = [list(row) for row in layer.heads] or list(layer.kept)
+            told = layer.note or f"kept {kept} of {list(layer.seen)}, budget {list(layer.budget)}"
             lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
         if self.resident_nbytes:
             lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
@@ -164,13 +167,14 @@ def make_report(cache: CacheSource) -> Report:
         elif not layer.is_initialized:
             layers.append(LayerReport(layer_idx=index, nbytes={}, note="empty"))
         else:
-            # Heads of a row may keep different numbers of tokens, but never more than the budget.
-            kept = (layer.positions >= 0).sum(-1).amax(-1)
+            # Heads of a row may hold different numbers of tokens, but never more than the budget on average.
+            kept = (layer.head_positions >= 0).sum(-1)
             layers.append(
                 LayerReport(
                     layer_idx=index,
                     budget=_integers(layer.budget),
-                    kept=_integers(kept),
+                    kept=_integers(kept.amax(-1)),
+                    heads=() if layer.owner is None else tuple(map(_integers, kept)),
                     seen=_integers(layer.length),
                     nbytes=layer.held(),
                 )

@@ -29,8 +29,13 @@ class LayerSource(Protocol):
         ...
 
     @property
-    def positions(self) -> Tensor:
-        """Position of the token in each slot, [B, H, N]; negative where a slot is empty."""
+    def head_positions(self) -> Tensor:
+        """Positions of the tokens of each head, [B, H, N]; negative where there is none."""
+        ...
+
+    @property
+    def owner(self) -> Tensor | None:
+        """KV head of each page, [B, NB]; None if all heads have the same budget."""
         ...
 
     @property

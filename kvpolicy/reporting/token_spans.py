@@ -87,7 +87,7 @@ def shares_kept(cache: CacheSource, row: int = 0) -> tuple[list[Tensor], int]:
     seen = int(cache.policy_layers[0].length[row])
     shares: list[Tensor] = []
     for layer in cache.policy_layers:
-        held = layer.positions[row].long().cpu()
+        held = layer.head_positions[row].long().cpu()
         counts = torch.bincount(held[held >= 0], minlength=seen)
         shares.append(counts.double() / held.shape[0])
     return shares, seen

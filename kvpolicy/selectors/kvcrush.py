@@ -9,7 +9,19 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, alloc_state
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    DecodeMode,
+    HeadShape,
+    Needs,
+    Seen,
+    Selector,
+    State,
+    View,
+    alloc_state,
+    compares_heads,
+    joint_decode,
+)
 from kvpolicy.selectors._crush import (
     Anchor,
     Buckets,
@@ -118,6 +130,16 @@ class KVCrush:
     def decode(self) -> DecodeMode:
         """The mode of the base."""
         return self.base.decode
+
+    @property
+    def compares_heads(self) -> bool:
+        """As the base."""
+        return compares_heads(self.base)
+
+    @property
+    def joint_decode(self) -> bool:
+        """As the base."""
+        return joint_decode(self.base)
 
     @property
     def needs(self) -> Needs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,8 @@ class SnapKV:
     kernel: int = 7
     pool: Literal["avg", "max"] = "avg"
     decode: DecodeMode = "evict"
+
+    compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

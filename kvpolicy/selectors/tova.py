@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class TOVA:
     """
 
     decode: DecodeMode = "evict"
+
+    compares_heads: ClassVar[bool] = True
+    joint_decode: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""

@@ -4,9 +4,11 @@
     part   = term {"/" term}                  the left wraps the right, through its field `base`
     term   = name {":" key "=" value}
 
-Parts come in any order, at most one of each kind. A spec contains no comma and no character that a shell would
-interpret. The type of a value is that of the strategy's field. A string value may contain slashes if its strategy wraps
-no other one, and `%` escapes for everything except letters, digits and `_.-/`.
+Parts come in any order, at most one of each kind. A selector wraps a selector, and an allocator wraps a head allocator
+through its field `heads`. A spec contains no comma and no character that a shell would interpret. The type of a value
+is that of the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind;
+in a value of an allocator, a slash before the name of a head allocator is written `%2F`. `%` escapes everything except
+letters, digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
@@ -24,12 +26,13 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from kvpolicy.registry import Kind, kinds, lookup, name_of, suggest
+from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
 from kvpolicy.spec.budget import Budget, format_budget, parse_budget
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.tables import shorten
 
 _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
+_WRAPPING = ("base", "heads")
 _NAME = re.compile(r"[^:/=]*")
 _INT = re.compile(r"-?[0-9]{1,1000}")
 _FLOAT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
@@ -60,6 +63,9 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
                 f"The parts of a policy must not be empty, got {shorten(text)!r}; try a spec such as 'snapkv@0.2'."
             )
         kind, strategy = _part(part)
+        if kind == "head_allocator":
+            name = shorten(part)
+            raise KVPolicyError(f"A head allocator must stand behind an allocator, got {name!r}; try 'uniform/{name}'.")
         if kind in parts:
             raise KVPolicyError(
                 f"A policy must have at most one {kind}, got {shorten(text)!r}; remove one, or wrap one in the other "
@@ -84,7 +90,11 @@ def _part(text: str) -> tuple[Kind, Any]:
     rest: str | None = text
     while rest is not None:
         name, kind, cls, options, rest = _term(rest)
-        if terms and terms[0][1] != kind:
+        wrapped = _wraps(terms[-1][2]) if terms else None
+        if wrapped == "heads" and kind != "head_allocator":
+            every = ", ".join(names("head_allocator"))
+            raise KVPolicyError(f"The head allocator of {terms[-1][0]!r} must be one of {every}, got {name!r}.")
+        if wrapped == "base" and terms[0][1] != kind:
             raise KVPolicyError(
                 f"{terms[0][0]!r} must wrap a {terms[0][1]}, got the {kind} {name!r}; use '+' between parts."
             )
@@ -92,10 +102,16 @@ def _part(text: str) -> tuple[Kind, Any]:
         if len(terms) > _MAX_TERMS:
             raise KVPolicyError(f"A part must nest at most {_MAX_TERMS} strategies, got {shorten(text)!r}.")
     # From the innermost term outwards, since a strategy is created with its base.
-    inner: dict[str, Any] = {}
+    inner: Any = None
     for name, _, cls, options in reversed(terms):
-        inner = {"base": _build(name, cls, options | inner)}
-    return terms[0][1], inner["base"]
+        wrapping = {_wraps(cls): inner} if inner is not None else {}
+        inner = _build(name, cls, options | wrapping)
+    return terms[0][1], inner
+
+
+def _wraps(cls: type[Any]) -> str:
+    """The field through which a strategy wraps another, or an empty string."""
+    return next((field for field in _WRAPPING if field in _fields(cls)), "")
 
 
 def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
@@ -107,9 +123,15 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
     kind, cls = lookup(name)
     rest = text[len(name) :]
     inner: str | None = None
-    if "base" in _fields(cls):
+    wrapped = _wraps(cls)
+    if wrapped == "base":
         rest, slash, after = rest.partition("/")
         inner = after if slash else None
+    elif wrapped == "heads":
+        # In a value, a slash is followed by the name of a head allocator only where it wraps one.
+        found = re.match("/", rest) or _before_heads().search(rest)
+        if found:
+            rest, inner = rest[: found.start()], rest[found.end() :]
     elif rest.startswith("/"):  # not an option, since the values of options come after ':'
         raise KVPolicyError(
             f"The left side of '/' must be a strategy that wraps another, got {name!r}; use '+' between parts."
@@ -121,7 +143,7 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
 
 def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    known = {key: hint for key, hint in _hints(cls).items() if key != "base"}
+    known = {key: hint for key, hint in _hints(cls).items() if key not in _WRAPPING}
     aliases: Mapping[str, str] = getattr(cls, "ALIASES", {})
     value_aliases: Mapping[str, Mapping[str, str]] = getattr(cls, "VALUE_ALIASES", {})
     for option in text.split(":") if text else []:
@@ -141,6 +163,8 @@ def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
 
 def _unknown_option(name: str, key: str, known: list[str]) -> str:
     got = repr(shorten(key))
+    if key == "heads":
+        return f"The head allocator of {name!r} must be written after '/', got the option 'heads'; try {name}/adakv."
     if key == "base":
         return f"The base of {name!r} must be written after '/', got the option 'base'; try {name}/h2o."
     if not known:
@@ -197,10 +221,11 @@ def _show_term(strategy: object) -> str:
         value = getattr(strategy, key)
         if value == _default(field):
             continue
-        if key == "base":
+        if key in _WRAPPING:
             base = f"/{_show_term(value)}"
         else:
-            terms.append(f"{key}={_show_value(value, _hints(cls)[key], slash='base' not in _fields(cls))}")
+            shown = _show_value(value, _hints(cls)[key], slash="base" not in _fields(cls))
+            terms.append(f"{key}={_before_heads().sub('%2F', shown) if 'heads' in _fields(cls) else shown}")
     return ":".join(terms) + base
 
 
@@ -225,6 +250,11 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
 def _show_constant(constant: Any) -> str:
     """The text of a constant: none, true, false, or a member of a Literal."""
     return str(constant).lower() if constant is None or isinstance(constant, bool) else str(constant)
+
+
+def _before_heads() -> re.Pattern[str]:
+    """A slash that the name of a head allocator follows."""
+    return re.compile(f"/(?=(?:{'|'.join(map(re.escape, names('head_allocator')))})(?:[:/]|$))")
 
 
 def _default(field: Field[Any]) -> Any:

@@ -181,7 +181,7 @@ def _conversation(model: Any, ids: Tensor, mask: Tensor, policy: Policy | None) 
 
 
 def _kept(layer: Any, row: int = 0) -> list[set[int]]:
-    return [set(head[head >= 0].tolist()) for head in layer.positions[row]]
+    return [set(head[head >= 0].tolist()) for head in layer.head_positions[row]]
 
 
 def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
@@ -203,7 +203,7 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
 
 def _check_slots(policy: Policy, layer: Any, newest: int) -> None:
     """Check the positions in the slots of a layer, after the token at position `newest`."""
-    positions = layer.positions
+    positions = layer.head_positions
     last = int(positions.max())
     assert last <= newest, f"{policy}: positions must be at most that of the newest token, {newest}, got {last}"
     has_newest = bool((positions == newest).any(-1).all())

@@ -29,7 +29,12 @@ Attend = Callable[..., Tensor]
 
 def kept_positions(layer: LayerStore | PolicyLayer) -> list[list[list[int]]]:
     """The positions that each row and head holds, ascending."""
-    return [[sorted(p for p in head if p >= 0) for head in row] for row in layer.positions.tolist()]
+    return [[sorted(p for p in head if p >= 0) for head in row] for row in head_positions(layer).tolist()]
+
+
+def head_positions(layer: LayerStore | PolicyLayer) -> Tensor:
+    """The positions of each head, -1 for none, [B, H, n]: slots, or those of the head's pages."""
+    return layer.head_positions() if isinstance(layer, LayerStore) else layer.head_positions
 
 
 def coded_positions(layer: LayerStore) -> list[list[Slots]]:

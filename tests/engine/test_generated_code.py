@@ -60,7 +60,7 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
         store.initialize(k)
         _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(DIM**-0.5))
         massive = torch.zeros(1, PROMPT, dtype=torch.bool)
-        store.compress(pending, RowBudget(keep, room, keep + room), massive=massive)
+        store.compress(pending, RowBudget(keep, room, keep + room, keep + room), massive=massive)
     return store
 
 

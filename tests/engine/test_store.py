@@ -85,7 +85,7 @@ class Pair:
         extra = torch.full_like(keep, self.planned if self.grows else 0)
         held = torch.tensor([min(row.budget, row.seen + count) for row in self.rows])
         expected = keep + extra if self.grows or not self.planned else torch.minimum(keep, held)
-        self.store.compress(pending, RowBudget(keep, extra, expected))
+        self.store.compress(pending, RowBudget(keep, extra, expected, expected))
         self.store.ensure_capacity()
         for b, row in enumerate(self.rows):
             own = slice(None) if mask is None else mask[b]
@@ -224,7 +224,7 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
                 store.initialize(k, group=q.shape[1] // k.shape[1])
             _, pending = store.attend_prompt(q, k, v, None, SCALE)
             keep = torch.full((ROWS,), 8)
-            store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+            store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
             observed = int(store.length[0])
         else:
             store.append(q, k, v, None, SCALE)

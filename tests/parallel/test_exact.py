@@ -37,6 +37,10 @@ POOLED = [
     "probe+zipcache:recode_every=5@0.5",
     "kvzip:chunk=7:sinks=2@0.5",
     "squeeze+kvzip:chunk=7:instruction=5-6@0.5",
+    "uniform/adakv+snapkv:window=6:kernel=3@0.5",
+    "squeeze/adakv:safeguard=0.0+h2o@0.5",
+    "uniform/adakv+h2o:decode=grow@0.5",
+    "uniform/even+streaming:sinks=2@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

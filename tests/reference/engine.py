@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import mergers, selectors
+from . import head_allocators, mergers, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
@@ -33,6 +33,7 @@ class ReferenceLayer:
         codec: Codec | None = None,
         layer_idx: int = 0,
         capacity: int | None = None,
+        heads: tuple[str, Config] | None = None,
         undo: Rotation = as_it_is,
         apply: Rotation = as_it_is,
         merger: Config | None = None,
@@ -48,6 +49,7 @@ class ReferenceLayer:
             codec: None, or what `codecs.make` makes.
             layer_idx: Which layer; KVCrush's random anchor depends on it.
             capacity: The most tokens that the row may hold; by default the budget, for generated tokens that compete.
+            heads: Name and parameters of a head allocator; every head keeps `budget` tokens without one.
             undo: Takes a key's rotary embedding away, for codecs that ask for it.
             apply: Puts it back.
             merger: None, or a dict with `name` and hyper-parameters.
@@ -56,6 +58,8 @@ class ReferenceLayer:
         self.base = self.selector.get("base", self.selector)
         self.budget = budget
         self.capacity = capacity
+        self.head_allocator = heads
+        self.room = [budget] * num_kv_heads
         self.group = num_heads // num_kv_heads
         self.decode = decode
         self.mover = None if codec is None else Mover(codec, layer_idx, num_kv_heads, undo, apply)
@@ -110,13 +114,16 @@ class ReferenceLayer:
         hidden: Tensor | None = None,
         held: bool = False,
         texts: list[kvzip.Text] | None = None,
+        last: int | None = None,
+        tail: int = 0,
     ) -> Tensor:
         """Attend with q [Hq, n, D] over what is kept and k, v [H, n, D], then choose; returns [Hq, n, D] fp64.
 
         The first call is the prefill. Later, one token is a decode step and more are a continuation; `step` says
         otherwise, for a continuation of one token in a batch where other rows have more. `hidden` [n, M] is the
         layer's input, for codecs that look at it. A chunk that is `held` is not chosen from yet; `texts` are the
-        replays of the whole prompt, chunks that were held included.
+        replays of the whole prompt, chunks that were held included. With a head allocator, `last` is the most tokens
+        that the row will ever have, and `tail` what each head gets beside the budget.
         """
         self.tick()
         self.budget = self.budget if budget is None else budget
@@ -141,7 +148,7 @@ class ReferenceLayer:
             self._held = attention if held else None
             if not held:
                 self._replay(texts, scale, softcap, sinks)
-                self._choose(attention, q)
+                self._choose(attention, q, self._pages(last), tail)
                 self._settle()
         return out
 
@@ -218,8 +225,8 @@ class ReferenceLayer:
 
     def _make_room(self) -> None:
         """Evict one token from every head that is full; the new token is counted but not yet there."""
-        for head, memory in zip(self.heads, self.memories, strict=True):
-            if len(head.tokens) >= self.budget:
+        for head, memory, room in zip(self.heads, self.memories, self.room, strict=True):
+            if len(head.tokens) >= room:
                 worth = self._priorities(head.tokens)
                 self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
@@ -241,8 +248,18 @@ class ReferenceLayer:
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
 
-    def _choose(self, attention: list[Tensor], q: Tensor) -> None:
+    def _pages(self, last: int | None) -> head_allocators.Room | None:
+        """The pages of a row that will have `last` tokens; None without a head allocator."""
+        if self.head_allocator is None:
+            return None
+        assert last is not None, "pages depend on all tokens that will come"
+        return head_allocators.room(self.budget, last, len(self.heads))
+
+    def _choose(
+        self, attention: list[Tensor], q: Tensor, given: head_allocators.Room | None = None, tail: int = 0
+    ) -> None:
         """Update the scores after a prefill or chunk, and drop what does not fit."""
+        self.budget = self.budget if given is None else given.average  # what selectors reckon with
         for h, head in enumerate(self.heads):
             old = [token.score for token in head.tokens]
             new = selectors.scores_after_prefill(self.base, old, attention, self._query_heads(h), self._base_budget())
@@ -250,8 +267,14 @@ class ReferenceLayer:
                 token.score = score
         self._rank(q)
         apart = self._distances(attention)
+        self.room = [self.budget] * len(self.heads)
+        if given is not None and self.head_allocator is not None:
+            worths = [self._priorities(head.tokens) for head in self.heads]
+            pages = head_allocators.divide(*self.head_allocator, worths, given)
+            self.room = [count * given.size for count in pages]
         for h, head in enumerate(self.heads):
-            kept, standing = self._kept(head.tokens, apart)
+            kept, standing = self._kept(head.tokens, apart, self.room[h])
+            self.room[h] += tail
             for token in head.tokens:
                 token.stays = token.position in standing
             targets = [token for token in head.exact() if token.position in kept]
@@ -299,12 +322,12 @@ class ReferenceLayer:
         held = [[token.position for token in self.heads[hq // self.group].tokens] for hq in range(len(bits))]
         return kvcrush.distances([dict(zip(*pair, strict=True)) for pair in zip(held, bits, strict=True)], anchor)
 
-    def _kept(self, head: list[Token], apart: dict[int, int]) -> tuple[set[int], set[int]]:
+    def _kept(self, head: list[Token], apart: dict[int, int], count: int) -> tuple[set[int], set[int]]:
         """Positions that stay, and those of them that stand in for others."""
         positions, worth = [token.position for token in head], self._priorities(head)
         self.margin = min(self.margin, selectors.margin(worth))
         if self.selector["name"] != "kvcrush":
-            return {positions[j] for j in selectors.top(worth, self.budget)}, set()
+            return {positions[j] for j in selectors.top(worth, count)}, set()
         strong, standing = kvcrush.keep_tokens(self.selector, positions, worth, apart, self.budget)
         return {*strong, *standing}, set(standing)
 

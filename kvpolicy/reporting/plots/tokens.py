@@ -83,7 +83,7 @@ def held_shares(cache: CacheSource, row: int = 0, head: int | None = None, colum
         KVPolicyError: If the cache has no such row or head.
         KVPolicyTypeError: If one of these is not an integer.
     """
-    batch, heads = cache.policy_layers[0].positions.shape[:2]
+    batch, heads = cache.policy_layers[0].head_positions.shape[:2]
     at = check_index("row", row, batch)
     chosen = slice(None) if head is None else slice(check_index("head", head, heads), head + 1)
     seen = max(int(layer.length[at]) for layer in cache.policy_layers)
@@ -92,7 +92,7 @@ def held_shares(cache: CacheSource, row: int = 0, head: int | None = None, colum
     sizes = np.maximum(np.bincount(np.arange(seen) * width // max(seen, 1), minlength=width), 1)
     table = np.full((len(cache.layers), width), np.nan)
     for layer in cache.policy_layers:
-        positions = layer.positions[at, chosen].cpu().numpy().astype(np.int64)
+        positions = layer.head_positions[at, chosen].cpu().numpy().astype(np.int64)
         here = positions[positions >= 0]
         table[layer.layer_idx] = np.bincount(here * width // max(seen, 1), minlength=width) / sizes / len(positions)
     return table, seen

@@ -1,0 +1,40 @@
+"""Even: the same number of pages for every head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators._heads import divide_pages
+from kvpolicy.protocols import HeadRequest, ModelInfo
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Even:
+    """Give every head of a layer the same budget, in whole pages.
+
+    It keeps what an allocator without head budgets keeps, but for rounding to pages: a base to compare other head
+    allocators with. If the pages are not divisible by the heads, the first heads get one page more.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("uniform/even+snapkv@0.2"))
+        'uniform/even+snapkv@0.2'
+    """
+
+    @property
+    def compares_heads(self) -> bool:
+        """No token is looked at."""
+        return False
+
+    def check(self, model: ModelInfo) -> None:
+        """Any model will do."""
+
+    def divide(self, request: HeadRequest) -> Tensor:
+        """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""
+        ranks = request.view.ranks
+        batch, own = request.priority.shape[:2]
+        wished = torch.ones(batch, ranks.kv_heads(own), dtype=torch.float64)
+        return divide_pages(wished, torch.zeros_like(request.pages), request)[:, ranks.held]

@@ -1,0 +1,359 @@
+"""The slots of a layer whose heads have budgets of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine import capacity
+from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.host import on_host
+from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.page_attention import attend_pages
+from kvpolicy.engine.pages import (
+    PageTable,
+    RowPages,
+    best_slot,
+    for_pages,
+    head_slots,
+    lowest_of_head,
+    owned_by,
+    page_owners,
+    page_table,
+    row_pages,
+    take_for_pages,
+)
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.selection import HeadBudgets, finite_priority, select_tokens
+from kvpolicy.engine.state import map_slots
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.token_batch import BEYOND, TokenBatch
+from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.protocols import (
+    SINGLE_RANK,
+    Codec,
+    DecodeMode,
+    HeadAllocator,
+    HeadShape,
+    Layout,
+    Ranks,
+    Selector,
+    View,
+    alloc_state,
+)
+
+
+class PagedStore(LayerStore):
+    """The slots of one layer in pages, each of which belongs to one KV head; see `kvpolicy.engine.pages`.
+
+    The tensors have the shape [B, NB, P, ...] where those of `LayerStore` have [B, H, S, ...]. The codec stores every
+    token in full precision.
+
+    Attributes:
+        head_allocator: Divides the pages of a row among its heads, after each prompt.
+        owner: KV head of each page, [B, NB] int64; H for a page that the row does not use.
+        average: Tokens of an average head in whole pages, [B] int64: the budget that the selector sees.
+        complete: Whether a row has all the pages of its budget, [B] bool: only then are tokens evicted in a step.
+    """
+
+    owner: Tensor
+    average: Tensor
+    complete: Tensor
+
+    def __init__(
+        self, layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, head_allocator: HeadAllocator
+    ) -> None:
+        """Make an empty store of a layer's own parts."""
+        super().__init__(layer_idx, selector, codec, decode)
+        self.head_allocator = head_allocator
+
+    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
+        """Allocate a layer without pages, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
+        super().initialize(keys, ranks, group)
+        batch, _, _, dim = keys.shape
+        self.keys = keys.new_empty(batch, 0, 0, dim)
+        self.values = keys.new_empty(batch, 0, 0, dim)
+        self.positions = torch.empty(batch, 0, 0, dtype=torch.int32, device=keys.device)
+        self.state = alloc_state(self.selector, batch, 0, 0, keys.device, HeadShape(group, dim))
+        self.owner = self.length.new_empty(batch, 0)
+        self.average = torch.zeros_like(self.budget)
+        self.complete = torch.zeros_like(self.budget, dtype=torch.bool)
+        nothing = torch.zeros(batch, dtype=torch.int64)
+        self._rows = RowPages(nothing, nothing, nothing)
+
+    # a prompt
+
+    @on_host
+    def compress(
+        self,
+        pending: PendingPrompt,
+        budget: RowBudget,
+        *,
+        massive: Tensor | None = None,
+        rope_offset: Tensor | None = None,
+    ) -> None:
+        """Bring a prompt under the budget: select, divide the pages among the heads, and place the selected tokens.
+
+        Args:
+            pending: The prompt, from `attend_prompt`.
+            budget: Tokens of each row.
+            massive: Unused: nothing is pinned in pages.
+            rope_offset: Unused: keys are stored rotated.
+        """
+        assert budget.last is not None, "pages depend on all tokens that will come"
+        seen_before = self.length
+        self.length = pending.lengths(seen_before)
+        first = seen_before == 0  # such a row has no pages, whether it got a token now or not
+        idle = None if pending.idle is None else (pending.idle & ~first).cpu()
+        rows = self._budget_pages(budget, idle)
+        device = self.positions.device
+        size = rows.size.to(device)
+        self.average = rows.body.to(device) // self._all_heads * size
+        table = page_table(self.owner, self.heads)
+        held = table.occupied(self.positions)
+        past = self._read(table, held) if held.shape[-1] else None
+        most = torch.maximum(-(-budget.last.to(device) // size), rows.body.to(device) // self._all_heads)
+        selected = select_tokens(
+            self.selector,
+            held,
+            map_slots(table.slots, self.state),
+            pending,
+            past if pending.reads_past else None,
+            seen_before=seen_before,
+            length=self.length,
+            keep=self.average,
+            layer_idx=self.layer_idx,
+            ranks=self.ranks,
+            heads=HeadBudgets(self.head_allocator, rows.body.to(device), size, most),
+        )
+        assert selected.head_pages is not None
+        pages = selected.head_pages + rows.tail.to(device)[:, None]
+        if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
+            pages = torch.where(idle.to(device)[:, None], self._pages_by_head() // self._pieces(rows), pages)
+        keys, values = pending.keys, pending.values
+        if past is not None:  # a first prompt is not copied whole
+            keys = torch.cat([past.keys, keys], 2)
+            values = torch.cat([past.values, values], 2)
+        self._rows = rows
+        self._place_pages(TokenBatch(keys, values, selected.positions, selected.state, selected.chosen, ()), pages)
+        self._set_expected(budget, idle)
+        self._fix_addresses()
+        self._free_steps = self._count_free_steps()
+
+    def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> RowPages:
+        """The pages of each row; a row without a new token keeps those that it has."""
+        assert budget.last is not None
+        rows = row_pages(budget.keep.cpu(), budget.extra.cpu(), budget.last.cpu(), self._all_heads)
+        if idle is None:
+            return rows
+        return RowPages(*(torch.where(idle, old, new) for old, new in zip(self._rows, rows, strict=True)))
+
+    def _place_pages(self, batch: TokenBatch, pages: Tensor) -> None:
+        """Lay out the chosen tokens of each head in `pages` [B, H] pages of the rows' own sizes."""
+        size = int(self._rows.size.min())
+        # A page of a row is cut to the smallest page of the batch, which is a divisor, as all are powers of two.
+        counts = pages * (self._rows.size // size).to(pages.device)[:, None]
+        self.owner = page_owners(counts, self.heads, int(counts.sum(-1).max()))
+        rank = head_slots(counts, self.owner, size)
+        order = batch.by_position()
+        index = take_for_pages(order, self.owner, rank.clamp_max(order.shape[-1] - 1))
+        taken = for_pages(batch.chosen.sum(-1), self.owner)[..., None]
+        empty = (rank >= taken) | (self.owner == self.heads)[..., None]
+        # Empty slots have a weight of 0, and 0 times an arbitrary number of padding might be NaN.
+        self.keys = take_for_pages(batch.keys, self.owner, index).masked_fill_(empty[..., None], 0)
+        self.values = take_for_pages(batch.values, self.owner, index).masked_fill_(empty[..., None], 0)
+        self.positions = take_for_pages(batch.positions, self.owner, index).masked_fill_(empty, -1)
+        self.state = map_slots(lambda t: take_for_pages(t, self.owner, index).masked_fill_(empty, 0), batch.state)
+
+    def _set_expected(self, budget: RowBudget, idle: Tensor | None) -> None:
+        """Record the budget of each row, and the tokens that it has slots for."""
+        expected = budget.expected_len.tolist()
+        self.expected_len = capacity.merge_expected(
+            self.expected_len, expected, None if idle is None else idle.tolist()
+        )
+        self.capacity = max(*self.expected_len, self.capacity)
+        most = (budget.keep + budget.extra).to(self.budget.device)
+        self._set_budget(most if idle is None else torch.where(idle.to(most.device), self.budget, most))
+        self.complete = self._find_complete()
+        self.layout = Layout(-(-self.positions[0].numel() // max(1, self.heads)))
+
+    # reading and writing
+
+    def past(self) -> Past | None:
+        """Every slot, [B, H, n, D], where n is that of the head with the most pages; None if there are none."""
+        if not self.owner.shape[1]:
+            return None
+        table = page_table(self.owner, self.heads)
+        return self._read(table, table.occupied(self.positions))
+
+    def _read(self, table: PageTable, positions: Tensor) -> Past:
+        return Past(table.slots(self.keys), table.slots(self.values), positions >= 0)
+
+    def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
+        # All pages of a row as one long row of slots, in which `slots` are counted.
+        flat = target.view(target.shape[0], 1, -1, *target.shape[3:])
+        slots = slots.flatten(1, 2)[:, None]
+        data = data.flatten(1, 2)[:, None]
+        if mask is not None:
+            more = (1,) * (flat.dim() - 3)
+            index = slots.reshape(*slots.shape, *more).expand_as(data)
+            data = torch.where(mask.flatten(1, 2)[:, None].reshape(*slots.shape, *more), data, flat.gather(2, index))
+        write_slots(flat, slots, data)
+
+    # a decode step
+
+    def _view(self) -> View:
+        return View(self.positions, self.length, self.average, self.layer_idx, self.ranks)
+
+    def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        occupied = self.positions >= 0
+        out, weights = attend_pages(q, self.keys, self.values, occupied, self.owner, self.heads, transform)
+        return out, weights if want_weights else None
+
+    def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
+        """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's."""
+        free = (~view.valid & (self.owner < self.heads)[..., None]).to(torch.int32) * BEYOND
+        if self.can_run_out:
+            has_free = (owned_by(self.owner, self.heads) & free.any(-1)[:, None]).any(-1).all(-1)
+            fine = self.complete | has_free
+            assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
+        priority = finite_priority(self.selector.priority(self.state, view)).masked_fill(~view.valid, torch.inf)
+        low = lowest_of_head(priority, self.owner, self.heads)
+        # Of tied tokens the latest is evicted; an empty slot is taken before any token.
+        victims = view.positions.masked_fill(priority != low[..., None], -1)
+        return best_slot(torch.where(free > 0, free, victims), self.owner, self.heads)
+
+    # capacity
+
+    def _count_free_steps(self) -> float:
+        if bool(self.complete.all()):
+            return capacity.UNLIMITED
+        return int(self._free_slots().masked_fill(self.complete, BEYOND).min())
+
+    def _find_complete(self) -> Tensor:
+        if self.grows:
+            return torch.zeros_like(self.budget, dtype=torch.bool)
+        return self.budget <= self.budget.new_tensor(self.expected_len)
+
+    def _free_slots(self) -> Tensor:
+        """Empty slots of each row's fullest head, [B] int64."""
+        return (self._pages_by_head() * self.positions.shape[-1] - self.tokens_by_head()).amin(-1)
+
+    def ensure_capacity(self) -> int:
+        """Add pages if the next step may find none: in a growing cache, or one that was announced too few tokens."""
+        if self._free_steps >= 1:
+            return 0
+        steps = capacity.growth(self.tokens_by_head().amax(-1))
+        if not self.grows:
+            steps = torch.minimum(steps, self.budget - self.budget.new_tensor(self.expected_len))
+        return self._extend(steps.masked_fill(self.complete | (self._free_slots() > 0), 0).tolist())
+
+    def reserve(self, new: int) -> int:
+        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
+        more = (new - self._free_slots()).clamp_min(0)
+        return self._extend(more.tolist()) if bool(more.any()) else 0
+
+    def _extend(self, more: list[int]) -> int:
+        """Let each head of a row hold so many tokens more; in a growing cache they raise the budget too."""
+        old = self.capacity
+        size = self._rows.size
+        wanted = self._pages_by_head().cpu() // self._pieces(self._rows).cpu()
+        for row, tokens in enumerate(more):
+            if not tokens:
+                continue
+            self.expected_len[row] += tokens
+            if self.grows:
+                wanted[row] += -(-tokens // int(size[row]))
+            else:
+                wanted[row] = torch.maximum(wanted[row], self._evicting_pages(row))
+        self.capacity = max(*self.expected_len, self.capacity)
+        self._add_pages(wanted)
+        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
+        self.complete = self._find_complete()
+        self._fix_addresses()
+        self._free_steps = self._count_free_steps()
+        return self.capacity - old
+
+    def _evicting_pages(self, row: int) -> Tensor:
+        """Pages of each head of a row that has not reached its budget: as many as fit, and equally many."""
+        size = int(self._rows.size[row])
+        budget = int(self.budget[row])
+        if self.expected_len[row] < budget:
+            return torch.full((self.heads,), -(-self.expected_len[row] // size))
+        each, odd = divmod(budget * self._all_heads // size, self._all_heads)
+        return (each + (torch.arange(self._all_heads) < odd).long())[self.ranks.held]
+
+    def _add_pages(self, wanted: Tensor) -> None:
+        """Give heads more pages, [B, H] of the rows' own sizes; pages that a row does not use come first."""
+        new = (wanted * self._pieces(self._rows).cpu() - self._pages_by_head().cpu()).tolist()
+        owners = self.owner.tolist()
+        for row, heads in zip(owners, new, strict=True):
+            asked = [head for head, count in enumerate(heads) for _ in range(count)]
+            for page, head in enumerate(row):
+                if head == self.heads and asked:
+                    row[page] = asked.pop(0)
+            row.extend(asked)
+        pages = max(map(len, owners))
+        added = pages - self.owner.shape[1]
+        self.owner = self.owner.new_tensor([row + [self.heads] * (pages - len(row)) for row in owners])
+        if added:
+            self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, added))
+            self.values = F.pad(self.values, (0, 0, 0, 0, 0, added))
+            self.positions = F.pad(self.positions, (0, 0, 0, added), value=-1)
+            self.state = map_slots(lambda t: F.pad(t, (0, 0, 0, added)), self.state)
+        self.layout = Layout(-(-self.positions[0].numel() // max(1, self.heads)))
+
+    # sizes
+
+    @property
+    def _all_heads(self) -> int:
+        """KV heads on all ranks."""
+        return sum(self.ranks.heads) // self.ranks.replicas or self.heads
+
+    def _pieces(self, rows: RowPages) -> Tensor:
+        """Pages of the batch that make one page of a row, [B, 1]."""
+        size = self.positions.shape[-1] or 1
+        return (rows.size.clamp_min(size) // size).to(self.owner.device)[:, None]
+
+    def _pages_by_head(self) -> Tensor:
+        """[B, H] int64."""
+        return owned_by(self.owner, self.heads).sum(-1)
+
+    def tokens_by_head(self) -> Tensor:
+        """Tokens that each head holds, [B, H] int64."""
+        held = (self.positions >= 0).sum(-1)
+        return (owned_by(self.owner, self.heads) * held[:, None]).sum(-1)
+
+    def head_positions(self) -> Tensor:
+        """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
+        return page_table(self.owner, self.heads).occupied(self.positions)
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind: exact, codes, scales, positions, statistics, counters."""
+        if not self.is_initialized:
+            return {}
+        counters = (self.length, self.budget, self.average, self.complete, self.columns)
+        kinds = bytes_by_kind((self.keys, self.values), (), self.positions, self.state, counters, ())
+        kinds["positions"] += self.owner.nbytes
+        return kinds
+
+    # rows
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
+        if not self.is_initialized:
+            return
+        self.owner = fn(self.owner)
+        self.average = fn(self.average)
+        self.complete = fn(self.complete)
+        self._rows = RowPages(*(fn(t) for t in self._rows))
+        super().map_rows(fn)
+
+    def _fix_addresses(self) -> None:
+        super()._fix_addresses()
+        fix_addresses([self.owner, self.average, self.complete])

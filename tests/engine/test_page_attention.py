@@ -1,0 +1,90 @@
+"""Attention over pages against a loop over heads in double precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.page_attention import attend_pages
+
+ROWS, HEADS, PAGES, SIZE, DIM = 2, 3, 9, 4, 8
+SINKS = torch.tensor([0.5, -1.0, 30.0, 2.0, -40.0, 0.0])
+
+
+def pages(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values, occupied slots and owners in random order, with empty slots and unused pages."""
+    dice = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(ROWS, PAGES, SIZE, DIM, generator=dice) for _ in range(2))
+    order = torch.rand(ROWS, PAGES, generator=dice).argsort(-1)
+    owner = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 2, 2, HEADS, HEADS, HEADS, HEADS]]).gather(1, order)
+    occupied = torch.rand(ROWS, PAGES, SIZE, generator=dice) < 0.7
+    occupied[..., 0] = True
+    return keys, values, occupied & (owner < HEADS)[..., None], owner
+
+
+def slow(
+    q: Tensor, keys: Tensor, values: Tensor, occupied: Tensor, owner: Tensor, group: int, transform: ScoreTransform
+) -> tuple[Tensor, Tensor]:
+    """The softmax of each query head over the slots of its own KV head, number by number."""
+    out = torch.zeros(*q.shape, dtype=torch.float64)
+    weights = torch.zeros(ROWS, PAGES, group, SIZE, dtype=torch.float64)
+    for b in range(ROWS):
+        for hq in range(q.shape[1]):
+            places = [
+                (page, slot)
+                for page in range(PAGES)
+                for slot in range(SIZE)
+                if int(owner[b, page]) == hq // group and bool(occupied[b, page, slot])
+            ]
+            scores = [
+                float(q[b, hq, 0].double() @ keys[b, page, slot].double()) * transform.scale for page, slot in places
+            ]
+            if transform.softcap:
+                scores = [transform.softcap * math.tanh(score / transform.softcap) for score in scores]
+            more = [] if transform.sinks is None else [float(transform.sinks[hq])]
+            top = max(scores + more)
+            whole = sum(math.exp(score - top) for score in scores + more)
+            for (page, slot), score in zip(places, scores, strict=True):
+                weights[b, page, hq % group, slot] = math.exp(score - top) / whole
+                out[b, hq, 0] += weights[b, page, hq % group, slot] * values[b, page, slot].double()
+    return out, weights
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("transform", [{}, {"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_are_attended_to_as_heads(group: int, transform: dict[str, Any], seed: int) -> None:
+    if "sinks" in transform:
+        transform = transform | {"sinks": SINKS[: HEADS * group]}
+    how = ScoreTransform(0.4, **transform)
+    given = pages(seed)
+    q = 4 * torch.randn(ROWS, HEADS * group, 1, DIM, generator=torch.Generator().manual_seed(seed + 99))
+    out, weights = attend_pages(q, *given, HEADS, how)
+    expected, rows = slow(q, *given, group, how)
+    torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weights, rows.float(), atol=1e-6, rtol=1e-4)
+
+
+def test_a_row_without_a_token_is_no_nan() -> None:
+    keys, values, occupied, owner = pages(0)
+    occupied[1] = False
+    q = torch.ones(ROWS, HEADS, 1, DIM)
+    out, weights = attend_pages(q, keys, values, occupied, owner, HEADS, ScoreTransform(1.0))
+    assert out[1].eq(0).all() and weights[1].eq(0).all()
+    assert out[0].isfinite().all()
+
+
+def test_empty_slots_may_hold_any_number() -> None:
+    keys, values, occupied, owner = pages(1)
+    keys = keys.masked_fill(~occupied[..., None], 1e4)
+    q = torch.ones(ROWS, HEADS, 1, DIM)
+    out, _ = attend_pages(q, keys, values, occupied, owner, HEADS, ScoreTransform(1.0))
+    other, _ = attend_pages(
+        q, keys.masked_fill(~occupied[..., None], -3.0), values, occupied, owner, HEADS, ScoreTransform(1.0)
+    )
+    assert torch.equal(out, other)

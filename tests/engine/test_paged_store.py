@@ -1,0 +1,273 @@
+"""Pages of heads against one list of tokens for each head: kept positions, outputs, and growth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.allocators.adakv import AdaKV
+from kvpolicy.allocators.even import Even
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.pages import row_pages
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.policy import Policy
+from tests.reference.engine import ReferenceLayer
+
+HEADS, GROUP, DIM = 3, 2, 4
+SCALE = 0.5
+SELECTORS = {
+    "h2o": {"name": "h2o"},
+    "h2o:recent=0.9": {"name": "h2o", "recent": 0.9},
+    "snapkv:window=6:kernel=3": {"name": "snapkv", "window": 6, "kernel": 3},
+    "window": {"name": "window"},
+}
+
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
+
+class Run:
+    """A paged store of a few rows, and the slow version of each row."""
+
+    def __init__(
+        self, selector: str, heads: Any, budgets: list[int], *, grows: bool = False, last: int = 1000, **transform: Any
+    ) -> None:
+        self.store = PagedStore(0, Policy.parse(selector).selector, Plain(), "grow" if grows else "evict", heads)
+        slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
+        self.rows = [
+            ReferenceLayer(
+                SELECTORS[selector],
+                budget,
+                num_heads=HEADS * GROUP,
+                num_kv_heads=HEADS,
+                decode="grow" if grows else "evict",
+                heads=slow,
+            )
+            for budget in budgets
+        ]
+        self.budgets = budgets
+        self.grows = grows
+        self.last = last
+        self.transform = transform
+        self.dice = torch.Generator().manual_seed(sum(budgets))
+
+    def draw(self, count: int, sharp: float = 3.0) -> Tokens:
+        """Queries, keys and values of so many tokens; heads attend to few or to many of them."""
+        shapes = [(len(self.rows), heads, count, DIM) for heads in (HEADS * GROUP, HEADS, HEADS)]
+        q, k, v = (torch.randn(*shape, generator=self.dice) for shape in shapes)
+        return q * torch.linspace(0.1, sharp, HEADS * GROUP)[:, None, None], k, v
+
+    def prompt(self, lengths: list[int], data: Tokens | None = None, extra: int = 0) -> None:
+        """A prompt or chunk, padded on the left to the longest row."""
+        count = max(lengths)
+        q, k, v = data or self.draw(count)
+        valid = torch.arange(count) >= count - torch.tensor(lengths)[:, None]
+        if not self.store.is_initialized:
+            self.store.initialize(k)
+        transform = ScoreTransform(SCALE, **self.transform)
+        out, pending = self.store.attend_prompt(q, k, v, None if bool(valid.all()) else valid, transform)
+        seen = torch.tensor([row.length for row in self.rows]) + torch.tensor(lengths)
+        last = seen if self.grows else torch.maximum(seen, torch.tensor(self.last))
+        keep = torch.tensor(self.budgets)
+        more = torch.full_like(keep, extra)
+        self.store.compress(pending, RowBudget(keep, more, torch.minimum(keep + more, last + more), last))
+        self.store.ensure_capacity()
+        size = row_pages(keep, more, last, HEADS).size
+        for b, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            if not length:
+                continue
+            own = slice(count - length, None)
+            tail = -(-extra // int(size[b])) * int(size[b])
+            found = row.forward(
+                q[b, :, own],
+                k[b, :, own],
+                v[b, :, own],
+                SCALE,
+                self.budgets[b],
+                step=False,
+                last=int(last[b]),
+                tail=tail,
+                **self.transform,
+            )
+            torch.testing.assert_close(out[b, :, own], found.float(), atol=1e-5, rtol=1e-4)
+        self.check()
+
+    def step(self, data: Tokens | None = None, valid: list[bool] | None = None) -> None:
+        q, k, v = data or self.draw(1)
+        mask = None if valid is None else torch.tensor(valid)[:, None]
+        out = self.store.append(q, k, v, mask, ScoreTransform(SCALE, **self.transform))
+        self.store.count_step()
+        self.store.ensure_capacity()
+        for b, row in enumerate(self.rows):
+            if valid is None or valid[b]:
+                found = row.forward(q[b], k[b], v[b], SCALE, **self.transform)
+                torch.testing.assert_close(out[b], found.float(), atol=1e-5, rtol=1e-4)
+        self.check()
+
+    def check(self) -> None:
+        held = self.store.head_positions()
+        for b, row in enumerate(self.rows):
+            assert [sorted(p for p in head if p >= 0) for head in held[b].tolist()] == row.positions
+            assert self.store.tokens_by_head()[b].tolist() == [len(head) for head in row.positions]
+        kept = self.store.nbytes
+        tensors = (self.store.keys, self.store.values, self.store.positions, self.store.owner, self.store.complete)
+        counters = (self.store.length, self.store.budget, self.store.average, self.store.columns)
+        assert kept == sum(t.nbytes for t in (*tensors, *counters, *self.store.state))
+
+
+ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=1.0), AdaKV(safeguard=0.7), Even()]
+
+
+@pytest.mark.parametrize("heads", ALLOCATORS, ids=repr)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> None:
+    run = Run(selector, heads, [40, 17])
+    run.prompt([60, 33])
+    for number in range(20):
+        run.step(valid=[True, number % 3 != 1])
+    run.prompt([9, 0])  # a chunk or a turn in which the second row has nothing
+    for _ in range(5):
+        run.step()
+
+
+def test_heads_differ() -> None:
+    run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
+    run.prompt([200])
+    held = run.store.tokens_by_head()[0]
+    assert held.sum() == 64 * HEADS
+    assert held.max() > held.min()
+
+
+def test_memory_is_that_of_the_pages() -> None:
+    run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
+    run.prompt([200])
+    assert run.store.keys.numel() == 64 * HEADS * DIM
+    assert run.store.positions.shape == (1, 24, 8)
+    assert run.store.owner.shape == (1, 24)
+
+
+@pytest.mark.parametrize("last", [47, 200])
+def test_a_row_that_fits_keeps_every_token(last: int) -> None:
+    """Also where the budget is no multiple of a page; slots follow when more tokens come than were announced."""
+    run = Run("h2o", AdaKV(), [200], last=last)
+    run.prompt([40])
+    if last == 47:
+        run.rows[0].room = [200] * HEADS
+    for _ in range(170 if last == 200 else 60):
+        run.step()
+    if last == 47:
+        assert run.store.tokens_by_head().tolist() == [[100] * HEADS]
+
+
+@pytest.mark.parametrize("extra", [5, 16])
+def test_a_growing_cache(extra: int) -> None:
+    run = Run("h2o", AdaKV(), [20, 12], grows=True)
+    run.prompt([50, 30], extra=extra)
+    for _ in range(45):
+        run.step(valid=[True, False] if _ % 4 == 0 else None)
+
+
+@pytest.mark.parametrize("budget", [4, 5, 7])
+def test_smallest_budgets(budget: int) -> None:
+    run = Run("h2o", AdaKV(), [budget, 31])
+    run.prompt([20, 40])
+    for _ in range(9):
+        run.step()
+
+
+def test_one_token() -> None:
+    run = Run("h2o", AdaKV(), [8])
+    run.prompt([1])
+    for _ in range(12):
+        run.step()
+
+
+def test_equal_scores_are_broken_by_position_and_head() -> None:
+    run = Run("h2o:recent=0.9", AdaKV(safeguard=0.0), [16])
+    q, k, v = run.draw(30)
+    run.prompt([30], (torch.zeros_like(q), k, v))
+    for _ in range(10):
+        q, k, v = run.draw(1)
+        run.step((torch.zeros_like(q), k, v))
+
+
+@pytest.mark.parametrize(
+    "transform", [{"softcap": 2.0}, {"sinks": torch.linspace(-2, 3, HEADS * GROUP)}], ids=["cap", "sinks"]
+)
+def test_softcap_and_sinks(transform: dict[str, Any]) -> None:
+    run = Run("h2o", AdaKV(), [24, 12], **transform)
+    run.prompt([60, 40])
+    for _ in range(6):
+        run.step()
+
+
+def test_rows_of_a_batch_are_those_alone() -> None:
+    """A page is cut to the smallest of the batch, and a short row leaves pages unused."""
+    run = Run("h2o", AdaKV(), [70, 9])
+    data = run.draw(100)
+    run.prompt([100, 100], data)
+    alone = Run("h2o", AdaKV(), [70])
+    alone.prompt([100], (data[0][:1], data[1][:1], data[2][:1]))
+    assert run.store.positions.shape[-1] == 4 and alone.store.positions.shape[-1] == 8
+    found = [sorted(p for p in head if p >= 0) for head in run.store.head_positions()[0].tolist()]
+    assert found == [sorted(p for p in head if p >= 0) for head in alone.store.head_positions()[0].tolist()]
+    assert (run.store.owner[1] == HEADS).sum() > 0
+
+
+def test_rows_can_be_chosen_and_repeated() -> None:
+    run = Run("h2o", AdaKV(), [40, 17])
+    run.prompt([60, 33])
+    run.store.map_rows(lambda t: t[[1, 0, 1]])
+    run.rows = [run.rows[1], run.rows[0]]
+    store = run.store
+    assert store.owner.shape[0] == 3
+    store.map_rows(lambda t: t[:2])
+    for _ in range(5):
+        run.step()
+
+
+def test_equal_heads_keep_what_slots_without_pages_keep() -> None:
+    run = Run("snapkv:window=6:kernel=3", Even(), [32])
+    data = run.draw(80)
+    run.prompt([80], data)
+    other = LayerStore(0, run.store.selector, Plain(), "evict")
+    other.initialize(data[1])
+    _, pending = other.attend_prompt(*data, None, ScoreTransform(SCALE))
+    keep = torch.tensor([32])
+    other.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+    for _ in range(40):
+        step = run.draw(1)
+        out = run.store.append(*step, None, ScoreTransform(SCALE))
+        run.store.count_step()
+        torch.testing.assert_close(out, other.append(*step, None, ScoreTransform(SCALE)), atol=1e-6, rtol=1e-5)
+        assert torch.equal(run.store.head_positions().sort(-1).values, other.positions.sort(-1).values)
+
+
+def test_one_graph_for_heads_of_any_size() -> None:
+    def step(store: PagedStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return store.append(q, k, v, None, ScoreTransform(SCALE))
+
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+    shares = set[tuple[int, ...]]()
+    for seed in range(3):
+        run = Run("h2o", AdaKV(safeguard=0.0), [40])
+        run.dice.manual_seed(seed)
+        run.prompt([100])
+        shares.add(tuple(run.store.tokens_by_head()[0].tolist()))
+        for number in range(4):
+            data = run.draw(1)
+            expected = [row.forward(data[0][0], data[1][0], data[2][0], SCALE) for row in run.rows]
+            out = compiled(run.store, *data)
+            run.store.count_step()
+            torch.testing.assert_close(out[0], expected[0].float(), atol=1e-5, rtol=1e-4)
+            run.check()
+            if seed or number:
+                assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert len(shares) == 3, "heads differ from prompt to prompt"
