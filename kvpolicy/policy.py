@@ -280,7 +280,8 @@ def _constructor(policy: Policy) -> str:
 def _part_cells(kind: str, part: Any) -> Cells:
     summary = (inspect.getdoc(type(part)) or "").partition("\n\n")[0]
     options = fields(part) if is_dataclass(part) else ()
-    values = ", ".join(f"{option.name}={getattr(part, option.name)}" for option in options)
+    pairs = [(option.name, getattr(part, option.name)) for option in options]
+    values = ", ".join(f"{name}={value}" for name, value in pairs if name != "heads" or value is not None)
     return kind, escape(type(part).__name__), escape(" ".join(summary.split())), escape(values)
 
 

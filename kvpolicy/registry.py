@@ -86,8 +86,18 @@ BUILT_IN: dict[Kind, dict[str, str]] = {
 
 
 def kinds() -> tuple[Kind, ...]:
-    """The kinds of parts, in the order in which a spec is written."""
-    return get_args(Kind)
+    """The kinds of parts, in the order in which a spec is written; a head allocator is a part of an allocator."""
+    return tuple(kind for kind in get_args(Kind) if kind != "head_allocator")
+
+
+def described(kind: str) -> str:
+    """A kind in words.
+
+    Examples:
+        >>> described("head_allocator")
+        'head allocator'
+    """
+    return kind.replace("_", " ")
 
 
 def names(kind: Kind | None = None) -> tuple[str, ...]:
@@ -130,7 +140,7 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
     """
     found = _table().get(ALIASES.get(name, name))
     if found is None:
-        every = ", ".join(f"the {kind}s {', '.join(names(kind))}" for kind in kinds())
+        every = ", ".join(f"the {described(kind)}s {', '.join(names(kind))}" for kind in BUILT_IN)
         raise KVPolicyError(f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, names())}")
     kind, target = found
     return kind, _load(name, target)

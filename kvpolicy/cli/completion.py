@@ -27,15 +27,16 @@ def complete_policy(incomplete: str) -> Iterator[str]:
     given = [re.split("[:/]", part)[0] for part in incomplete[:start].split("+") if part]
     used: list[Kind] = [kind for kind in kinds() if set(given) & set(names(kind))]
     allowed: list[Kind] = [kind for kind in kinds() if kind not in used]
-    if incomplete[:start].endswith("/"):  # a wrapped strategy has the kind of its wrapper
+    if incomplete[:start].endswith("/"):  # a wrapped strategy has the kind of its wrapper, but for head allocators
         allowed = [kind for kind in used if given[-1] in names(kind)]
+        allowed = ["head_allocator"] if allowed == ["allocator"] else allowed
     candidates = sorted(name for kind in allowed for name in names(kind)) + ([] if start else ["none"])
     yield from (incomplete[:start] + name for name in candidates if name.startswith(incomplete[start:]))
 
 
 def complete_part(incomplete: str) -> list[str]:
     """Complete the plural of a kind, such as `codecs`, or the name of a strategy."""
-    from kvpolicy.registry import kinds, names
+    from kvpolicy.registry import BUILT_IN, names
 
-    candidates = [*(f"{kind}s" for kind in kinds()), *names()]
+    candidates = [*(f"{kind}s" for kind in BUILT_IN), *names()]
     return [word for word in candidates if word.startswith(incomplete)]

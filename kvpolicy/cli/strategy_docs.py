@@ -41,6 +41,7 @@ class Description:
         parameters: Its parameters.
         source: The first sentence of the section `Source`, which cites the paper.
         wraps: Whether it wraps another strategy, as in `kvcrush/h2o`.
+        divides_heads: Whether it wraps a head allocator, as in `uniform/adakv`.
     """
 
     summary: str
@@ -48,6 +49,7 @@ class Description:
     parameters: tuple[Parameter, ...]
     source: str
     wraps: bool
+    divides_heads: bool = False
 
     @property
     def arxiv(self) -> str:
@@ -77,6 +79,7 @@ def read(strategy: type[Any]) -> Description:
         parameters=_parameters(strategy, meanings),
         source=_first_sentence(sections.get("Source", "")),
         wraps="base" in _names(strategy),
+        divides_heads="heads" in _names(strategy),
     )
 
 
@@ -126,7 +129,7 @@ def _parameters(strategy: type[Any], meanings: dict[str, str]) -> tuple[Paramete
             meaning=meanings.get(field.name, ""),
         )
         for field in fields(strategy)
-        if field.init
+        if field.init and field.name != "heads"
     )
 
 

@@ -149,4 +149,6 @@ def test_a_policys_line_makes_it_again(words: str) -> None:
 def test_a_policy_without_words_shows_its_parts() -> None:
     policy = Policy(selector=Loud(), budget=0.5)
     assert repr(policy) == str(policy)
-    assert repr(policy).startswith("Policy(allocator=Uniform(), selector=Loud(") and "budget=0.5)" in repr(policy)
+    assert repr(policy).startswith("Policy(allocator=Uniform(heads=None), selector=Loud(") and "budget=0.5)" in repr(
+        policy
+    )

@@ -23,6 +23,7 @@ from kvpolicy_eval.common.markdown import table
 
 COLUMNS: dict[Kind, list[str]] = {
     "allocator": ["what it does", "input", "memory while prefilling", "source"],
+    "head_allocator": ["what it does", "input", "source"],
     "selector": [
         "what it keeps",
         "attention used in the prompt",

@@ -40,19 +40,21 @@ def methods() -> list[str]:
     """All methods that have a page: in the order of the registry.
 
     >>> methods()[:4]
-    ['uniform', 'pyramid', 'squeeze', 'full']
+    ['uniform', 'pyramid', 'squeeze', 'even']
     """
     return [name for table in registry.BUILT_IN.values() for name in table]
 
 
 def selection_policies(name: str) -> list[str]:
-    """Policies of the page of an allocator, a selector or a merger, without budgets.
+    """Policies of the page of a method other than a codec, without budgets.
 
     >>> selection_policies("streaming")
     ['streaming', 'window']
     >>> selection_policies("pyramid")[:2]
     ['window', 'pyramid+window']
     """
+    if name in registry.HEAD_ALLOCATORS:
+        return ["snapkv", f"uniform/{name}+snapkv"]
     if name in registry.MERGERS:
         pairs = ((base, base if name == "drop" else f"{base}+{name}") for base in MERGER_SELECTORS)
         return list(dict.fromkeys(policy for pair in pairs for policy in pair))

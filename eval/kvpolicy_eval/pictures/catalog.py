@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from kvpolicy_eval.pictures import allocators, codecs, mergers, plots, selectors
+from kvpolicy_eval.pictures import allocators, codecs, head_allocators, mergers, plots, selectors
 from kvpolicy_eval.pictures.style import Draw
 
 
 def pictures() -> dict[str, Draw]:
     """Every picture, by the name of its file."""
-    return allocators.PICTURES | selectors.PICTURES | mergers.PICTURES | codecs.PICTURES | plots.PICTURES
+    return (
+        allocators.PICTURES
+        | head_allocators.PICTURES
+        | selectors.PICTURES
+        | mergers.PICTURES
+        | codecs.PICTURES
+        | plots.PICTURES
+    )

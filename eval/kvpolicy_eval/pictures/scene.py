@@ -109,6 +109,16 @@ def cosines() -> list[float]:
         return cache.cosines()[0].tolist()
 
 
+@torch.inference_mode()
+def heads_of(policy: str) -> list[list[int]]:
+    """Tokens that each KV head of every layer keeps of the scene."""
+    model, _ = embedded()
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        model(scene().ids, past_key_values=cache, logits_to_keep=1)
+        return [layer.store.tokens_by_head()[0].tolist() for layer in cache.policy_layers]
+
+
 def _inspect(store: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Share of KV heads that keep each position of a layer, that keep it as a representative, and its mean score."""
     positions: Tensor = store.positions[0].long()  # [H, S]

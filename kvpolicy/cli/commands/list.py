@@ -11,7 +11,7 @@ from kvpolicy.cli.arguments import Json
 from kvpolicy.cli.completion import complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
-from kvpolicy.registry import QUESTIONS, Kind, either, kinds
+from kvpolicy.registry import BUILT_IN, QUESTIONS, Kind, described, either
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -36,7 +36,7 @@ def list_(
         str,
         typer.Argument(
             metavar="KIND",
-            help=f"{either(f'{kind}s' for kind in kinds())}, or the name of a strategy.",
+            help=f"{either(f'{kind}s' for kind in BUILT_IN)}, or the name of a strategy.",
             autocompletion=complete_part,
         ),
     ] = "",
@@ -65,10 +65,10 @@ def entries(which: str = "") -> list[Entry]:
     from kvpolicy.registry import lookup, names, suggest
 
     plural = which.removesuffix("s").lower()
-    if not which or plural in kinds():
-        return [_entry(kind, name) for kind in kinds() if plural in ("", kind) for name in names(kind)]
+    if not which or plural in BUILT_IN:
+        return [_entry(kind, name) for kind in BUILT_IN if plural in ("", kind) for name in names(kind)]
     if which not in names():
-        plurals = [f"{k}s" for k in kinds()]
+        plurals = [f"{k}s" for k in BUILT_IN]
         suggestion = suggest(which, [*plurals, *names()]) if which else "."
         if suggestion == ".":
             suggestion = "; try kvpolicy list for all names."
@@ -86,7 +86,7 @@ def _entry(kind: Kind, name: str) -> Entry:
 
 
 def _group(kind: Kind, found: list[Entry], which: str) -> str:
-    head = paragraph(f"{kind.capitalize()}s: {QUESTIONS[kind]}")
+    head = paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
     return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
 
 
@@ -106,6 +106,8 @@ def _format(entry: Entry, *, full: bool) -> str:
     if base:
         wraps = f"Wraps another {entry.kind}: {entry.name}/NAME, by default {entry.name}/{base}."
         lines.append(paragraph(wraps, 4))
+    if found.divides_heads:
+        lines.append(paragraph(f"May wrap a head allocator: {entry.name}/NAME.", 4))
     if full:
         lines += [paragraph(part, 4) for part in found.idea.split("\n\n") if part]
     if full and own:
