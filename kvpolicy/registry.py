@@ -1,7 +1,7 @@
-"""The names of strategies: built-in ones in three tables, others by entry points.
+"""The names of strategies: built-in ones in a table for each kind, others by entry points.
 
-A package adds a strategy under one of the entry point groups `kvpolicy.allocators`, `kvpolicy.selectors` and
-`kvpolicy.codecs`. A strategy is imported when it is first looked up.
+A package adds a strategy under the entry point group of its kind, such as `kvpolicy.selectors`. A strategy is imported
+when it is first looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "selector", "codec"]
+Kind = Literal["allocator", "selector", "codec", "reader"]
 
 ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
@@ -52,9 +52,20 @@ CODECS = {
     "mikv": "kvpolicy.codecs.mikv:MiKV",
     "zipcache": "kvpolicy.codecs.zipcache:ZipCache",
 }
+READERS = {
+    "all": "kvpolicy.readers.all:ReadAll",
+    "exact": "kvpolicy.readers.exact:ExactTopK",
+    "quest": "kvpolicy.readers.quest:Quest",
+    "labels": "kvpolicy.readers.labels:DoubleSparsity",
+}
 ALIASES = {"keepall": "full"}
 
-BUILT_IN: dict[Kind, dict[str, str]] = {"allocator": ALLOCATORS, "selector": SELECTORS, "codec": CODECS}
+BUILT_IN: dict[Kind, dict[str, str]] = {
+    "allocator": ALLOCATORS,
+    "selector": SELECTORS,
+    "codec": CODECS,
+    "reader": READERS,
+}
 """Module and class of each built-in strategy, by kind and name."""
 
 
@@ -129,8 +140,12 @@ def name_of(cls: type[Any]) -> str:
             return name
     raise KVPolicyError(
         f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group "
-        "kvpolicy.allocators, kvpolicy.selectors or kvpolicy.codecs."
+        f"{_one_of([f'kvpolicy.{kind}s' for kind in kinds()])}."
     )
+
+
+def _one_of(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

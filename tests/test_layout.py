@@ -19,12 +19,12 @@ PACKAGES = {
     "kvpolicy_deepspeed": ROOT / "integrations" / "kvpolicy_deepspeed",
     "kvpolicy_eval": ROOT / "eval" / "kvpolicy_eval",
 }
-STRATEGIES = ("allocators", "selectors", "codecs")
+STRATEGIES = tuple(f"{kind}s" for kind in registry.kinds())
 FACADES = {"", "__main__", "adapters", "budget", "embedded", "plans", "plots", "report", "spans"}
 """The package itself and the flat modules that re-export documented names; the empty name is `kvpolicy`."""
 LEVELS: list[set[str]] = [
     {"protocols", "spec", "registry"},
-    {"allocators", "selectors", "codecs", "kernels", "policy", "helpers"},
+    {*STRATEGIES, "kernels", "policy", "helpers"},
     {"engine"},
     {"planning", "reporting", "parallel"},
     {"hf"},
@@ -230,7 +230,7 @@ def test_no_public_name_is_a_module() -> None:
     assert not public & modules
 
 
-@pytest.mark.parametrize("name", [*registry.ALLOCATORS, *registry.SELECTORS, *registry.CODECS])
+@pytest.mark.parametrize("name", [name for names in registry.BUILT_IN.values() for name in names])
 def test_every_method_has_a_page(name: str) -> None:
     page = ROOT / "docs" / "methods" / f"{name}.md"
     assert page.exists(), f"write {_name(page)}: idea, formula, differences from the paper, cost, when it fails"

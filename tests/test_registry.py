@@ -34,7 +34,7 @@ def test_every_built_in_name_leads_to_a_class_and_back(name: str) -> None:
 
 
 def test_kinds_are_the_parts_of_a_policy() -> None:
-    assert registry.kinds() == ("allocator", "selector", "codec")
+    assert registry.kinds() == ("allocator", "selector", "codec", "reader")
 
 
 def test_keepall_is_another_word_for_full() -> None:

@@ -11,9 +11,14 @@ from kvpolicy.engine.state import tensors
 
 
 def bytes_by_kind(
-    exact: Iterable[Tensor], codes: Iterable[Any], positions: Tensor, state: Any, counters: Iterable[Tensor]
+    exact: Iterable[Tensor],
+    codes: Iterable[Any],
+    positions: Tensor,
+    state: Any,
+    counters: Iterable[Tensor],
+    reads: Any = (),
 ) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters.
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, index, counters.
 
     Args:
         exact: Keys and values in full precision.
@@ -21,6 +26,7 @@ def bytes_by_kind(
         positions: Of the slots.
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
+        reads: The `ReadState` of a layer that may read less than everything.
     """
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
     for stage in codes:
@@ -28,5 +34,6 @@ def bytes_by_kind(
             kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
     kinds["positions"] = positions.nbytes
     kinds["statistics"] = sum(t.nbytes for t in tensors(state))
+    kinds["index"] = sum(t.nbytes for t in tensors(reads))
     kinds["counters"] = sum(t.nbytes for t in counters)
     return kinds

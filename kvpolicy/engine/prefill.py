@@ -30,6 +30,7 @@ class PendingPrompt(NamedTuple):
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
         wants_vectors: Whether the selector needs keys and values.
+        salience: Mean absolute query times mean absolute key of each channel, [B, H, D] fp32, if the reader needs it.
     """
 
     keys: Tensor
@@ -44,6 +45,7 @@ class PendingPrompt(NamedTuple):
     forward: Forward | None = None
     replay: Tensor | None = None
     wants_vectors: bool = False
+    salience: Tensor | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -109,7 +111,14 @@ class PendingPrompt(NamedTuple):
             probes=_both(self.probes, later.probes, before),
             below_mean=_newest(self.below_mean, later.below_mean, before, below_mean),
             query_absmax=torch.stack(peaks).amax(0) if peaks else None,
+            salience=self._first_salience(later),
         )
+
+    def _first_salience(self, later: PendingPrompt) -> Tensor | None:
+        """The salience in the first chunk of each row that has a token."""
+        if self.salience is None or later.salience is None or self.idle is None:
+            return self.salience
+        return torch.where(self.idle[:, None, None], later.salience, self.salience)
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PendingPrompt:
         """The same with `fn` of every per-row tensor, which selects or repeats rows."""
@@ -130,6 +139,7 @@ class PendingPrompt(NamedTuple):
             below_mean=of_window(self.below_mean),
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
+            salience=of(self.salience),
         )
 
     def owned(self) -> PendingPrompt:
@@ -141,7 +151,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), self.query_absmax, self.replay]
+        parts += [*(self.below_mean or ()), self.query_absmax, self.replay, self.salience]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)

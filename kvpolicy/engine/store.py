@@ -6,21 +6,21 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import capacity, decode, demotion, token_batch
-from kvpolicy.engine.attention import ScoreTransform, attend, attend_slots, largest_queries, newest_queries
+from kvpolicy.engine.attention import ScoreTransform, attend, largest_queries, newest_queries
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.partial_reads import LayerReading
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
 from kvpolicy.engine.row_limits import RowBudget, block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
-from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, map_state, select_state
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.protocols import Forward, NewToken, Seen, State, View
 
 
-class LayerStore(LayerSlots):
+class LayerStore(LayerReading):
     """The slots of one layer under a policy.
 
     Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
@@ -73,6 +73,7 @@ class LayerStore(LayerSlots):
             probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
             below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
             query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
+            salience=self._salience(q, k, valid),
             forward=forward,
             wants_vectors=needs.vectors,
         )
@@ -96,6 +97,7 @@ class LayerStore(LayerSlots):
             rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
         """
         self.record(pending, rope_offset)
+        self._index_is_current = False
         seen_before = self.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
@@ -125,6 +127,7 @@ class LayerStore(LayerSlots):
         data = self._place(batch, pending.idle, first)
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
+        self._rebuild_index(first, pending.salience)
         self._fix_addresses()
         self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
@@ -278,6 +281,7 @@ class LayerStore(LayerSlots):
         due = self._buffered() >= self.limits.flush_threshold
         past = self.past()
         assert past is not None
+        self._index_is_current = False
         positions = self.positions.clone()
         state = map_state(torch.clone, self.state)
         moving = past.occupied & due[..., None]
@@ -293,6 +297,7 @@ class LayerStore(LayerSlots):
             held.copy_(torch.where(again[..., None], new, held))
         self.positions.copy_(torch.where(again, self.positions, positions))
         decode.assign_state(self.state, select_state(again, self.state, state))
+        self._rebuild_index()
 
     def _row_block(self) -> Tensor | int:
         """Tokens of each row that are demoted at a time, [B, 1, 1] or one number for all rows."""
@@ -353,7 +358,7 @@ class LayerStore(LayerSlots):
             over = demotion.overflow(
                 self.codec.stages[stage], store, self.positions[..., at], state, limit, batch, order
             )
-            self.write(over.slots + at.start, None, over.leaves)
+            self.write(over.slots, None, over.leaves, stage)
             self._insert(stage + 1, over.batch)
             batch = batch._replace(chosen=over.stays)
         slots = demotion.free_slots(self.positions[..., at], limit, self.codec.traits.group_size)
@@ -384,15 +389,15 @@ class LayerStore(LayerSlots):
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
+        self.link.start()
         slot = self._free_slot(view, valid)
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
         needs = self.selector.needs
-        out, weights = attend_slots(
-            q, (self.keys, self.values), self.coded_view(), self.positions >= 0, transform, needs.decode_attn
-        )
+        out, weights = self._attend(q, transform, needs.decode_attn)
+        self.link.stop()
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=NewToken(k.detach(), v.detach()) if needs.vectors else None)
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
@@ -439,6 +444,7 @@ class LayerStore(LayerSlots):
         if self.schedule.count_step():
             self.rerank()
         self._free_steps -= 1
+        self._count_unsorted_step()
         if self._free_steps < 1:
             self.demote()
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
-from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, step_bytes
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
@@ -48,6 +49,7 @@ def divide(
     end: Tensor | None,
     shapes: list[LayerShape],
     unmanaged_nbytes: int = 0,
+    indices: Sequence[int] | None = None,
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
@@ -58,12 +60,14 @@ def divide(
         end: Length of each row after the last new token, [B] int64; None if unknown.
         shapes: The layers under the policy.
         unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
+        indices: Indices of the layers in the model; None if they are the first ones.
 
     Raises:
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
     if isinstance(policy.budget, str):
-        return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes)
+        indices = range(len(shapes)) if indices is None else indices
+        return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
     floor = policy.selector.min_tokens
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
@@ -120,6 +124,7 @@ def _divide_bytes(
     end: Tensor | None,
     shapes: list[LayerShape],
     unmanaged_nbytes: int,
+    indices: Sequence[int],
 ) -> Tokens:
     """Find the most tokens per layer whose bytes fit into the budget, by bisection."""
     limit = bytes_of(str(policy.budget))
@@ -130,8 +135,8 @@ def _divide_bytes(
         each = torch.full_like(prompt, base)
         tokens = _divide_tokens(policy, metrics, each, prompt, end, len(shapes), initial_slots)
         layouts = [policy.codec.layout(most) for most in tokens.most]
-        pairs = zip(shapes, layouts, strict=True)
-        sizes = [sum(layer_bytes(policy, batch, shape, layout).values()) for shape, layout in pairs]
+        layers = zip(shapes, layouts, indices, strict=True)
+        sizes = [sum(layer_bytes(policy, batch, shape, layout, index).values()) for shape, layout, index in layers]
         return tokens, unmanaged_nbytes + DIGEST_NBYTES * batch + sum(sizes)
 
     low = policy.selector.min_tokens
@@ -168,9 +173,10 @@ def plan_layers(
     plans: list[LayerPlan] = []
     for index, most, shape in zip(indices, tokens.most, shapes, strict=True):
         layout = policy.codec.layout(most)
-        sizes = dict(layer_bytes(policy, batch, shape, layout))
+        sizes = dict(layer_bytes(policy, batch, shape, layout, index))
         if not plans:
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
-        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes))
+        moved = step_bytes(policy, batch, shape, layout, index)
+        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=moved))
     return tuple(plans)

@@ -21,6 +21,9 @@ from kvpolicy.protocols.codec import Traits as Traits
 from kvpolicy.protocols.codec import traits_for as traits_for
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
+from kvpolicy.protocols.reader import Index as Index
+from kvpolicy.protocols.reader import Reader as Reader
+from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward

@@ -110,6 +110,8 @@ class Needs(NamedTuple):
         rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
             then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
         head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
+        newest_row: Whether tokens are ranked by the attention of the newest token alone, which must then cover every
+            slot: a reader that leaves slots unread is refused.
     """
 
     attn_sum: bool = False
@@ -122,6 +124,7 @@ class Needs(NamedTuple):
     vectors: bool = False
     rerank_every: int = 0
     head_shape: bool = False
+    newest_row: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -136,6 +139,7 @@ class Needs(NamedTuple):
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
             head_shape=self.head_shape or other.head_shape,
+            newest_row=self.newest_row or other.newest_row,
         )
 
 

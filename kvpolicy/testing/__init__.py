@@ -1,3 +1,3 @@
-"""Conformance checks for custom allocators, selectors and codecs."""
+"""Conformance checks for custom allocators, selectors, codecs and readers."""
 
 from kvpolicy.testing.conformance import check as check

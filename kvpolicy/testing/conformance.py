@@ -1,4 +1,4 @@
-"""Conformance checks for custom allocators, selectors and codecs, to be called from a test.
+"""Conformance checks for custom allocators, selectors, codecs and readers, to be called from a test.
 
 A part runs on a small model with random weights, and must satisfy what every built-in part satisfies.
 """
@@ -16,7 +16,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy, describe_missing, missing
-from kvpolicy.protocols import Allocator, Codec, Selector
+from kvpolicy.protocols import Allocator, Codec, Reader, Selector
 from kvpolicy.registry import Kind, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
@@ -26,6 +26,7 @@ from kvpolicy.testing.part_checks import (
     check_batch,
     check_budgets,
     check_layout,
+    check_reader,
     check_reading,
     check_selector,
     watched,
@@ -40,7 +41,7 @@ _STEPS = 12
 _PAD = 7
 
 
-def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> None:
+def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 0.5) -> None:
     """Check the rules that the engine and other parts rely on.
 
     Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
@@ -56,6 +57,9 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     not depend on the batch; `score` and `mix` are the products with what they decode; each stage writes bit-identical
     codes for a row on its own and in a batch, whatever tokens outside `write_mask` contain.
 
+    Readers: a fixed number of slots is read, in whole pages; entries depend on the tokens in their own slots alone; a
+    step moves the planned number of bytes.
+
     Args:
         part: The strategy, with the hyperparameters to check.
         budget: The budget of the caches: a fraction of the prompt, or tokens per layer. A selector with a high
@@ -63,13 +67,14 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
 
     Raises:
         AssertionError: If a rule is violated; the message says which.
-        KVPolicyTypeError: If the part is not an allocator, a selector or a codec.
+        KVPolicyTypeError: If the part is not an allocator, a selector, a codec or a reader.
 
     Examples:
-        >>> from kvpolicy import Pyramid, SnapKV, TokenWise
+        >>> from kvpolicy import DoubleSparsity, Pyramid, SnapKV, TokenWise
         >>> check(Pyramid(beta=4))
         >>> check(SnapKV(window=8, kernel=3))
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
+        >>> check(DoubleSparsity(read=8, dense=0))
     """
     check_instance("strategy", part)
     _check_dataclass(part)
@@ -80,13 +85,17 @@ def check(part: Allocator | Selector | Codec, *, budget: float | int = 0.5) -> N
     elif isinstance(part, Selector):
         check_selector(part)
         policy = Policy(selector=part, budget=budget)
-    elif isinstance(part, Codec):  # pyright: ignore[reportUnnecessaryIsInstance]
+    elif isinstance(part, Codec):
         check_layout(part)
         selector = H2O() if _needs_ranking(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
+    elif isinstance(part, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_reader(part)
+        _check_cache(part, Policy(reader=part))
+        policy = Policy(selector=StreamingLLM(), reader=part, budget=budget)
     else:
         raise KVPolicyTypeError(
-            f"The part must be an allocator, a selector or a codec, got {part!r}; {_what_it_lacks(part)}."
+            f"The part must be an allocator, a selector, a codec or a reader, got {part!r}; {_what_it_lacks(part)}."
         )
     with watched(part):
         _check_cache(part, policy)
@@ -181,6 +190,9 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
                 _check_slots(policy, layer, _PROMPT + step - 1)
         planned = cache.plan.nbytes
         assert cache.nbytes == planned, f"{policy}: the cache must hold the planned {planned} bytes, got {cache.nbytes}"
+        moved = [layer.moved for layer in cache.plan.layers]
+        found = [layer.moved for layer in cache.layers]
+        assert found == moved, f"{policy}: a step must move the planned {moved} bytes of each layer, got {found}"
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
         full = model(ids).past_key_values.layers[0]

@@ -37,6 +37,9 @@ POOLED = [
     "probe+zipcache:recode_every=5@0.5",
     "kvzip:chunk=7:sinks=2@0.5",
     "squeeze+kvzip:chunk=7:instruction=5-6@0.5",
+    "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
+    "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
+    "tokenwise:residual_length=2:block_size=3+exact:read=5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

@@ -31,6 +31,7 @@ COLUMNS: dict[Kind, list[str]] = {
         "source",
     ],
     "codec": ["what it does", "source"],
+    "reader": ["what a step reads", "what it scores", "source"],
 }
 """Columns of the tables of docs/methods/index.md after the name."""
 

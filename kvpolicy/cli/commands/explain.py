@@ -72,6 +72,7 @@ def _facts(case: Any) -> dict[str, Any]:
         "allocator": explanation.of_allocator(case),
         "selector": explanation.of_selector(case),
         "codec": explanation.of_codec(case),
+        "reader": explanation.of_reader(case),
     }
     return {
         "shape": {"layers": len(case.planned.layers), "kv_heads": shape.heads, "head_dim": shape.head_dim},

@@ -1,4 +1,4 @@
-"""`kvpolicy list`: all allocators, selectors and codecs, with parameters and papers."""
+"""`kvpolicy list`: all parts of policies by kind, with parameters and papers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ QUESTIONS = {
     "allocator": "how many tokens may each layer keep?",
     "selector": "which tokens are kept?",
     "codec": "how is a kept token stored?",
+    "reader": "which of the kept tokens does a decode step read?",
 }
 """The question that each kind of part answers."""
 
@@ -42,13 +43,13 @@ def list_(
         str,
         typer.Argument(
             metavar="KIND",
-            help="allocators, selectors or codecs, or the name of a strategy.",
+            help="allocators, selectors, codecs or readers, or the name of a strategy.",
             autocompletion=complete_part,
         ),
     ] = "",
     json: Json = False,
 ) -> None:
-    """List allocators, selectors and codecs, with their parameters."""
+    """List allocators, selectors, codecs and readers, with their parameters."""
     found = entries(which)
     if json:
         print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
