@@ -1,6 +1,6 @@
-"""Keep the KV cache of Hugging Face language models small: any allocator, any selector, any codec.
+"""Keep the KV cache of Hugging Face language models small: any allocator, any selector, any merger, any codec.
 
-A policy consists of three interchangeable parts and a budget:
+A policy consists of interchangeable parts and a budget:
 
     >>> import kvpolicy
     >>> kvpolicy.Policy.parse("squeeze+kvcrush/h2o+kivi:bits=4@0.2").budget
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
     from kvpolicy.hf.embedded import tiny as tiny
     from kvpolicy.hf.plan import plan as plan
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
+    from kvpolicy.mergers.compensate import Compensate as Compensate
+    from kvpolicy.mergers.d2o import D2O as D2O
+    from kvpolicy.mergers.drop import Drop as Drop
+    from kvpolicy.mergers.merge import CountedMerge as CountedMerge
+    from kvpolicy.mergers.regress import Regress as Regress
     from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from kvpolicy.readers.exact import ExactTopK as ExactTopK
     from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
     from kvpolicy.readers.quest import Quest as Quest
+    from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O
     from kvpolicy.selectors.keydiff import KeyDiff as KeyDiff

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field, fields, is_dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, Reader, Selector
+from kvpolicy.mergers.drop import Drop
+from kvpolicy.protocols import Allocator, Codec, DecodeMode, Merger, Reader, Selector
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
@@ -24,12 +25,18 @@ DEFAULT_BUDGET = 0.2
 
 _IDENTITY = ("full", "none")
 _UNSET: Any = None  # typed Any, because __post_init__ replaces it: `Policy.budget` is never None
-_PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "codec": Codec, "reader": Reader}
+_PROTOCOLS: dict[Kind, type] = {
+    "allocator": Allocator,
+    "selector": Selector,
+    "merger": Merger,
+    "codec": Codec,
+    "reader": Reader,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How the KV cache of a model is compressed: four parts and one budget.
+    """How the KV cache of a model is compressed: its parts and one budget.
 
     Any part works with any other, or is refused when the policy is made. A part that is omitted changes nothing.
     `str()` writes a policy as a spec, and `parse` reads it back.
@@ -37,6 +44,7 @@ class Policy:
     Args:
         allocator: How many tokens each layer may keep.
         selector: Which tokens are kept.
+        merger: What becomes of a token that is not kept.
         codec: How a kept token is stored.
         reader: Which of the kept tokens a decode step reads.
         budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
@@ -45,8 +53,8 @@ class Policy:
 
     Raises:
         KVPolicyTypeError: If a part is of another kind.
-        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector, or if the
-            reader does not work with the selector or the codec.
+        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector; if the merger
+            could never act; or if the reader does not work with the selector or the codec.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -59,6 +67,7 @@ class Policy:
 
     allocator: Allocator = field(default_factory=Uniform)
     selector: Selector = field(default_factory=KeepAll)
+    merger: Merger = field(default_factory=Drop)
     codec: Codec = field(default_factory=Plain)
     reader: Reader = field(default_factory=ReadAll)
     budget: Budget = _UNSET
@@ -70,6 +79,7 @@ class Policy:
         default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
+        self._check_merger()
         if not isinstance(self.reader, ReadAll):
             self._check_reader()
 
@@ -154,6 +164,13 @@ class Policy:
         return "grow" if self._ranks and whole else self.selector.decode
 
     @property
+    def undoes_rotation(self) -> Literal["", "codec", "selector"]:
+        """Which part undoes the model's rotary embedding: the codec for keys, the selector for queries, or none."""
+        if self.codec.traits.key_space == "unrotated":
+            return "codec"
+        return "" if self.selector.needs.query_moments is None else "selector"
+
+    @property
     def _ranks(self) -> bool:
         return self.codec.traits.demote_by == "priority"
 
@@ -176,6 +193,22 @@ class Policy:
         if isinstance(budget, int) and budget < self.selector.min_tokens:
             raise KVPolicyError(
                 f"The budget must be at least {self.selector.min_tokens} tokens for {self.selector}, got {budget}."
+            )
+
+    def _check_merger(self) -> None:
+        when = self.merger.traits.when
+        if when == "never":
+            return
+        if self._keeps_all:
+            raise KVPolicyError(
+                f"The merger {self.merger} must be combined with a selector, whose evicted tokens it merges; try "
+                "snapkv."
+            )
+        whole = isinstance(self.budget, float) and self.budget == 1.0
+        if whole and (when == "prompt" or self.decode == "grow"):
+            raise KVPolicyError(
+                f"A policy with the merger {self.merger} must evict tokens, got the budget {self.budget}, which keeps "
+                "them all; try 0.2."
             )
 
     def _check_reader(self) -> None:

@@ -18,7 +18,16 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "selector", "codec", "reader"]
+Kind = Literal["allocator", "selector", "merger", "codec", "reader"]
+
+QUESTIONS: dict[Kind, str] = {
+    "allocator": "how many tokens may each layer keep?",
+    "selector": "which tokens are kept?",
+    "merger": "what becomes of a token that is not kept?",
+    "codec": "how is a kept token stored?",
+    "reader": "which of the kept tokens does a decode step read?",
+}
+"""The question that each kind of part answers."""
 
 ALLOCATORS = {
     "uniform": "kvpolicy.allocators.uniform:Uniform",
@@ -33,10 +42,18 @@ SELECTORS = {
     "snapkv": "kvpolicy.selectors.snapkv:SnapKV",
     "tova": "kvpolicy.selectors.tova:TOVA",
     "probe": "kvpolicy.selectors.probe:ProbeSalience",
-    "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "scissorhands": "kvpolicy.selectors.scissorhands:Scissorhands",
+    "expected": "kvpolicy.selectors.expected:ExpectedAttention",
     "keydiff": "kvpolicy.selectors.keydiff:KeyDiff",
+    "kvzip": "kvpolicy.selectors.kvzip:KVzip",
     "kvcrush": "kvpolicy.selectors.kvcrush:KVCrush",
+}
+MERGERS = {
+    "drop": "kvpolicy.mergers.drop:Drop",
+    "merge": "kvpolicy.mergers.merge:CountedMerge",
+    "regress": "kvpolicy.mergers.regress:Regress",
+    "d2o": "kvpolicy.mergers.d2o:D2O",
+    "compensate": "kvpolicy.mergers.compensate:Compensate",
 }
 CODECS = {
     "plain": "kvpolicy.codecs.plain:Plain",
@@ -63,6 +80,7 @@ ALIASES = {"keepall": "full"}
 BUILT_IN: dict[Kind, dict[str, str]] = {
     "allocator": ALLOCATORS,
     "selector": SELECTORS,
+    "merger": MERGERS,
     "codec": CODECS,
     "reader": READERS,
 }
@@ -139,13 +157,20 @@ def name_of(cls: type[Any]) -> str:
         if name not in BUILT_IN[kind] and _load(name, target) is cls:
             return name
     raise KVPolicyError(
-        f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group "
-        f"{_one_of([f'kvpolicy.{kind}s' for kind in kinds()])}."
+        f"{cls.__qualname__} must be registered to be written in a spec; add an entry point for {own} to the group of "
+        f"its kind, {either(f'kvpolicy.{kind}s' for kind in kinds())}."
     )
 
 
-def _one_of(words: list[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+def either(words: Iterable[str]) -> str:
+    """A list of words as a sentence has it.
+
+    Examples:
+        >>> either(["a", "b", "c"])
+        'a, b or c'
+    """
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -230,7 +230,7 @@ def test_no_public_name_is_a_module() -> None:
     assert not public & modules
 
 
-@pytest.mark.parametrize("name", [name for names in registry.BUILT_IN.values() for name in names])
+@pytest.mark.parametrize("name", [name for table in registry.BUILT_IN.values() for name in table])
 def test_every_method_has_a_page(name: str) -> None:
     page = ROOT / "docs" / "methods" / f"{name}.md"
     assert page.exists(), f"write {_name(page)}: idea, formula, differences from the paper, cost, when it fails"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
 import pytest
 
-from kvpolicy import registry
+from kvpolicy import Policy, registry
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.kivi import KIVI
 
@@ -34,7 +35,8 @@ def test_every_built_in_name_leads_to_a_class_and_back(name: str) -> None:
 
 
 def test_kinds_are_the_parts_of_a_policy() -> None:
-    assert registry.kinds() == ("allocator", "selector", "codec", "reader")
+    parts = tuple(field.name for field in dataclasses.fields(Policy) if field.name != "budget")
+    assert registry.kinds() == parts == tuple(registry.BUILT_IN) == tuple(registry.QUESTIONS)
 
 
 def test_keepall_is_another_word_for_full() -> None:

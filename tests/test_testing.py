@@ -151,7 +151,8 @@ def test_what_is_missing_is_named() -> None:
         part = make_dataclass("Part", [("how", str, "right")], namespace=members, frozen=True, kw_only=True)()
         with pytest.raises(
             TypeError,
-            match=rf"an allocator, a selector, a codec or a reader, got .*; it {told} kvpolicy\.protocols\.Selector\.",
+            match=r"an allocator, a selector, a merger, a codec or a reader, got .*; "
+            rf"it {told} kvpolicy\.protocols\.Selector\.",
         ):
             check(part)
     part = make_dataclass("Part", [], namespace={"budgets": Layers.budgets}, frozen=True, kw_only=True)()

@@ -2,7 +2,7 @@
 
     python docs/examples/compose.py --model meta-llama/Llama-3.1-8B --budget 0.1
 
-A policy consists of three parts and a budget. Nested loops give a table of all combinations: here two allocators, three
+A policy consists of parts and a budget. Nested loops give a table of all combinations: here two allocators, three
 selectors and two codecs, each on the same prompts, with the fraction of the full cache's bytes that each holds at the
 end. `str(policy)` is the spec of a policy, which `--policy`, lm-eval and `Policy.parse` accept.
 

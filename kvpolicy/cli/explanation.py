@@ -199,6 +199,8 @@ def _statistics(needs: Needs) -> str:
         used.append(f"the attention weights of probe queries ({probed:g} of all queries)")
     if needs.below_mean_queries:
         used.append(f"which tokens the last {needs.below_mean_queries:,} queries attend to less than the mean")
+    if needs.query_moments is not None:
+        used.append("the mean and covariance of the queries")
     if needs.vectors:
         used.append("the keys and values of the tokens")
     if needs.decode_attn:
@@ -206,6 +208,22 @@ def _statistics(needs: Needs) -> str:
     if needs.forward:
         used.append("the arguments of the attention modules")
     return f"The selector uses {' and '.join(used)}." if used else "The selector uses no attention weights."
+
+
+def of_merger(case: Case) -> list[str]:
+    """Explain when evicted tokens are merged, and what a slot stores for it."""
+    traits = case.policy.merger.traits
+    if traits.when == "never":
+        return ["Here: evicted tokens are dropped."]
+    evicted = max(case.prompt - case.kept, 0)
+    sentences = [f"Here: the {_tokens(evicted)} of the prompt that an average layer does not keep are merged."]
+    if traits.when == "prompt" or case.policy.decode == "grow":
+        sentences.append("Decoding merges no token.")
+    else:
+        sentences.append("In decoding, a token is merged when its slot is overwritten.")
+    if traits.counted:
+        sentences.append("Each slot stores how many tokens it stands for, and attention counts it as so many.")
+    return sentences
 
 
 def of_codec(case: Case) -> list[str]:

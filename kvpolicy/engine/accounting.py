@@ -16,9 +16,10 @@ def bytes_by_kind(
     positions: Tensor,
     state: Any,
     counters: Iterable[Tensor],
+    merged: Any = (),
     reads: Any = (),
 ) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, index, counters.
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, index, counters, and counts if any.
 
     Args:
         exact: Keys and values in full precision.
@@ -26,6 +27,7 @@ def bytes_by_kind(
         positions: Of the slots.
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
+        merged: The counts of the slots, and the merger's state.
         reads: The `ReadState` of a layer that may read less than everything.
     """
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
@@ -36,4 +38,6 @@ def bytes_by_kind(
     kinds["statistics"] = sum(t.nbytes for t in tensors(state))
     kinds["index"] = sum(t.nbytes for t in tensors(reads))
     kinds["counters"] = sum(t.nbytes for t in counters)
+    if counts := sum(t.nbytes for t in tensors(merged)):
+        kinds["counts"] = counts
     return kinds

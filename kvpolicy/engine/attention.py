@@ -20,11 +20,25 @@ TILE_ELEMENTS = 1 << 20
 
 
 class Past(NamedTuple):
-    """Every slot of a layer, decoded: keys and values [B, H, S, D], and which slots hold a token, [B, H, S] bool."""
+    """Every slot of a layer, decoded.
+
+    Attributes:
+        keys: [B, H, S, D].
+        values: [B, H, S, D].
+        occupied: Which slots hold a token, [B, H, S] bool.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
+    """
 
     keys: Tensor
     values: Tensor
     occupied: Tensor
+    counts: Tensor | None = None
+
+    def add_counts(self, score: Tensor) -> None:
+        """Add the counts to scores [B, H, G, M, S + P] of the slots and of P new tokens, in place."""
+        # After scale and softcap: a slot that stands for c tokens has c times the weight that its key alone has.
+        if self.counts is not None:
+            score[..., : self.counts.shape[-1]] += self.counts[:, :, None, None]
 
 
 class ScoreTransform(NamedTuple):
@@ -176,6 +190,8 @@ def _attend_tiled(
         seen = held + stop
         tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
         score = transform.scores(tile, keys[:, :, :seen]).unflatten(2, (group, count))
+        if past is not None:
+            past.add_counts(score)
         # No other column can be in the future of a query of this tile.
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
@@ -232,6 +248,8 @@ def window_attention(
     keys = k if past is None else torch.cat([past.keys, k], 2)
     score = transform.scores(window.queries.unflatten(1, (heads, group)).flatten(2, 3), keys)
     score = score.unflatten(2, (group, width))
+    if past is not None:
+        past.add_counts(score)
     held = keys.shape[2] - new
     future = torch.arange(new, device=k.device) > window.at[..., None]  # [B, W, P]
     score[..., held:].masked_fill_(future[:, None, None], -torch.inf)
@@ -256,6 +274,7 @@ def attend_slots(
     occupied: Tensor,
     transform: ScoreTransform,
     want_weights: bool,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -266,13 +285,17 @@ def attend_slots(
         occupied: Which slots hold a token, [B, H, S] bool.
         transform: From products to attention weights.
         want_weights: Whether to return the attention weights.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
-    if not want_weights and transform.softcap is None and transform.sinks is None and coded is None:
-        mask = occupied[:, :, None].expand(-1, -1, grouped.shape[2], -1)
+    plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
+    # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
+    if plain and (counts is None or q.dtype == torch.float32):
+        visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
+        mask = visible[:, :, None].expand(-1, -1, grouped.shape[2], -1)
         out = F.scaled_dot_product_attention(grouped, *exact, attn_mask=mask, scale=transform.scale)
         return out.flatten(1, 2).unsqueeze(2), None
     # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
@@ -281,6 +304,8 @@ def attend_slots(
     score = transform.scores(grouped, keys)
     if coded is not None:
         score = torch.cat([score, *map(transform.finish, coded.score(grouped))], -1)
+    if counts is not None:
+        score = score + counts[:, :, None]
     weights = transform.weights(score.masked_fill(~occupied[:, :, None], -torch.inf))
     first, *others = weights.to(values.dtype).split([keys.shape[2], *(coded.sizes if coded else ())], -1)
     mixed = matmul(first, values)

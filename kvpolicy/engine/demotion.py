@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.row_limits import RowLimits, block_of
-from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import TokenBatch
 from kvpolicy.protocols import Stage, StageStore, State, Traits
 
@@ -72,6 +72,7 @@ def overflow(
     capacity: Tensor,
     block: TokenBatch,
     order: DemotionOrder,
+    counts: State = (),
 ) -> Overflow:
     """Find out which tokens of a stage give way to a block; they are read back in full precision.
 
@@ -85,6 +86,7 @@ def overflow(
         capacity: Slots that each row may use, [B].
         block: The tokens to write; `chosen` says which.
         order: Which tokens leave first.
+        counts: Of its slots; see `TokenBatch.counts`.
     """
     occupied = positions >= 0
     width = block.chosen.shape[-1]
@@ -97,6 +99,7 @@ def overflow(
         positions.gather(-1, index),
         map_slots(lambda t: t.gather(-1, index), state),
         occupied.gather(-1, index),
+        map_state(lambda t: t.gather(-1, index), counts),
     )
     leaves = (torch.arange(index.shape[-1], device=index.device) < lack[..., None]) & victims.chosen
     passes = block.chosen & (block.chosen.long().cumsum(-1) <= (lack - leaves.sum(-1))[..., None])

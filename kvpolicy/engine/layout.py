@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import empty_slots, map_slots, slot_tensors, tensors
+from kvpolicy.engine.state import empty_slots, map_slots, map_state, slot_tensors, tensors
 from kvpolicy.protocols import Codec, Codes, Layout, State
 
 
@@ -39,6 +39,19 @@ def grown_slots(positions: Tensor, state: State, old: Layout, new: Layout, reser
         for target, source in zip(slot_tensors(grown_state), slot_tensors(state), strict=True):
             target[..., to : to + size] = source[..., start : start + size]
     return grown, grown_state
+
+
+def grown_state(held: State, old: Layout, new: Layout, reserved: int) -> State:
+    """Tensors [B, H, S] for a new layout: what `grown_slots` carries over keeps its entries, all others are 0."""
+    moves = [(0, 0, reserved), *zip(new.starts(), old.starts(), old.coded, strict=False)]
+
+    def grown(source: Tensor) -> Tensor:
+        target = source.new_zeros(*source.shape[:-1], new.slots)
+        for to, start, size in moves:
+            target[..., to : to + size] = source[..., start : start + size]
+        return target
+
+    return map_state(grown, held)
 
 
 def grown_codes(

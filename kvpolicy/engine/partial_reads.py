@@ -21,6 +21,7 @@ from kvpolicy.engine.reading import (
     entries_of,
     entry_slots,
     key_codes,
+    largest_counts,
     read_shape,
     row_entries,
 )
@@ -54,11 +55,12 @@ class LayerReading(LayerSlots):
             The output [B, Hq, 1, D], and the attention weights of all slots [B, H, G, S] fp32, or None; slots that were
             not read have a weight of 0.
         """
-        self.link.whole(self.positions)
+        self.link.whole((self.positions, self.counts))
         coded = self.coded_view()
         if self.read_shape is None or not self.reads:
             self.link.whole((self.keys, self.values, self.codes))
-            return attend_slots(q, (self.keys, self.values), coded, self.positions >= 0, transform, want_weights)
+            exact, occupied = (self.keys, self.values), self.positions >= 0
+            return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts)
         chosen = self._choose(q, self.reads, self.read_shape, transform)
         if coded is None:
             buffer = self.link.rows(self.keys, chosen.slots), self.link.rows(self.values, chosen.slots)
@@ -66,9 +68,9 @@ class LayerReading(LayerSlots):
         else:
             buffer = self.keys, self.values
             part = self._decode_chosen(coded, chosen.slots, self.read_shape)
-        # Whatever else belongs to a slot and to its score, such as a bias, is taken through `_of_read` likewise.
         occupied = (self._of_read(self.positions, chosen) >= 0) & self._of_read(None, chosen)
-        out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights)
+        counts = None if self.log_counts is None else self._of_read(self.log_counts, chosen)
+        out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
         return out, None if weights is None else self._to_slots(weights, chosen)
 
     def _choose(self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform) -> Chosen:
@@ -76,6 +78,9 @@ class LayerReading(LayerSlots):
         queries = q.squeeze(2).unflatten(1, (self.positions.shape[1], -1))  # [B, H, G, D]
         self.link.whole(reads.index)
         score = transform.finish(self.reader.score(reads.index, queries, self._products))
+        if self.log_counts is not None:
+            # As attention adds them: a slot that stands for many tokens is needed more than its key says.
+            score = score + largest_counts(shape, self.log_counts, self.positions)[:, :, None]
         return choose(shape, reads.limit, score, self.positions, self.length, self.reader.traits.recent, self.ranks)
 
     def _products(self, queries: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class LayerReading(LayerSlots):
             self.read_shape,
             self.reads,
             (self.keys, self.values),
-            self.positions,
+            (self.positions, self.counts),
             self.codes,
             self.layout.coded,
             self.codec.traits.group_size,
@@ -232,7 +237,8 @@ class LayerReading(LayerSlots):
         self.keys.copy_(self.keys.gather(2, vectors))
         self.values.copy_(self.values.gather(2, vectors))
         self.positions.copy_(self.positions.gather(-1, order))
-        sorted_state = map_slots(lambda t: t.gather(-1, order), self.state)
-        for held, new in zip(slot_tensors(self.state), slot_tensors(sorted_state), strict=True):
+        per_slot = (self.state, self.counts)
+        in_order = map_slots(lambda t: t.gather(-1, order), per_slot)
+        for held, new in zip(slot_tensors(per_slot), slot_tensors(in_order), strict=True):
             held.copy_(new)
         self._rebuild_index()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
-from kvpolicy.protocols import Forward
+from kvpolicy.protocols import Forward, MeanRotation, QueryMoments
 
 
 class PendingPrompt(NamedTuple):
@@ -25,8 +25,11 @@ class PendingPrompt(NamedTuple):
         window: The newest queries, if the selector needs them.
         probes: The probe queries, if the selector needs them.
         below_mean: The newest queries to count those that attend to a token less than the mean, if needed.
+        moments: Moments of the queries without their rotation, if the selector needs them.
+        mean_rotation: The layer's rotary embedding at the mean of some positions, likewise.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
+        wants_vectors: Whether the selector needs keys and values.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
         wants_vectors: Whether the selector needs keys and values.
@@ -41,10 +44,12 @@ class PendingPrompt(NamedTuple):
     window: QueryWindow | None = None
     probes: QueryWindow | None = None
     below_mean: QueryWindow | None = None
+    moments: QueryMoments | None = None
+    mean_rotation: MeanRotation | None = None
     query_absmax: Tensor | None = None
     forward: Forward | None = None
-    replay: Tensor | None = None
     wants_vectors: bool = False
+    replay: Tensor | None = None
     salience: Tensor | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
@@ -86,7 +91,8 @@ class PendingPrompt(NamedTuple):
         if past is None:
             return Past(self.keys, self.values, occupied)
         keys, values = torch.cat([past.keys, self.keys], 2), torch.cat([past.values, self.values], 2)
-        return Past(keys, values, torch.cat([past.occupied, occupied], -1))
+        counts = None if past.counts is None else F.pad(past.counts, (0, self.keys.shape[2]))
+        return Past(keys, values, torch.cat([past.occupied, occupied], -1), counts)
 
     def joined(self, later: PendingPrompt, window: int, below_mean: int) -> PendingPrompt:
         """This prompt and the next chunk of it, which attended to it, as one.
@@ -110,6 +116,7 @@ class PendingPrompt(NamedTuple):
             window=_newest(self.window, later.window, before, window),
             probes=_both(self.probes, later.probes, before),
             below_mean=_newest(self.below_mean, later.below_mean, before, below_mean),
+            moments=_added(self.moments, later.moments),
             query_absmax=torch.stack(peaks).amax(0) if peaks else None,
             salience=self._first_salience(later),
         )
@@ -137,6 +144,7 @@ class PendingPrompt(NamedTuple):
             window=of_window(self.window),
             probes=of_window(self.probes),
             below_mean=of_window(self.below_mean),
+            moments=None if self.moments is None else QueryMoments(*map(fn, self.moments)),
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
             salience=of(self.salience),
@@ -151,7 +159,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), self.query_absmax, self.replay, self.salience]
+        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay, self.salience]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
@@ -173,3 +181,10 @@ def _newest(first: QueryWindow | None, second: QueryWindow | None, columns: int,
     order = (both.at >= 0).to(torch.uint8).argsort(dim=-1, stable=True)[:, -width:]
     index = order[:, None, :, None].expand(-1, both.queries.shape[1], -1, both.queries.shape[-1])
     return QueryWindow(both.queries.gather(2, index), both.at.gather(1, order))
+
+
+def _added(first: QueryMoments | None, second: QueryMoments | None) -> QueryMoments | None:
+    """The moments of the queries of both."""
+    if first is None or second is None:
+        return first or second
+    return QueryMoments(*(a + b for a, b in zip(first, second, strict=True)))

@@ -167,6 +167,12 @@ def entries_of(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
     return slots.div(shape.page, rounding_mode="floor") + first
 
 
+def largest_counts(shape: ReadShape, counts: Tensor, positions: Tensor) -> Tensor:
+    """The largest of the counts [B, H, S] of the tokens in each entry, [B, H, X] fp32; 0 for an entry without one."""
+    # No count is below 0, the logarithm of one token, so that the -1 behind a part is never the largest.
+    return by_entry(shape, counts.masked_fill(positions < 0, 0)).amax(-1)
+
+
 def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
     """How much each entry is needed: its attention weight for the query head that weights it most.
 
@@ -246,7 +252,7 @@ def count_step(
     shape: ReadShape | None,
     reads: Any,
     buffer: tuple[Tensor, Tensor],
-    positions: Tensor,
+    per_slot: Any,
     codes: tuple[Any, ...],
     coded: tuple[int, ...],
     group_size: int,
@@ -259,12 +265,12 @@ def count_step(
         shape: What is read of the layer; None for everything.
         reads: The layer's `ReadState`; the empty tuple where everything is read.
         buffer: Keys and values in full precision, [B, H, E, D] each.
-        positions: Of all slots, [B, H, S].
+        per_slot: Positions of all slots, and their counts if they have some, [B, H, S] each.
         codes: The codes of each stage.
         coded: Slots of each stage.
         group_size: Slots that share parameters.
     """
-    link.whole(positions)
+    link.whole(per_slot)
     if shape is None:
         link.whole((buffer, codes))
         return

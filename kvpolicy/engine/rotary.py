@@ -48,6 +48,37 @@ class Rope:
         """Undo the rotation of keys [B, H, n, D] at positions [B, H, n] (or [B, 1, n]), fp32."""
         return self._rotate(keys, positions, undo=True)
 
+    def unrotate_rows(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        """Undo the rotation of vectors [B, Hq, n, D] whose heads stand at the same positions [B, n], fp32."""
+        return self._apply(vectors.float(), self._angles_at(vectors, positions.clamp_min(0), undo=True))
+
+    def mean_rotation(self, vectors: Tensor, first: Tensor, count: int) -> Tensor:
+        """The mean of vectors [B, n, m, D] rotated to `count` positions from `first` [B] on, fp32."""
+        # A rotation is linear in its cosines and sines, so that the mean over positions is one rotation by their means.
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        angles = self._angles_at(vectors, positions, undo=False)
+        means = None if angles is None else tuple(t.mean(1, keepdim=True) for t in angles)
+        return self._apply(vectors.float(), means)
+
+    def _angles_at(self, like: Tensor, positions: Tensor, *, undo: bool) -> tuple[Tensor, ...] | None:
+        """Cosines and sines at positions [B, n], each [B, n, angles] fp32; None for a layer without an embedding."""
+        if self._tables is None or self._apply_pairs is None:
+            return None
+        more = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        cos, sin = self._tables(like.new_empty(1, dtype=torch.float32), positions, **more)
+        cos, sin = cos.float(), sin.float()
+        # The tables include the attention scaling: divide by it once to remove it, and once to undo it.
+        return (cos / self.scaling**2, -sin / self.scaling**2) if undo else (cos, sin)
+
+    def _apply(self, vectors: Tensor, angles: tuple[Tensor, ...] | None) -> Tensor:
+        """Rotate fp32 vectors [B, n, m, D] by cosines and sines [B, m or 1, angles]."""
+        if angles is None or self._apply_pairs is None:
+            return vectors
+        cos, sin = angles
+        width = cos.shape[-1] * (2 if cos.shape[-1] == self._angles else 1)  # an angle may serve two channels (GPT-OSS)
+        rotated, _ = self._apply_pairs(vectors[..., :width], vectors[:, :1, :, :width], cos, sin)
+        return rotated if width == vectors.shape[-1] else torch.cat([rotated, vectors[..., width:]], -1)
+
     def _rotate(self, keys: Tensor, positions: Tensor, *, undo: bool) -> Tensor:
         keys = keys.float()
         if self._tables is None or self._apply_pairs is None:
@@ -56,15 +87,8 @@ class Rope:
         # So the slots of all heads become the columns of a single head.
         batch, heads, count, dim = keys.shape
         at = positions.clamp_min(0).expand(batch, heads, count).reshape(batch, heads * count)
-        more = {} if self._layer_type is None else {"layer_type": self._layer_type}
-        cos, sin = self._tables(keys, at, **more)
-        cos, sin = cos.float(), sin.float()
-        if undo:  # the tables include the attention scaling: divide by it once to remove it, and once to undo it
-            cos, sin = cos / self.scaling**2, -sin / self.scaling**2
-        width = cos.shape[-1] * (2 if cos.shape[-1] == self._angles else 1)  # an angle may serve two channels (GPT-OSS)
         flat = keys.reshape(batch, 1, heads * count, dim)
-        rotated, _ = self._apply_pairs(flat[..., :width], flat[..., :width], cos, sin)
-        return torch.cat([rotated, flat[..., width:]], -1).view(batch, heads, count, dim)
+        return self._apply(flat, self._angles_at(flat, at, undo=undo)).view(batch, heads, count, dim)
 
 
 class SlotRotary:

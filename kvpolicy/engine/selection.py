@@ -24,11 +24,15 @@ class Selection(NamedTuple):
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
+        window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
+        priority: Of each candidate, [B, H, S + P] fp32.
     """
 
     positions: Tensor
     state: State
     chosen: Tensor
+    window_attn: Tensor | None = None
+    priority: Tensor | None = None
 
 
 def select_tokens(
@@ -61,6 +65,7 @@ def select_tokens(
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past, slots)
+    window_attn = seen.window_attn
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
@@ -68,7 +73,8 @@ def select_tokens(
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
     before, state = state, selector.observe(state, seen, view)
-    chosen = _highest(finite_priority(selector.priority(state, view)), view)
+    priority = finite_priority(selector.priority(state, view))
+    chosen = _highest(priority, view)
     if prompt.idle is not None:  # alone, such a row would not have been selected from
         chosen = torch.where(prompt.idle[:, None, None], view.valid, chosen)
         state = select_rows(prompt.idle, before, state)
@@ -77,8 +83,9 @@ def select_tokens(
         back = order.argsort(dim=-1)
         chosen = chosen.gather(-1, back)
         positions = positions.gather(-1, back)
+        priority = priority.gather(-1, back)
         state = map_slots(lambda t: t.gather(-1, back), state)
-    return Selection(positions, state, chosen)
+    return Selection(positions, state, chosen, window_attn, priority)
 
 
 def finite_priority(priority: Tensor) -> Tensor:
@@ -95,9 +102,7 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
 
 def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(
-        prompt.attn_sum, None, added=prompt.lengths(prompt.keys.new_zeros(prompt.keys.shape[0], dtype=torch.int64))
-    )
+    seen = Seen(prompt.attn_sum, None)
     if prompt.window is not None:
         rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
         seen = seen._replace(window_attn=rows)
@@ -106,7 +111,10 @@ def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
         seen = seen._replace(probe_sum=total, probe_count=count)
     if prompt.below_mean is not None:
         count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
-        seen = seen._replace(below_mean=count)
+        none = torch.zeros(count.shape[0], dtype=torch.int64, device=count.device)
+        seen = seen._replace(below_mean=count, added=prompt.lengths(none))
+    if prompt.moments is not None:
+        seen = seen._replace(moments=prompt.moments, mean_rotation=prompt.mean_rotation, scale=prompt.transform.scale)
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)

@@ -13,19 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine import capacity
+from kvpolicy.engine import capacity, merging
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
-from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots
+from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_part
 from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Calibration,
@@ -34,11 +36,14 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadShape,
     Layout,
+    Merger,
     Ranks,
     Reader,
     Selector,
     StageStore,
     State,
+    Tokens,
+    View,
     alloc_state,
     traits_for,
 )
@@ -53,9 +58,13 @@ class LayerSlots:
         layer_idx: Index of the layer in the model.
         selector: The layer's selector.
         codec: The layer's codec.
+        merger: The layer's merger.
         reader: The layer's reader.
         grows: Whether generated tokens are kept in addition to the budget.
         rope: The rotary embedding, if keys are coded unrotated.
+        query_rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
+        scale: The factor of the products of queries and keys, as in the last prompt.
+        group: Query heads of each KV head.
         ranks: The ranks that hold the layer's other heads.
         layout: Slots of the full-precision buffer and of each stage.
         capacity: Tokens that the layout was made for.
@@ -67,6 +76,9 @@ class LayerSlots:
         values: Values of the full-precision buffer, [B, H, E, D].
         positions: Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot.
         state: The selector's state of each slot.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; () if it is
+            always one.
+        merged: The merger's state of each head.
         codes: The codec's tensors of each stage.
         calibrations: The model's calibrated tensors of each stage.
         limits: Limits of each row; None for a codec without stages.
@@ -82,6 +94,8 @@ class LayerSlots:
     values: Tensor
     positions: Tensor
     state: State
+    counts: State
+    merged: State
     codes: tuple[Codes, ...]
     calibrations: tuple[Calibration, ...]
     limits: RowLimits | None
@@ -97,15 +111,22 @@ class LayerSlots:
         codec: Codec,
         decode: DecodeMode,
         rope: Rope | None = None,
+        merger: Merger | None = None,
         reader: Reader | None = None,
     ) -> None:
-        """Make an empty store of a layer's own parts; without a reader, every slot is read."""
+        """Make an empty store of a layer's own parts.
+
+        Without a merger, evicted tokens are dropped; without a reader, every slot is read.
+        """
         self.layer_idx = layer_idx
         self.selector = selector
         self.codec = codec
+        self.merger: Merger = merger or Drop()
         self.reader: Reader = ReadAll() if reader is None else reader
         self.grows = decode == "grow"
-        self.rope = rope
+        self.rope = rope if codec.traits.key_space == "unrotated" else None
+        self.query_rope = rope
+        self.scale = 1.0
         self.ranks = SINGLE_RANK
         self.layout = Layout(0)
         self.capacity = 0
@@ -126,10 +147,13 @@ class LayerSlots:
         batch, heads, _, dim = keys.shape
         device = keys.device
         self.ranks = ranks
+        self.group = group
         self.keys = keys.new_empty(batch, heads, 0, dim)
         self.values = keys.new_empty(batch, heads, 0, dim)
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
         self.state = alloc_state(self.selector, batch, heads, 0, device, HeadShape(group, dim))
+        self.counts = torch.zeros(batch, heads, 0, device=device) if self.merger.traits.counted else ()
+        self.merged = self.merger.alloc(batch, heads, device)
         self.codes = ()
         self.limits = alloc_limits(self.codec, batch, heads, dim, device)
         self.calibrations = tuple(
@@ -187,7 +211,9 @@ class LayerSlots:
             self.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
             slots = slots + at.start
         self._write_rows(self.positions, slots, data.positions, mask)
-        for target, item in zip(slot_tensors(self.state), slot_tensors(data.state), strict=True):
+        for target, item in zip(
+            slot_tensors((self.state, self.counts)), slot_tensors((data.state, data.counts)), strict=True
+        ):
             self._write_rows(target, slots, item, mask)
         self._refresh_slots(slots, stage)
 
@@ -203,6 +229,33 @@ class LayerSlots:
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute what an index holds of slots [B, H, n] that were written, counted from the layer's first slot."""
 
+    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> None:
+        """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1]."""
+        if self.merger.traits.when != "always":
+            return
+        if valid is not None:
+            evicted = evicted & valid[:, :, None]
+        exact = (self.keys, self.values)
+        token = merging.slot_tokens(victim, evicted, exact, self.coded_view(), self.positions, self.counts)
+        positions = self.positions[..., : self.layout.exact]
+        counts = map_state(lambda t: t[..., : self.layout.exact], self.counts)
+        slot = torch.arange(self.layout.exact, device=positions.device)
+        # Codes refer to the tokens in dictionary slots, which must therefore stay as they are.
+        targets = (positions >= 0) & (slot != victim) & self._open_slots()
+        priority = None
+        if self.merger.traits.ranked:
+            priority = finite_priority(self.selector.priority(self.state, view))[..., : self.layout.exact]
+        held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
+        merge = self.merger.merge_token(self.merged, token, held)
+        written = merge.write_mask & evicted
+        self._write_rows(self.values, merge.slot, merge.values.to(self.values.dtype), written)
+        if merge.keys is not None:
+            self._write_rows(self.keys, merge.slot, merge.keys.to(self.keys.dtype), written)
+        if merge.counts is not None:
+            self._write_rows(self.counts, merge.slot, merge.counts, written)
+        if merge.keys is not None:
+            self._refresh_slots(merge.slot, None)
+
     # growing
 
     def _lengthen(self) -> None:
@@ -210,10 +263,10 @@ class LayerSlots:
         old = self.layout.exact
         # `_grow_slots` empties the buffer, which suits a prompt, whose tokens are placed anew. Here they stay in place.
         positions = self.positions[..., :old]
-        state = map_slots(lambda t: t[..., :old], self.state)
+        before = map_slots(lambda t: t[..., :old], (self.state, self.counts))
         self._grow_slots()
         self.positions[..., :old] = positions
-        for target, item in zip(slot_tensors(self.state), slot_tensors(state), strict=True):
+        for target, item in zip(slot_tensors((self.state, self.counts)), slot_tensors(before), strict=True):
             target[..., :old] = item
         padding = (0, 0, 0, self.layout.exact - old)
         self.keys = F.pad(self.keys, padding)
@@ -224,6 +277,7 @@ class LayerSlots:
         old = self.layout
         self.layout = grown_layout(old, self.codec.layout(self.capacity))
         self.positions, self.state = grown_slots(self.positions, self.state, old, self.layout, self.reserved)
+        self.counts = grown_state(self.counts, old, self.layout, self.reserved)
         if self.reserved and self.limits is not None:
             self.positions[..., : self.reserved].masked_fill_(~has_dictionary(self.limits), -1)
         if self.layout.coded != old.coded:
@@ -264,14 +318,20 @@ class LayerSlots:
         parts = [(self.keys, self.values), *CodecView(self._stage_parts()).read(self.keys.dtype)]
         keys = torch.cat([pair[0] for pair in parts], 2)
         values = torch.cat([pair[1] for pair in parts], 2)
-        return Past(keys, values, self.positions >= 0)
+        return Past(keys, values, self.positions >= 0, self.log_counts)
+
+    @property
+    def log_counts(self) -> Tensor | None:
+        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        return self.counts if isinstance(self.counts, Tensor) else None
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters, and counts if there are any."""
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.columns, *(self.limits or ()))
-        return bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters, self.reads)
+        exact, merged = (self.keys, self.values), (self.counts, self.merged)
+        return bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
 
     @property
     def nbytes(self) -> int:
@@ -346,6 +406,8 @@ class LayerSlots:
         self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
         self.schedule.map_rows(fn)
         self.state = map_state(fn, self.state)
+        self.counts = map_state(fn, self.counts)
+        self.merged = map_state(fn, self.merged)
         self.codes = map_state(fn, self.codes)
         self.reads = map_state(fn, self.reads)
         if self.limits is not None:  # a limit that the codec does not need has no rows
@@ -359,7 +421,8 @@ class LayerSlots:
 
     def _fix_addresses(self) -> None:
         fixed = (self.keys, self.values, self.positions, self.length, self.budget, self.columns)
-        fix_addresses([*fixed, self.state, self.codes, self.calibrations, self.limits or (), self.reads])
+        held = (self.state, self.counts, self.merged, self.codes, self.calibrations, self.limits or (), self.reads)
+        fix_addresses([*fixed, *held])
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""

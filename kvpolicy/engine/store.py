@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine import capacity, decode, demotion, token_batch
+from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
 from kvpolicy.engine.attention import ScoreTransform, attend, largest_queries, newest_queries
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.growing import LayerGrowth
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.partial_reads import LayerReading
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
-from kvpolicy.engine.row_limits import RowBudget, block_of, has_dictionary, is_pinned, pin_tokens
+from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
+from kvpolicy.engine.row_limits import RowBudget as RowBudget
+from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
 from kvpolicy.engine.state import map_slots, map_state, select_state
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import Forward, NewToken, Seen, State, View
+from kvpolicy.protocols import Forward, Seen, State, View
 
 
-class LayerStore(LayerReading):
+class LayerStore(LayerGrowth):
     """The slots of one layer under a policy.
 
     Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
@@ -55,7 +58,7 @@ class LayerStore(LayerReading):
         Returns:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
-        needs = self.selector.needs
+        needs = self.selector.needs | self.merger.needs
         want_absmax = self.limits is not None and self.codec.traits.query_absmax
         past = self.past() if held is None else held.after(self.past())
         out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
@@ -77,6 +80,10 @@ class LayerStore(LayerReading):
             forward=forward,
             wants_vectors=needs.vectors,
         )
+        self.scale = transform.scale
+        if needs.query_moments is not None:
+            moments = sum_moments(q, k.shape[1], pending.positions(self.length), needs.query_moments, self.query_rope)
+            pending = pending._replace(moments=moments, mean_rotation=mean_rotation(self.query_rope))
         return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
 
     @on_host
@@ -101,12 +108,14 @@ class LayerStore(LayerReading):
         seen_before = self.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
+        merges = self.merger.traits.when != "never"
+        past = self.past() if pending.reads_past or merges else None
         selected = select_tokens(
             self.selector,
             self.positions,
             self.state,
             pending,
-            self.past() if pending.reads_past else None,
+            past,
             seen_before=seen_before,
             length=self.length,
             keep=budget.keep.to(self.positions.device),
@@ -119,6 +128,12 @@ class LayerStore(LayerReading):
             values = torch.cat([self.values, values], 2)
         # Before `_allocate`, which empties the positions of the full-precision buffer: its tokens are placed again.
         batch = TokenBatch(keys, values, *self._evict(selected))
+        if merges:
+            coded = slice(self.layout.exact, self.layout.slots)
+            joined = merging.join_prompt(past, pending)
+            batch = merging.merge_prompt(
+                self.merger, self.merged, batch, selected, joined, coded, self.length, self.ranks
+            )
         self._allocate(pending, budget)
         # By row, since a row may have had nothing but padding in the prompts before this one.
         first = (seen_before == 0) & (self.length > 0)
@@ -133,14 +148,14 @@ class LayerStore(LayerReading):
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
         self.demote()
 
-    def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor]:
+    def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor, State]:
         """Evict from the coded slots what was not selected.
 
         Args:
             selected: The selection among the slots and the tokens of the prompt.
 
         Returns:
-            Positions, state and choice of the tokens that are not coded, which are placed again: those of the
+            Positions, state, choice and counts of the tokens that are not coded, which are placed again: those of the
             full-precision buffer, then those of the prompt.
         """
         slots = self.positions.shape[-1]
@@ -155,7 +170,8 @@ class LayerStore(LayerReading):
         # An evicted token leaves its codes behind: only the position says that a slot is empty.
         self.positions = selected.positions[..., :slots].masked_fill(~selected.chosen[..., :slots], -1)
         self.state = map_slots(lambda t: t[..., :slots], selected.state)
-        return outside_codes(selected.positions), map_slots(outside_codes, selected.state), chosen
+        counts = map_state(lambda t: F.pad(t[..., :exact], (0, chosen.shape[-1] - exact)), self.counts)
+        return outside_codes(selected.positions), map_slots(outside_codes, selected.state), chosen, counts
 
     def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
         """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
@@ -213,12 +229,13 @@ class LayerStore(LayerReading):
         """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
         exact = self.layout.exact
         state = map_slots(lambda t: t[..., :exact], self.state)
-        return SlotData(self.keys, self.values, self.positions[..., :exact], state)
+        counts = map_state(lambda t: t[..., :exact], self.counts)
+        return SlotData(self.keys, self.values, self.positions[..., :exact], state, counts)
 
     def _assign_first(self, data: SlotData, rows: Tensor | None = None) -> None:
-        """Write positions and state to the first slots of `rows` [B, 1, 1], or of all rows."""
+        """Write positions, state and counts to the first slots of `rows` [B, 1, 1], or of all rows."""
         token_batch.assign_first(self.positions, data.positions, rows)
-        token_batch.assign_first_state(self.state, data.state, rows)
+        token_batch.assign_first_state((self.state, self.counts), (data.state, data.counts), rows)
 
     def _reserve_dictionary(self, batch: TokenBatch, first: Tensor) -> bool:
         """Move each row's newest tokens to the dictionary slots, once, if the codec uses them as atoms."""
@@ -261,15 +278,13 @@ class LayerStore(LayerReading):
     def demote_block(self) -> None:
         """Demote the first block to leave, in every head whose buffer is full. Traceable, no host sync."""
         assert self.limits is not None
-        exact = self.layout.exact
-        positions = self.positions[..., :exact]
-        state = map_slots(lambda t: t[..., :exact], self.state)
+        _, _, positions, state, counts = self._buffer()
         occupied = (positions >= 0) & self._open_slots()
         due = occupied.sum(-1) >= self.limits.flush_threshold
         order = self._demotion_order().indices(positions, state, occupied)
         # The width must not depend on data: rows with a smaller block mask the rest of the largest one.
         slots = order[..., : self.largest_block]
-        batch = TokenBatch(self.keys, self.values, positions, state, occupied).take(slots)
+        batch = TokenBatch(self.keys, self.values, positions, state, occupied, counts).take(slots)
         rank = torch.arange(slots.shape[-1], device=slots.device)
         batch = batch._replace(chosen=due[..., None] & (rank < self._row_block()))
         self.write(slots, None, batch.chosen)
@@ -283,13 +298,13 @@ class LayerStore(LayerReading):
         assert past is not None
         self._index_is_current = False
         positions = self.positions.clone()
-        state = map_state(torch.clone, self.state)
+        state, counts = map_state(torch.clone, (self.state, self.counts))
         moving = past.occupied & due[..., None]
         moving[..., : self.layout.exact] &= self._open_slots()
         # Emptied first: codecs fit parameters again only in heads without an occupied slot, and `_demote_tokens` fills
         # the stages of an empty head at once, without passing its tokens from stage to stage.
         self.positions.masked_fill_(moving, -1)
-        data = self._place(TokenBatch(past.keys, past.values, positions, state, moving), None, None)
+        data = self._place(TokenBatch(past.keys, past.values, positions, state, moving, counts), None, None)
         self._assign_first(data)
         # `_place` works on all heads; those that were not due get back what they had.
         again = due[..., None]
@@ -297,6 +312,7 @@ class LayerStore(LayerReading):
             held.copy_(torch.where(again[..., None], new, held))
         self.positions.copy_(torch.where(again, self.positions, positions))
         decode.assign_state(self.state, select_state(again, self.state, state))
+        decode.assign_state(self.counts, select_state(again, self.counts, counts))
         self._rebuild_index()
 
     def _row_block(self) -> Tensor | int:
@@ -353,10 +369,11 @@ class LayerStore(LayerReading):
         limit = self.limits.stage_capacity[:, stage]
         if any(self.layout.coded[stage + 1 :]):
             state = map_slots(lambda t: t[..., at], self.state)
+            counts = map_state(lambda t: t[..., at], self.counts)
             store = self.stage_store(stage)
             order = self._demotion_order()
             over = demotion.overflow(
-                self.codec.stages[stage], store, self.positions[..., at], state, limit, batch, order
+                self.codec.stages[stage], store, self.positions[..., at], state, limit, batch, order, counts
             )
             self.write(over.slots, None, over.leaves, stage)
             self._insert(stage + 1, over.batch)
@@ -389,17 +406,18 @@ class LayerStore(LayerReading):
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
-        self.link.start()
         slot = self._free_slot(view, valid)
+        self.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
-        self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state), mask)
+        counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.counts)
+        self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts), mask)
         needs = self.selector.needs
         out, weights = self._attend(q, transform, needs.decode_attn)
         self.link.stop()
         if needs.decode_attn or needs.vectors:
-            view = view._replace(token=NewToken(k.detach(), v.detach()) if needs.vectors else None)
+            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
         return out
 
@@ -413,6 +431,7 @@ class LayerStore(LayerReading):
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
+            self.merge_evicted(slot, full, valid, view)
             if self.can_run_out:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
             return slot
@@ -423,6 +442,7 @@ class LayerStore(LayerReading):
         else:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = eviction_scores(self.selector, self.state, view).argmax(-1, keepdim=True)
+            self.merge_evicted(victim, full, None, view)
             self.write(victim, None, full)
         free = self.positions[..., : self.layout.exact] < 0
         if self.reserved:
@@ -431,12 +451,7 @@ class LayerStore(LayerReading):
             assert_async(free.any(-1).all(), NO_SLOT)
         return free.to(torch.uint8).argmax(-1, keepdim=True)
 
-    # capacity between steps
-
-    @property
-    def can_run_out(self) -> bool:
-        """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
-        return self.grows or self._may_exceed_plan or sum(self.layout.coded) > 0
+    # between steps
 
     def count_step(self) -> None:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
@@ -454,7 +469,8 @@ class LayerStore(LayerReading):
         past = self.past() if bool(due.any()) else None
         if past is not None:
             view = View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
-            seen = Seen(None, None, keys=past.keys, values=past.values)
+            rotation = mean_rotation(self.query_rope)
+            seen = Seen(None, None, mean_rotation=rotation, scale=self.scale, keys=past.keys, values=past.values)
             decode.rank_again(self.selector, self.state, seen, view, due)
         self.schedule.note(due, self.length, self.budget)
 
@@ -470,31 +486,3 @@ class LayerStore(LayerReading):
         added = self._extend(needed)
         self.demote()
         return added
-
-    def reserve(self, new: int) -> int:
-        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
-        counts = zip(self._row_counts(), self.expected_len, strict=True)
-        more = [max(0, held + new - expected) for held, expected in counts]
-        return self._extend(more) if any(more) else 0
-
-    def _extend(self, more: list[int]) -> int:
-        """Let each row hold so many tokens more; in a growing cache they raise the budget too."""
-        old = self.capacity
-        self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
-        if max(self.expected_len) > self.capacity:
-            self.capacity = max(self.expected_len)
-            self._lengthen()
-        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
-        self._fix_addresses()
-        return self.capacity - old
-
-    def _count_free_steps(self) -> float:
-        if not self.can_run_out:
-            return capacity.UNLIMITED
-        occupied = (self.positions >= 0).sum(-1)
-        room = None
-        if self.limits is not None:
-            # A row that never demotes has a threshold beyond any count, and ends where its slots end.
-            size = self._open_slots().sum(-1).expand_as(occupied)
-            room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
-        return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.state import map_slots, select_state, slot_tensors
+from kvpolicy.engine.state import map_slots, map_state, select_state, slot_tensors
 from kvpolicy.protocols import State
 
 BEYOND = torch.iinfo(torch.int32).max
@@ -16,12 +16,21 @@ BEYOND = torch.iinfo(torch.int32).max
 
 
 class SlotData(NamedTuple):
-    """What is written to slots: keys, values [B, H, n, D], positions [B, H, n] int32 and the selector's state."""
+    """What is written to slots.
+
+    Attributes:
+        keys: [B, H, n, D].
+        values: [B, H, n, D].
+        positions: [B, H, n] int32.
+        state: The selector's state.
+        counts: Logarithm of the number of tokens that each one stands for, [B, H, n] fp32; () if it is always one.
+    """
 
     keys: Tensor
     values: Tensor
     positions: Tensor
     state: State
+    counts: State = ()
 
 
 class TokenBatch(NamedTuple):
@@ -33,6 +42,7 @@ class TokenBatch(NamedTuple):
         positions: [B, H, n] int32.
         state: The selector's state, tensors of [B, H, n].
         chosen: Which tokens are kept, [B, H, n] bool; the others are ignored.
+        counts: Logarithm of the number of tokens that each one stands for, [B, H, n] fp32; () if it is always one.
     """
 
     keys: Tensor
@@ -40,11 +50,12 @@ class TokenBatch(NamedTuple):
     positions: Tensor
     state: State
     chosen: Tensor
+    counts: State = ()
 
     @property
     def data(self) -> SlotData:
         """The tokens without the choice."""
-        return SlotData(self.keys, self.values, self.positions, self.state)
+        return SlotData(self.keys, self.values, self.positions, self.state, self.counts)
 
     def take(self, index: Tensor) -> TokenBatch:
         """Tokens `index` [B, H, m] of each head."""
@@ -58,6 +69,7 @@ class TokenBatch(NamedTuple):
             self.positions.gather(-1, index),
             map_slots(lambda t: t.gather(-1, index), self.state),
             self.chosen.gather(-1, index),
+            map_state(lambda t: t.gather(-1, index), self.counts),
         )
 
     def window(self, start: int, size: int) -> TokenBatch:
@@ -99,6 +111,7 @@ def first_slots(batch: TokenBatch, empty: Tensor, size: int) -> SlotData:
         F.pad(values, padding) if padding[-1] else values,
         batch.positions.masked_fill(empty, -1),
         map_slots(lambda t: t.masked_fill(empty, 0), batch.state),
+        map_state(lambda t: t.masked_fill(empty, 0), batch.counts),
     )
 
 
@@ -127,6 +140,7 @@ def slots_after(batch: TokenBatch, order: Tensor, moved: Tensor, start: Tensor |
         rest.values.masked_fill(empty[..., None], 0),
         rest.positions.masked_fill(empty, -1),
         map_slots(lambda t: t.masked_fill(empty, 0), rest.state),
+        map_state(lambda t: t.masked_fill(empty, 0), rest.counts),
     )
 
 
@@ -135,7 +149,7 @@ def with_dictionary(new: SlotData, held: SlotData, reserved: int, open_slots: Te
 
     Args:
         new: The contents, [B, H, E].
-        held: Keys and values of the buffer before, and its positions and state.
+        held: Keys and values of the buffer before, and its positions, state and counts.
         reserved: Dictionary slots; `held.keys` has at least so many.
         open_slots: Slots that are not dictionary slots, [B or 1, 1, E] bool.
     """
@@ -145,6 +159,7 @@ def with_dictionary(new: SlotData, held: SlotData, reserved: int, open_slots: Te
         torch.where(open_slots[..., None], new.values, F.pad(held.values[:, :, :reserved], padding)),
         torch.where(open_slots, new.positions, held.positions),
         select_state(open_slots, new.state, held.state),
+        select_state(open_slots, new.counts, held.counts),
     )
 
 
@@ -155,6 +170,6 @@ def assign_first(target: Tensor, data: Tensor, rows: Tensor | None = None) -> No
 
 
 def assign_first_state(target: object, data: object, rows: Tensor | None = None) -> None:
-    """The same for every tensor of a selector's state that is per slot."""
+    """The same for every tensor of a state that is per slot."""
     for held, new in zip(slot_tensors(target), slot_tensors(data), strict=True):
         assign_first(held, new, rows)

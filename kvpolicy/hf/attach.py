@@ -70,8 +70,8 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
         policy.reader.check(info)
-        unrotates = policy.codec.traits.key_space == "unrotated"
-        ropes = {site.layer_idx: rope_of(sites.decoder, site) for site in sites.layers} if unrotates else {}
+        undoes = policy.undoes_rotation
+        ropes = {site.layer_idx: rope_of(sites.decoder, site, undoes) for site in sites.layers} if undoes else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.

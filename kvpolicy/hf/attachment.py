@@ -25,7 +25,7 @@ class Attachment:
         policy: The attached policy.
         model_shape: The model's cache.
         info: The same as codecs see it.
-        ropes: Rotary embedding of each layer; empty unless the policy's codec codes unrotated keys.
+        ropes: Rotary embedding of each layer; empty unless the policy undoes it.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
         layers: Number of the model's layers.
@@ -66,10 +66,13 @@ class Attachment:
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same allocator."
             )
-        if policy.codec.traits.key_space == "unrotated" and not self.ropes:
+        if policy.undoes_rotation and not self.ropes:
             raise KVPolicyError(
                 f"The attached policy must store unrotated keys, as the cache's {policy} does, got {self.policy}; try "
                 "to attach a policy with the same codec."
+                if policy.undoes_rotation == "codec"
+                else f"The attached policy must undo the rotation of queries, as the cache's {policy} does, got "
+                f"{self.policy}; try to attach a policy with the same selector."
             )
         if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
             raise KVPolicyError(

@@ -98,9 +98,10 @@ class PolicyCache(Cache):
         if index in shape.unmanaged:
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
-        unrotated = policy.codec.traits.key_space == "unrotated"
-        rope = self.attachment.ropes.get(index) if unrotated else None
-        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.reader))
+        rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
+        return PolicyLayer(
+            lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
+        )
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:
@@ -199,6 +200,10 @@ class PolicyCache(Cache):
         if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
             known = None if first.store.limits is None else first.store.limits.rope_offset
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
+        elif self.policy.undoes_rotation and not (one_token or self.guard.running):
+            # Only to refuse positions that do not go on by one. Queries may be unrotated without the offset, since
+            # rotating them to later positions makes up for it.
+            rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
         starts = not one_token and bool((seen == 0).any())
         holds = self.policy.selector.needs.replay is not None and (starts or first.pending is not None)
         if holds and not self.guard.running:
@@ -388,10 +393,10 @@ class PolicyCache(Cache):
         length = at_least(own, self.prompt)
         dtype = pending.keys.dtype
         count = len(self.policy_layers)
-        shape = LayerShape(heads, dim, dtype)
+        shape = LayerShape(heads, dim, dtype, store.group)
         # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
         # are those of this rank.
-        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype)
+        fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.group))
         metrics = self.cosines() if self.policy.allocator.layer_metric else None
         # Once per announcement: a chunk or turn that follows does not move the announced end.
         if self.new is not None and self._end is None:

@@ -63,6 +63,11 @@ class PolicyLayer(CacheLayerMixin):
         return self.store.positions
 
     @property
+    def counts(self) -> Tensor | None:
+        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        return self.store.log_counts
+
+    @property
     def budget(self) -> Tensor:
         """The most tokens that each row may hold, [B] int64."""
         return self.store.budget

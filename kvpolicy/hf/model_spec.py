@@ -104,7 +104,10 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
             "All layers with full attention must have the same number of KV heads and the same head dimension, since "
             f"they share a budget, got {sorted(kept)} for {text.model_type}."
         )
-    shapes = {index: LayerShape(-(-heads // tp), dim, wanted) for index, (heads, dim) in sizes.items()}
+    shapes = {
+        index: LayerShape(-(-heads // tp), dim, wanted, _group(layer, heads, tp))
+        for (index, (heads, dim)), layer in zip(sizes.items(), _layer_configs(text), strict=True)
+    }
     return ModelShape(
         shape=shapes[evictable[0]],
         heads=sizes[evictable[0]][0],
@@ -148,6 +151,11 @@ def _size(text: Any) -> tuple[int, int]:
         if not text.new_decoder_architecture:
             heads = 1 if text.multi_query else text.num_attention_heads
     return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _group(text: Any, heads: int, tp: int) -> int:
+    """Query heads of each of a layer's KV heads on one of `tp` ranks, which divide the group where there are more."""
+    return max(text.num_attention_heads // heads // max(tp // heads, 1), 1)
 
 
 def _has_encoder(model_type: str) -> bool:

@@ -56,8 +56,8 @@ _ROTATES: dict[str, Callable[[Any], bool]] = {
 """Attention classes of which some layers have no embedding, and the condition in their source or their decoder's."""
 
 
-def rope_of(decoder: nn.Module, site: Site) -> Rope:
-    """The rotary embedding of a layer.
+def rope_of(decoder: nn.Module, site: Site, part: str = "codec") -> Rope:
+    """The rotary embedding of a layer, which the `codec` or the `selector` of a policy undoes.
 
     Raises:
         KVPolicyError: If it cannot be undone.
@@ -79,7 +79,8 @@ def rope_of(decoder: nn.Module, site: Site) -> Rope:
     if apply is None or kind in _LENGTH_DEPENDENT:
         raise KVPolicyError(
             f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
-            "which this codec needs; try a codec that stores rotated keys, such as tokenwise."
+            f"which this {part} needs; try "
+            + ("a codec that stores rotated keys, such as tokenwise." if part == "codec" else "another selector.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)
 

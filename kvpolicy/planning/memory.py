@@ -31,6 +31,8 @@ class _Tensors(NamedTuple):
     positions: torch.Tensor
     state: Any
     counters: tuple[torch.Tensor, ...]
+    counts: Any
+    merged: Any
     read_shape: ReadShape | None
     reads: Any
 
@@ -45,25 +47,29 @@ def _tensors(policy: Policy, batch: int, shape: LayerShape, layout: Layout, laye
     rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
     positions = torch.empty(batch, heads, slots, dtype=torch.int32, device="meta")
     state = alloc_state(policy.selector, batch, heads, slots, "meta", shape.head)
+    traits = policy.merger.traits
+    counts = torch.empty(batch, heads, slots, device="meta") if traits.counted else ()
+    merged = policy.merger.alloc(batch, heads, "meta")
     # The length and the budget of each row, and the columns seen.
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
     what = read_shape(policy.reader, policy.codec, layout, layer_idx)
     reads: Any = ()
     if reads_part(policy.reader, layer_idx):
         reads = alloc_reads(policy.reader, what, batch, heads, dim, shape.dtype, "meta")
-    return _Tensors((exact, exact), codes, positions, state, (counters, *(rows or ())), what, reads)
+    return _Tensors((exact, exact), codes, positions, state, (counters, *(rows or ())), counts, merged, what, reads)
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> dict[str, int]:
     """Bytes by kind that a layer will hold; no memory is needed to find out."""
     layer = _tensors(policy, batch, shape, layout, layer_idx)
-    return bytes_by_kind(layer.buffer, layer.codes, layer.positions, layer.state, layer.counters, layer.reads)
+    merged = (layer.counts, layer.merged)
+    return bytes_by_kind(layer.buffer, layer.codes, layer.positions, layer.state, layer.counters, merged, layer.reads)
 
 
 @lru_cache(maxsize=4096)
 def step_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> int:
-    """Bytes that a decode step will read of a layer: keys, values, codes, positions and the index of a reader."""
+    """Bytes that a decode step will read of a layer: keys, values, codes, positions, counts and a reader's index."""
     layer = _tensors(policy, batch, shape, layout, layer_idx)
     link = Link()
     link.start()
@@ -73,7 +79,7 @@ def step_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, la
         layer.read_shape,
         layer.reads,
         layer.buffer,
-        layer.positions,
+        (layer.positions, layer.counts),
         layer.codes,
         layout.coded,
         policy.codec.traits.group_size,

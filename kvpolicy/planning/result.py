@@ -31,7 +31,7 @@ class LayerPlan:
         layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
-        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, index, counters.
+        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, index, counters, counts.
         moved: Bytes that a decode step reads of the layer, once all its slots are in use.
     """
 

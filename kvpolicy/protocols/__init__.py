@@ -19,6 +19,12 @@ from kvpolicy.protocols.codec import Stage as Stage
 from kvpolicy.protocols.codec import StageStore as StageStore
 from kvpolicy.protocols.codec import Traits as Traits
 from kvpolicy.protocols.codec import traits_for as traits_for
+from kvpolicy.protocols.merger import Candidates as Candidates
+from kvpolicy.protocols.merger import Merge as Merge
+from kvpolicy.protocols.merger import Merged as Merged
+from kvpolicy.protocols.merger import Merger as Merger
+from kvpolicy.protocols.merger import MergerTraits as MergerTraits
+from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.reader import Index as Index
@@ -27,9 +33,11 @@ from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward
+from kvpolicy.protocols.selector import MeanRotation as MeanRotation
 from kvpolicy.protocols.selector import Needs as Needs
 from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import Probes as Probes
+from kvpolicy.protocols.selector import QueryMoments as QueryMoments
 from kvpolicy.protocols.selector import Replay as Replay
 from kvpolicy.protocols.selector import Seen as Seen
 from kvpolicy.protocols.selector import Selector as Selector

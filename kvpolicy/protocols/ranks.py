@@ -57,6 +57,10 @@ class Ranks:
         """The largest number of KV heads of any rank, where this one has `own`."""
         return max(self.heads, default=own)
 
+    def most_group(self, own: int) -> int:
+        """The largest number of query heads per KV head of any rank, where this one has `own`."""
+        return max((q // h for q, h in zip(self.queries, self.heads, strict=True) if h), default=own)
+
     def query_heads(self, own: int) -> int:
         """Query heads of the whole model, of which this rank has `own`."""
         return sum(self.queries) or own

@@ -102,14 +102,16 @@ class Needs(NamedTuple):
         probes: Which queries' attention to sum for `Seen.probe_sum`, or None.
         forward: Whether to pass on the arguments of the attention module as `Seen.forward`, and the keys and values
             of the candidates.
-        replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
-            until the last has run.
         below_mean_queries: How many of the newest queries to count in `Seen.below_mean`.
+        query_moments: From which position on to sum the moments of the queries for `Seen.moments`, and whether to pass
+            those of the newest token in decode; None for neither.
         vectors: Whether to pass on the keys and values of the candidates, and in decode those of the newest token as
             `View.token`.
         rerank_every: After how many generated tokens to call `rerank(state, seen, view) -> State`, which the selector
             then has, with the keys and values of all slots; after half the budget if that is less. 0 for never.
         head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
+        replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
+            until the last has run.
         newest_row: Whether tokens are ranked by the attention of the newest token alone, which must then cover every
             slot: a reader that leaves slots unread is refused.
     """
@@ -119,11 +121,12 @@ class Needs(NamedTuple):
     decode_attn: bool = False
     probes: Probes | None = None
     forward: bool = False
-    replay: Replay | None = None
     below_mean_queries: int = 0
+    query_moments: int | None = None
     vectors: bool = False
     rerank_every: int = 0
     head_shape: bool = False
+    replay: Replay | None = None
     newest_row: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -134,11 +137,12 @@ class Needs(NamedTuple):
             decode_attn=self.decode_attn or other.decode_attn,
             probes=self.probes or other.probes,
             forward=self.forward or other.forward,
-            replay=self.replay or other.replay,
             below_mean_queries=max(self.below_mean_queries, other.below_mean_queries),
+            query_moments=other.query_moments if self.query_moments is None else self.query_moments,
             vectors=self.vectors or other.vectors,
             rerank_every=self.rerank_every or other.rerank_every,
             head_shape=self.head_shape or other.head_shape,
+            replay=self.replay or other.replay,
             newest_row=self.newest_row or other.newest_row,
         )
 
@@ -169,6 +173,24 @@ class Forward(NamedTuple):
     sinks: Tensor | None = None
 
 
+class QueryMoments(NamedTuple):
+    """The first and second moments of queries without their rotation, fp32, of valid tokens only.
+
+    Attributes:
+        queries: How many queries there are, [B].
+        total: Their sum, [B, H, G, D].
+        product: The sum of their outer products, [B, H, G, D, D].
+    """
+
+    queries: Tensor
+    total: Tensor
+    product: Tensor
+
+
+MeanRotation = Callable[[Tensor, Tensor, int], Tensor]
+"""Rotates vectors [B, n, m, D] to `count` positions from `first` [B] on, and returns the mean; see `Seen`."""
+
+
 class Seen(NamedTuple):
     """Attention statistics of one prefill or chunk over the candidate tokens, fp32; 0 where a token is not valid.
 
@@ -180,7 +202,11 @@ class Seen(NamedTuple):
         probe_count: [B, Hq, N], how many probes could attend to the token; None unless `Needs.probes`.
         below_mean: [B, Hq, N], how many of the newest queries of this forward attend to the token less than to the mean
             of the tokens that they see; None unless `Needs.below_mean_queries`.
-        added: [B] int64, how many tokens this forward adds to each row.
+        moments: The moments of this forward's queries; None unless `Needs.query_moments`, and in `rerank`.
+        mean_rotation: `mean_rotation(vectors, first, count)` rotates vectors [B, n, m, D] to `count` positions from
+            `first` [B] on, and returns the mean, fp32; None unless `Needs.query_moments`.
+        scale: The factor that products of queries and keys are multiplied by.
+        added: [B] int64, how many tokens this forward adds to each row; None unless `Needs.below_mean_queries`.
         forward: The arguments of the attention module; None unless `Needs.forward`.
         keys: [B, H, N, D], as attention takes them, those of coded slots decoded; None unless `Needs.forward` or
             `Needs.vectors`. Numbers at invalid tokens are to be ignored.
@@ -194,6 +220,9 @@ class Seen(NamedTuple):
     probe_sum: Tensor | None = None
     probe_count: Tensor | None = None
     below_mean: Tensor | None = None
+    moments: QueryMoments | None = None
+    mean_rotation: MeanRotation | None = None
+    scale: float | None = None
     added: Tensor | None = None
     forward: Forward | None = None
     keys: Tensor | None = None
@@ -215,10 +244,12 @@ class NewToken(NamedTuple):
     Attributes:
         key: [B, H, 1, D].
         value: [B, H, 1, D].
+        query: Its queries without their rotation, [B, H, G, D] fp32; None unless `Needs.query_moments`.
     """
 
     key: Tensor
     value: Tensor
+    query: Tensor | None = None
 
 
 class View(NamedTuple):
@@ -305,6 +336,15 @@ class Selector(Protocol):
 def alloc_state(
     selector: Selector, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape
 ) -> State:
-    """A state of zeros, of a selector that may need the shape of a head."""
+    """A state of zeros, of a selector that may need the shape of a head.
+
+    Args:
+        selector: The selector.
+        batch: Rows.
+        heads: KV heads.
+        slots: Slots of each head.
+        device: Where the tensors are.
+        head: The shape of a head; ignored unless `Needs.head_shape`.
+    """
     alloc: Any = selector.alloc
     return alloc(batch, heads, slots, device, *([head] if selector.needs.head_shape else []))

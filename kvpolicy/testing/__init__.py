@@ -1,3 +1,3 @@
-"""Conformance checks for custom allocators, selectors, codecs and readers."""
+"""Conformance checks for custom parts of policies."""
 
 from kvpolicy.testing.conformance import check as check

@@ -1,4 +1,4 @@
-"""Conformance checks for custom allocators, selectors, codecs and readers, to be called from a test.
+"""Conformance checks for custom parts of policies, to be called from a test.
 
 A part runs on a small model with random weights, and must satisfy what every built-in part satisfies.
 """
@@ -16,8 +16,8 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy, describe_missing, missing
-from kvpolicy.protocols import Allocator, Codec, Reader, Selector
-from kvpolicy.registry import Kind, kinds
+from kvpolicy.protocols import Allocator, Codec, Merger, Reader, Selector
+from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
@@ -26,6 +26,7 @@ from kvpolicy.testing.part_checks import (
     check_batch,
     check_budgets,
     check_layout,
+    check_merger,
     check_reader,
     check_reading,
     check_selector,
@@ -41,7 +42,7 @@ _STEPS = 12
 _PAD = 7
 
 
-def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 0.5) -> None:
+def check(part: Allocator | Selector | Merger | Codec | Reader, *, budget: float | int = 0.5) -> None:
     """Check the rules that the engine and other parts rely on.
 
     Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
@@ -52,6 +53,9 @@ def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 
 
     Selectors: priorities are fp32 and not NaN; states are [B, H, S]; `min_tokens` is a budget that works; a full budget
     changes no logits.
+
+    Mergers: states are zero and have a row per batch row and a column per head; a prompt without an evicted token
+    comes out bit for bit; keys, values and counts keep their shapes and are finite; a full budget changes no logits.
 
     Codecs: they keep the same tokens as `plain`; what they decode is closer to the original than zeros are, and does
     not depend on the batch; `score` and `mix` are the products with what they decode; each stage writes bit-identical
@@ -67,7 +71,7 @@ def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 
 
     Raises:
         AssertionError: If a rule is violated; the message says which.
-        KVPolicyTypeError: If the part is not an allocator, a selector, a codec or a reader.
+        KVPolicyTypeError: If the part is of no kind.
 
     Examples:
         >>> from kvpolicy import DoubleSparsity, Pyramid, SnapKV, TokenWise
@@ -85,6 +89,9 @@ def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 
     elif isinstance(part, Selector):
         check_selector(part)
         policy = Policy(selector=part, budget=budget)
+    elif isinstance(part, Merger):
+        check_merger(part)
+        policy = Policy(selector=H2O(), merger=part, budget=budget)
     elif isinstance(part, Codec):
         check_layout(part)
         selector = H2O() if _needs_ranking(part) else StreamingLLM()
@@ -95,12 +102,16 @@ def check(part: Allocator | Selector | Codec | Reader, *, budget: float | int = 
         policy = Policy(selector=StreamingLLM(), reader=part, budget=budget)
     else:
         raise KVPolicyTypeError(
-            f"The part must be an allocator, a selector, a codec or a reader, got {part!r}; {_what_it_lacks(part)}."
+            f"The part must be {either(_with_article(kind) for kind in kinds())}, got {part!r}; {_what_it_lacks(part)}."
         )
     with watched(part):
         _check_cache(part, policy)
     if isinstance(part, Codec):
         check_stages(part, _HEADS, _DIM)
+
+
+def _with_article(kind: str) -> str:
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 def _what_it_lacks(part: object) -> str:
@@ -125,6 +136,8 @@ def _check_cache(part: Any, policy: Policy) -> None:
         if part.min_tokens <= _PROMPT:
             _run(model, dataclasses.replace(policy, budget=part.min_tokens), ids)
         _check_full_budget(model, dataclasses.replace(policy, budget=1.0), ids)
+    if isinstance(part, Merger):
+        _check_full_budget(model, policy, ids)
     # With H2O, the error of the codec changes the scores, and so the tokens that are kept.
     if isinstance(part, Codec) and not _needs_ranking(part):
         plain = _run(model, dataclasses.replace(policy, codec=Plain()), ids)

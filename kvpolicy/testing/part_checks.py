@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.state import empty_slots, map_state, slot_tensors, tensors
-from kvpolicy.protocols import Allocator, Codec, DecodeMode, HeadShape, Reader, Selector, View, alloc_state
+from kvpolicy.protocols import (
+    Allocator,
+    Candidates,
+    Codec,
+    DecodeMode,
+    HeadShape,
+    Merger,
+    Reader,
+    Selector,
+    Tokens,
+    View,
+    alloc_state,
+)
 
 _TOKENS = 1000
 
@@ -76,6 +88,78 @@ def check_selector(part: Selector) -> None:
             f"{part}: the tensors of a state must have 2 rows like the batch, got {_describe(each)}"
         )
         assert not bool(each.any()), f"{part}: a new state must be zero, got other numbers"
+
+
+def check_merger(part: Merger) -> None:
+    """Check the state of a merger, and what it returns of random tokens."""
+    when = part.traits.when
+    assert when in ("never", "prompt", "always"), f"{part}: when must be never, prompt or always, got {when!r}"
+    for state in tensors(part.alloc(2, 3, "cpu")):
+        assert state.shape[:2] == (2, 3), f"{part}: the tensors of a state must be [B, H, ...], got {_describe(state)}"
+        assert not bool(state.any()), f"{part}: a new state must be zero, got other numbers"
+    whole = _candidates(part, evicted=0)
+    result = part.merge_prompt(part.alloc(2, 3, "cpu"), whole)
+    for name, before in (("values", whole.values), ("keys", whole.keys), ("counts", whole.counts)):
+        after = getattr(result, name)
+        same = after is None or (before is not None and torch.equal(after, whole.at_targets(before)))
+        assert same, f"{part}: merge_prompt must return {name} as they are if nothing is evicted, got other numbers"
+    given = _candidates(part, evicted=5)
+    copies = [None if t is None else t.clone() for t in given[:-1]]
+    result = part.merge_prompt(part.alloc(2, 3, "cpu"), given)
+    for now, then in zip(given[:-1], copies, strict=True):
+        same = now is None or then is None or torch.equal(now, then)
+        assert same, f"{part}: merge_prompt must not modify its arguments, got other numbers after the call"
+    _check_merged(part, "merge_prompt", result, (2, 3, given.targets.shape[-1]))
+    if when == "always":
+        pick = torch.tensor([[[0]] * 3] * 2)
+        counts = None if given.counts is None else given.counts[:, :, :1]
+        there = torch.ones_like(pick, dtype=torch.bool)
+        victim = Tokens(given.keys[:, :, :1], given.values[:, :, :1], given.positions[:, :, :1], counts, there)
+        slots = Tokens(given.keys, given.values, given.positions, given.counts, given.positions > 0, given.priority)
+        merge = part.merge_token(part.alloc(2, 3, "cpu"), victim, slots)
+        for name, dtype in (("slot", torch.int64), ("write_mask", torch.bool)):
+            got = getattr(merge, name)
+            is_valid = got.dtype == dtype and got.shape == (2, 3, 1)
+            assert is_valid, f"{part}: {name} must be {dtype} [2, 3, 1], got {_describe(got)}"
+        _check_merged(part, "merge_token", merge, (2, 3, 1))
+
+
+def _candidates(part: Merger, evicted: int) -> Candidates:
+    """Two rows of three heads with 12 random tokens, of which the first `evicted` after the first are evicted."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 3, 12, 8, generator=generator) for _ in range(2))
+    positions = torch.arange(12, dtype=torch.int32).expand(2, 3, -1).contiguous()
+    kept = (positions == 0) | (positions > evicted)
+    targets = kept.int().argsort(dim=-1, descending=True, stable=True)[..., : 12 - evicted]
+    counts = torch.zeros(2, 3, 12) if part.traits.counted else None
+    width = part.needs.window_queries
+    attention = torch.rand(2, 6, width, 12, generator=generator).softmax(-1) if width else None
+    length = torch.tensor([12, 12])
+    priority = positions.float() if part.traits.ranked else None
+    return Candidates(
+        keys,
+        values,
+        positions,
+        kept,
+        targets,
+        torch.ones_like(targets, dtype=torch.bool),
+        counts,
+        attention,
+        length,
+        priority,
+    )
+
+
+def _check_merged(part: Merger, method: str, result: Any, shape: tuple[int, int, int]) -> None:
+    """Check the shapes and numbers of the result of a merge."""
+    for name, wanted in (("values", [*shape, 8]), ("keys", [*shape, 8]), ("counts", [*shape])):
+        got = getattr(result, name)
+        if got is None:
+            continue
+        assert list(got.shape) == wanted, f"{part}: {method} must return {name} {wanted}, got {_describe(got)}"
+        assert bool(got.isfinite().all()), f"{part}: the {name} of {method} must be finite, got NaN or inf"
+    has_counts = result.counts is None or part.traits.counted
+    assert has_counts, f"{part}: {method} must return no counts unless the merger is counted, got {result.counts}"
 
 
 @contextmanager

@@ -40,7 +40,7 @@ class Bench:
     ) -> None:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         policy = self.policy
-        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope)
+        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger)
         self.budgets = budgets
         self.turns: list[Turn] = []
         self._new = new
@@ -64,7 +64,7 @@ class Bench:
         else:
             hidden, massive = self._look(q, valid)
             if not self.layer.is_initialized:
-                self.layer.initialize(k)
+                self.layer.initialize(k, group=q.shape[1] // k.shape[1])
             out, pending = self.layer.attend_prompt(q, k, v, valid, kernel)
             replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
             pending = pending._replace(replay=scores)

@@ -199,6 +199,13 @@ class Roll:
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         return self._move(keys, -positions)
 
+    def unrotate_rows(self, vectors: Tensor, positions: Tensor) -> Tensor:
+        return self._move(vectors, -positions[:, None])
+
+    def mean_rotation(self, vectors: Tensor, first: Tensor, count: int) -> Tensor:
+        places = [first[:, None, None] + ahead for ahead in range(count)]
+        return sum(self._move(vectors, at.expand(vectors.shape[:3])) for at in places) / count  # pyright: ignore
+
     def _move(self, keys: Tensor, by: Tensor) -> Tensor:
         channel = torch.arange(keys.shape[-1], device=keys.device)
         at = (channel - by[..., None]) % keys.shape[-1]

@@ -16,6 +16,7 @@ from tests.sampling import pairwise, star
 
 ALLOCATORS = [*names("allocator")]
 SELECTORS = [name for name in names("selector") if name != "full"]
+MERGERS = [*names("merger")]
 CODECS = [*names("codec")]
 RANKED = [name for name in CODECS if lookup(name)[1]().traits.demote_by == "priority"]
 """Codecs whose precision follows a ranking, which `full` has none of."""

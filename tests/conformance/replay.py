@@ -155,6 +155,11 @@ def reference_selector(selector: Any) -> dict[str, Any]:
     return {"name": name} | {key: reference_selector(x) if key == "base" else x for key, x in fields.items()}
 
 
+def reference_merger(merger: Any) -> dict[str, Any]:
+    """A merger as the reference takes it."""
+    return {"name": name_of(type(merger))} | dataclasses.asdict(merger)
+
+
 def reference_codec(codec: Any) -> codecs.Codec | None:
     """A codec as the reference takes it; None for `plain`."""
     name = name_of(type(codec))
@@ -274,4 +279,5 @@ def _reference(policy: Policy, turn: Turn, layer_idx: int, twin: Twin) -> Refere
     return ReferenceLayer(
         reference_selector(policy.selector), 1, num_heads=turn.q.shape[1], num_kv_heads=turn.k.shape[1],
         decode=policy.decode, codec=twin.codec, layer_idx=layer_idx, capacity=1, undo=undo, apply=apply,
+        merger=reference_merger(policy.merger),
     )  # fmt: skip

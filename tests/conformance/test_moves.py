@@ -52,7 +52,7 @@ def bench_of(codec: Fake, selector: str, decode: str, budgets: list[int], new: i
         chosen = dataclasses.replace(chosen, base=dataclasses.replace(base, decode=decode))  # pyright: ignore
     policy = Policy(allocator=Uniform(), selector=chosen, codec=codec, budget=0.5)
     twin = Twin(codec.slow(), lambda layer: (undo, apply))
-    rope = Roll() if codec.key_space == "unrotated" else None
+    rope = Roll() if policy.undoes_rotation else None
     budgets = [max(budget, chosen.min_tokens) for budget in budgets]
     return Bench(policy, budgets, new=new, layer_idx=layer_idx, rope=rope, twin=twin)
 

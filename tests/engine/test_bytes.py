@@ -11,7 +11,9 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy.engine.state import tensors
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.protocols import HeadShape, alloc_state
 from kvpolicy.registry import lookup
 from kvpolicy.spec.budget import bytes_of
 from tests.conformance.models import FAMILIES, build
@@ -61,6 +63,17 @@ def check(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, measur
     assert cache.report().nbytes == cache.nbytes
 
 
+def with_head_state(budget: str, selector: str, batch: int) -> str:
+    """A budget of bytes, and on top what the selector holds per head and row however few the tokens are."""
+    if not budget.endswith("B"):
+        return budget
+    config = build("llama").config
+    heads = config.num_key_value_heads
+    shape = HeadShape(config.num_attention_heads // heads, config.head_dim)
+    state = alloc_state(kvpolicy.Policy.parse(words(selector)).selector, batch, heads, 0, "cpu", shape)
+    return f"{bytes_of(budget) + config.num_hidden_layers * sum(t.nbytes for t in tensors(state))}B"
+
+
 UNMEASURED = [name for name in ALLOCATORS if not lookup(name)[1]().layer_metric]
 """Allocators whose budgets do not depend on the prompt."""
 METHODS = (UNMEASURED, SELECTORS, CODECS, BUDGETS, [*ROWS])
@@ -69,6 +82,7 @@ SAMPLE = pairwise(*METHODS, apart=[(1, 2), (1, 3)])  # a selector's bytes depend
 
 @product("allocator,selector,codec,budget,rows", *METHODS, sample=SAMPLE)
 def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budget: str, rows: str) -> None:
+    budget = with_head_state(budget, selector, len(ROWS[rows]))
     check("llama", words(allocator, selector, codec, budget=budget), ROWS[rows])
 
 
@@ -102,6 +116,7 @@ def test_without_a_hint(selector: str) -> None:
 @product("allocator,selector,budget", ALLOCATORS, SELECTORS, ["11KiB", "16KiB", "20000B"])
 def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
     """All parts counted, for the whole batch; and one more token per layer would not fit."""
+    budget = with_head_state(budget, selector, 2)
     policy = kvpolicy.Policy.parse(words(allocator, selector, budget=budget))
     cache = run("llama", policy, [PROMPT, 30])
     limit = bytes_of(budget)

@@ -16,10 +16,11 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import LayerStore
+from kvpolicy.registry import lookup
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.engine.graphs import Graphs
 from tests.sampling import pairwise, product
 
@@ -92,8 +93,11 @@ LIKE_KIVI = ["bfp", "gear", "tokenwise", "turboquant"]
 
 DIFFERENT = [codec for codec in CODECS if codec not in LIKE_KIVI]
 CODED = [words(selector, codec) for selector, codec in zip(cycle(SELECTORS), DIFFERENT, strict=False)]
+MERGED = [words("h2o", name) for name in MERGERS if lookup(name)[1]().traits.when == "always"]
 METHODS = [
     *CODED,
+    *MERGED,
+    words("h2o", "merge", "kivi"),
     "h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5",
     "full",
     "quest:read=8:page=2:dense=1",

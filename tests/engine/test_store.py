@@ -78,7 +78,7 @@ class Pair:
         q, k, v = draw(count, seed)
         mask = None if valid is None else torch.tensor(valid)
         if not self.store.is_initialized:
-            self.store.initialize(k)
+            self.store.initialize(k, group=q.shape[1] // k.shape[1])
         self.columns += count
         out, pending = self.store.attend_prompt(q, k, v, mask, SCALE)
         keep = torch.tensor([row.budget for row in self.rows])
@@ -221,7 +221,7 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
         q, k, v = draw(count, seed)
         if count > 1:
             if not seed:
-                store.initialize(k)
+                store.initialize(k, group=q.shape[1] // k.shape[1])
             _, pending = store.attend_prompt(q, k, v, None, SCALE)
             keep = torch.full((ROWS,), 8)
             store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))

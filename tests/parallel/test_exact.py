@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.policies import every_pair, star_of_three, words
+from tests.conformance.policies import MERGERS, every_pair, star_of_three, words
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, compare
 
@@ -67,6 +67,13 @@ def test_every_method_on_two_ranks(tmp_path: Path) -> None:
     by_head = "snapkv+kvquant:bits=3:sinks=2:block_size=3:calibration=FOLDER/kvquant@0.6"
     by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
     _check(Heads(4, 2), 2, [*(words(*row) for row in star_of_three()), by_head, by_profile], tmp_path)
+
+
+@pytest.mark.parametrize("heads", [Heads(4, 2), Heads(4, 1, replicas=2)])
+def test_mergers_on_two_ranks(heads: Heads, tmp_path: Path) -> None:
+    """Ranks that hold the same KV head have different queries of it, and must still merge alike."""
+    names = [name for name in MERGERS if name != "drop"]
+    _check(heads, 2, [*(words("snapkv", name) for name in names), words("h2o", "merge", "kivi")], tmp_path)
 
 
 @pytest.mark.full

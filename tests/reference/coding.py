@@ -27,6 +27,7 @@ class Token:
         key: As it came, [D].
         value: As it came, [D].
         score: What the selector remembers of it.
+        count: How many tokens it stands for.
         stays: Whether it stands in for others and is never evicted in decode.
         place: Its stage and slot once it is coded.
         stored: What its stage reads back of it, key in the codec's key space.
@@ -38,6 +39,7 @@ class Token:
     value: Tensor
     score: complex = 0.0
     stays: bool = False
+    count: float = 1.0
     place: tuple[int, int] | None = None
     stored: Pair | None = None
     read: Pair | None = None

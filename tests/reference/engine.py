@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import selectors
+from . import mergers, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
@@ -35,6 +35,7 @@ class ReferenceLayer:
         capacity: int | None = None,
         undo: Rotation = as_it_is,
         apply: Rotation = as_it_is,
+        merger: Config | None = None,
     ) -> None:
         """Start empty.
 
@@ -49,6 +50,7 @@ class ReferenceLayer:
             capacity: The most tokens that the row may hold; by default the budget, for generated tokens that compete.
             undo: Takes a key's rotary embedding away, for codecs that ask for it.
             apply: Puts it back.
+            merger: None, or a dict with `name` and hyper-parameters.
         """
         self.selector = selectors.complete(selector)
         self.base = self.selector.get("base", self.selector)
@@ -59,11 +61,15 @@ class ReferenceLayer:
         self.mover = None if codec is None else Mover(codec, layer_idx, num_kv_heads, undo, apply)
         self.layer_idx = layer_idx
         self.length = self.ranked = 0
-        self.memory: list[dict[str, Any]] = [{} for _ in range(num_kv_heads)]
+        self.scale = 1.0
+        self.undo, self.apply = undo, apply
+        self.memory: list[dict[Any, Any]] = [{} for _ in range(num_kv_heads)]
         self.margin = self.order_margin = math.inf
         self.heads = [Head() for _ in range(num_kv_heads)]
         self._held: list[Tensor] | None = None
         self._held_massive = set[int]()
+        self.merger = merger
+        self.memories: list[dict[str, Any]] = [{} for _ in self.heads]
 
     @property
     def positions(self) -> list[list[int]]:
@@ -126,15 +132,16 @@ class ReferenceLayer:
             head.tokens += new
         out, attention = self._attend(q, scale, softcap, sinks)
         self.margin = min(self.margin, selectors.closeness(self.base, attention))
+        self.scale = scale
         if single:
-            self._step(attention)
+            self._step(attention, q)
         else:
             attention = self._with_held(attention)
             self._note(q, hidden, first)
             self._held = attention if held else None
             if not held:
                 self._replay(texts, scale, softcap, sinks)
-                self._choose(attention)
+                self._choose(attention, q)
                 self._settle()
         return out
 
@@ -174,6 +181,7 @@ class ReferenceLayer:
             values = torch.stack([token.seen_value for token in head])
             logits = queries @ keys.T * scale
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = logits + torch.tensor([math.log(token.count) for token in head], dtype=torch.float64)
             n, old = len(queries), len(head) - len(queries)
             for i in range(n):
                 logits[i, old + i + 1 :] = -math.inf
@@ -210,17 +218,21 @@ class ReferenceLayer:
 
     def _make_room(self) -> None:
         """Evict one token from every head that is full; the new token is counted but not yet there."""
-        for head in self.heads:
+        for head, memory in zip(self.heads, self.memories, strict=True):
             if len(head.tokens) >= self.budget:
                 worth = self._priorities(head.tokens)
                 self.margin = min(self.margin, selectors.margin(worth))
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
-                head.drop({head.tokens[gone].position})
+                victim = head.tokens[gone]
+                others = [token for token in head.exact() if token is not victim]
+                memory["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+                self.margin = min(self.margin, mergers.merge_token(self.merger, memory, victim, others))
+                head.drop({victim.position})
 
-    def _step(self, attention: list[Tensor]) -> None:
+    def _step(self, attention: list[Tensor], q: Tensor) -> None:
         """Update the scores after a generated token."""
         for h, head in enumerate(self.heads):
-            newest = selectors.score_of_newest(self.base, self._look(h))
+            newest = selectors.score_of_newest(self.base, self._look(h, q))
             if newest is not None:
                 head.tokens[-1].score = newest
                 continue
@@ -229,35 +241,49 @@ class ReferenceLayer:
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
 
-    def _choose(self, attention: list[Tensor]) -> None:
+    def _choose(self, attention: list[Tensor], q: Tensor) -> None:
         """Update the scores after a prefill or chunk, and drop what does not fit."""
         for h, head in enumerate(self.heads):
             old = [token.score for token in head.tokens]
             new = selectors.scores_after_prefill(self.base, old, attention, self._query_heads(h), self._base_budget())
             for token, score in zip(head.tokens, new, strict=True):
                 token.score = score
-        self._rank()
+        self._rank(q)
         apart = self._distances(attention)
-        for head in self.heads:
+        for h, head in enumerate(self.heads):
             kept, standing = self._kept(head.tokens, apart)
             for token in head.tokens:
                 token.stays = token.position in standing
+            targets = [token for token in head.exact() if token.position in kept]
+            own = [attention[hq] for hq in self._query_heads(h)]
+            worth = self._priorities(head.tokens)
+            self.memories[h]["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+            near = mergers.merge_prompt(self.merger, self.memories[h], head.tokens, kept, targets, own)
+            self.margin = min(self.margin, near)
             head.drop({token.position for token in head.tokens} - kept)
 
-    def _look(self, h: int) -> selectors.Look:
-        """What a selector of vectors sees of a KV head."""
+    def _look(self, h: int, q: Tensor | None) -> selectors.Look:
+        """What a selector of vectors sees of a KV head, with the queries of new tokens [Hq, n, D]."""
         tokens = self.heads[h].tokens
-        keys, values = (
-            [x.tolist() for x in each] for each in ([t.seen_key for t in tokens], [t.seen_value for t in tokens])
+        new = [] if q is None else [[*enumerate(q[hq], self.length - q.shape[1])] for hq in self._query_heads(h)]
+        return selectors.Look(
+            positions=[t.position for t in tokens],
+            keys=[t.seen_key.tolist() for t in tokens],
+            values=[t.seen_value.tolist() for t in tokens],
+            queries=new or [[] for _ in self._query_heads(h)],
+            scale=self.scale,
+            undo=self.undo,
+            apply=self.apply,
+            length=self.length,
+            memory=self.memory[h],
         )
-        return selectors.Look([t.position for t in tokens], keys, values, self.length, self.memory[h])
 
-    def _rank(self) -> None:
+    def _rank(self, q: Tensor | None = None) -> None:
         """Score all tokens by what they are, if the selector does so."""
         self.ranked = self.length
         for h, head in enumerate(self.heads):
             for token, score in zip(
-                head.tokens, selectors.scores_of_tokens(self.base, self._look(h)) or [], strict=False
+                head.tokens, selectors.scores_of_tokens(self.base, self._look(h, q)) or [], strict=False
             ):
                 token.score = score
 

@@ -30,6 +30,7 @@ COLUMNS: dict[Kind, list[str]] = {
         "statistics",
         "source",
     ],
+    "merger": ["what it does", "when", "score bias", "source"],
     "codec": ["what it does", "source"],
     "reader": ["what a step reads", "what it scores", "source"],
 }

@@ -9,6 +9,8 @@ BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
 ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv"]
 """Selectors with which allocators are measured."""
+MERGER_SELECTORS = ["streaming", "h2o", "snapkv"]
+"""Selectors with which mergers are measured."""
 CODEC_SELECTOR = "snapkv"
 """Selector with which codecs are measured under eviction."""
 CODEC_BUDGET = 0.2
@@ -72,13 +74,16 @@ def at_read(policy: str, read: float) -> str:
 
 
 def selection_policies(name: str) -> list[str]:
-    """Policies of the page of an allocator or a selector, without budgets.
+    """Policies of the page of an allocator, a selector or a merger, without budgets.
 
     >>> selection_policies("streaming")
     ['streaming', 'window']
     >>> selection_policies("pyramid")[:2]
     ['window', 'pyramid+window']
     """
+    if name in registry.MERGERS:
+        pairs = ((base, base if name == "drop" else f"{base}+{name}") for base in MERGER_SELECTORS)
+        return list(dict.fromkeys(policy for pair in pairs for policy in pair))
     if name not in registry.ALLOCATORS:
         return list(dict.fromkeys([*SELECTORS.get(name, [name]), BASELINE]))
     if name == "uniform":  # it is the default, so that there is nothing to compare it with

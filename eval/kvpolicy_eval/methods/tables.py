@@ -13,7 +13,7 @@ TASK_BUDGET = 0.2
 
 
 def budget_tables(bench: Bench, name: str) -> str:
-    """Tables of an allocator or a selector: accuracy by budget with bytes, and accuracy by task at one budget."""
+    """Tables of a method that is no codec: accuracy by budget with bytes, and accuracy by task at one budget."""
     results = {policy: [bench.result(at(policy, budget)) for budget in BUDGETS] for policy in selection_policies(name)}
     names = ["policy", *(f"answers at {budget:.0%}" for budget in BUDGETS), f"bytes at {BUDGETS[-1]:.0%}"]
     rows = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpolicy import Plain, Policy, Uniform
+from kvpolicy import Drop, Plain, Policy, Uniform
 from kvpolicy_eval.report.gather import NAN, Findings, Score, mean_draws
 from kvpolicy_eval.sweep import bootstrap
 
@@ -28,7 +28,7 @@ class Difference:
         model: Name of the model.
         policy: Spec with the part.
         base: Spec without it.
-        part: `layer budgets`, `representatives` or `codec`.
+        part: `layer budgets`, `representatives`, `merger` or `codec`.
         score: Mean accuracy with the part minus mean accuracy without it, resampled in pairs.
         fewest: Number of examples of the task with the fewest.
     """
@@ -77,7 +77,11 @@ def _canonical(method: str) -> str:
 def _without_a_part(method: str) -> Iterator[tuple[str, str]]:
     """Name of a part, and spec of the policy that lacks it, for each part of a policy."""
     policy = Policy.parse(method)
-    defaults: list[tuple[str, str, Any]] = [("layer budgets", "allocator", Uniform()), ("codec", "codec", Plain())]
+    defaults: list[tuple[str, str, Any]] = [
+        ("layer budgets", "allocator", Uniform()),
+        ("merger", "merger", Drop()),
+        ("codec", "codec", Plain()),
+    ]
     base = getattr(policy.selector, "base", None)
     if base is not None:
         defaults.append(("representatives", "selector", base))

@@ -85,8 +85,9 @@ def parts(findings: Findings, draw: bool) -> Section:
     """Effect of one part of a policy."""
     compared = differences(findings)
     text = (
-        "A policy against the same policy without its layer budgets, its representatives or its codec, at the same "
-        "budget of tokens. Both are resampled with the same examples. Of twenty comparisons of equal policies, one is "
+        "A policy against the same policy without its layer budgets, its representatives, its merger or its codec, at "
+        "the same budget of tokens. Both are resampled with the same examples. Of twenty comparisons of equal "
+        "policies, one is "
         f"expected to show a difference at 95 %. If a task has fewer than {FEW} examples, no verdict is given."
     )
     text = text if compared else "No two policies with a mean accuracy differ in a single part."

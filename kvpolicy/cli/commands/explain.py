@@ -9,13 +9,13 @@ import typer
 
 import kvpolicy
 from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
-from kvpolicy.cli.commands.list import QUESTIONS
 from kvpolicy.cli.commands.plan import notes
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.cli.strategy_docs import Description, read
+from kvpolicy.registry import QUESTIONS
 from kvpolicy.spec.errors import KVPolicyError
 
 MAX_WRAPPED = 9
@@ -71,6 +71,7 @@ def _facts(case: Any) -> dict[str, Any]:
     effects = {
         "allocator": explanation.of_allocator(case),
         "selector": explanation.of_selector(case),
+        "merger": explanation.of_merger(case),
         "codec": explanation.of_codec(case),
         "reader": explanation.of_reader(case),
     }

@@ -11,15 +11,8 @@ from kvpolicy.cli.arguments import Json
 from kvpolicy.cli.completion import complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
+from kvpolicy.registry import QUESTIONS, Kind, either, kinds
 from kvpolicy.spec.errors import KVPolicyError
-
-QUESTIONS = {
-    "allocator": "how many tokens may each layer keep?",
-    "selector": "which tokens are kept?",
-    "codec": "how is a kept token stored?",
-    "reader": "which of the kept tokens does a decode step read?",
-}
-"""The question that each kind of part answers."""
 
 
 class Entry(NamedTuple):
@@ -32,7 +25,7 @@ class Entry(NamedTuple):
         error: Why it cannot be loaded.
     """
 
-    kind: str
+    kind: Kind
     name: str
     described: Description | None
     error: str = ""
@@ -43,19 +36,21 @@ def list_(
         str,
         typer.Argument(
             metavar="KIND",
-            help="allocators, selectors, codecs or readers, or the name of a strategy.",
+            help=f"{either(f'{kind}s' for kind in kinds())}, or the name of a strategy.",
             autocompletion=complete_part,
         ),
     ] = "",
     json: Json = False,
 ) -> None:
-    """List allocators, selectors, codecs and readers, with their parameters."""
+    """List the strategies of each kind, with their parameters."""
     found = entries(which)
     if json:
         print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
         return
-    kinds = dict.fromkeys(entry.kind for entry in found)
-    print("\n\n".join(_group(kind, [entry for entry in found if entry.kind == kind], which) for kind in kinds))
+    groups: dict[Kind, list[Entry]] = {}
+    for entry in found:
+        groups.setdefault(entry.kind, []).append(entry)
+    print("\n\n".join(_group(kind, some, which) for kind, some in groups.items()))
     if not which:
         hint = "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy."
         print(f"\n{paragraph(hint)}")
@@ -67,12 +62,11 @@ def entries(which: str = "") -> list[Entry]:
     Raises:
         KVPolicyError: If there is no such kind or name.
     """
-    from kvpolicy.registry import kinds, lookup, names, suggest
+    from kvpolicy.registry import lookup, names, suggest
 
-    kind = which.removesuffix("s").lower()
-    if not which or kind in kinds():
-        wanted = [(k, name) for k in kinds() for name in names(k) if kind in ("", k)]
-        return [_entry(k, name) for k, name in wanted]
+    plural = which.removesuffix("s").lower()
+    if not which or plural in kinds():
+        return [_entry(kind, name) for kind in kinds() if plural in ("", kind) for name in names(kind)]
     if which not in names():
         plurals = [f"{k}s" for k in kinds()]
         suggestion = suggest(which, [*plurals, *names()]) if which else "."
@@ -82,7 +76,7 @@ def entries(which: str = "") -> list[Entry]:
     return [_entry(lookup(which)[0], which)]
 
 
-def _entry(kind: str, name: str) -> Entry:
+def _entry(kind: Kind, name: str) -> Entry:
     from kvpolicy.registry import lookup
 
     try:
@@ -91,8 +85,8 @@ def _entry(kind: str, name: str) -> Entry:
         return Entry(kind, name, None, " ".join(str(error).split()))
 
 
-def _group(kind: str, found: list[Entry], which: str) -> str:
-    head = paragraph(f"{kind.capitalize()}s: {QUESTIONS.get(kind, '')}")
+def _group(kind: Kind, found: list[Entry], which: str) -> str:
+    head = paragraph(f"{kind.capitalize()}s: {QUESTIONS[kind]}")
     return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
 
 

@@ -36,6 +36,7 @@ KINDS = {
     "statistics": PALETTE[3],
     "index": "#4B0082",
     "counters": PALETTE[4],
+    "counts": "#F0E442",
     "waiting prompt": PALETTE[6],
     "unmanaged": PALE,
 }

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from ..coding import Rotation
+
 
 class Look(NamedTuple):
     """The tokens on offer, in ascending order of position.
@@ -12,6 +16,10 @@ class Look(NamedTuple):
         positions: Of each token.
         keys: As attention reads them, [N][D].
         values: As attention reads them, [N][D].
+        queries: The new queries of each query head as attention takes them, with their positions.
+        scale: The factor of the products of queries and keys.
+        undo: Takes the rotary embedding of a vector away.
+        apply: Puts it back.
         length: Tokens that the row has seen.
         memory: What the selector remembers of the head.
     """
@@ -19,5 +27,9 @@ class Look(NamedTuple):
     positions: list[int]
     keys: list[list[float]]
     values: list[list[float]]
+    queries: list[list[tuple[int, Tensor]]]
+    scale: float
+    undo: Rotation
+    apply: Rotation
     length: int
-    memory: dict[str, Any]
+    memory: dict[Any, Any]

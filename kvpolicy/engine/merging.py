@@ -1,0 +1,119 @@
+"""Merging: what a merger is given of a prompt or of a decode step, and where its result goes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past
+from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.selection import Selection
+from kvpolicy.engine.token_batch import TokenBatch
+from kvpolicy.protocols import Candidates, Merger, Ranks, State, Tokens
+
+
+class Joined(NamedTuple):
+    """Every token on offer after a prompt, the slots first: keys and values [B, H, S + P, D], counts [B, H, S + P]."""
+
+    keys: Tensor
+    values: Tensor
+    counts: Tensor | None
+
+
+def join_prompt(past: Past | None, prompt: PendingPrompt) -> Joined:
+    """The slots of a layer, decoded, and the tokens of a prompt; counts are None unless the slots have some."""
+    if past is None:
+        return Joined(prompt.keys, prompt.values, None)
+    counts = past.counts
+    if counts is not None:
+        counts = torch.cat([counts, counts.new_zeros(*counts.shape[:2], prompt.keys.shape[2])], -1)
+    return Joined(torch.cat([past.keys, prompt.keys], 2), torch.cat([past.values, prompt.values], 2), counts)
+
+
+def merge_prompt(
+    merger: Merger,
+    state: State,
+    batch: TokenBatch,
+    selected: Selection,
+    joined: Joined,
+    coded: slice,
+    length: Tensor,
+    ranks: Ranks,
+) -> TokenBatch:
+    """Merge what a prompt evicts into the tokens that are kept and not coded.
+
+    Args:
+        merger: The merger.
+        state: Its state of each head.
+        batch: The tokens that are not coded; `chosen` says which are kept and may change.
+        selected: The selection among all tokens, coded ones included.
+        joined: Keys, values and counts of all tokens.
+        coded: The coded slots among all tokens.
+        length: Tokens that each row has seen, [B].
+        ranks: The ranks that hold the layer's other heads.
+
+    Returns:
+        The kept tokens by ascending position, merged: keys and values are copies.
+    """
+    most = max(int(batch.chosen.sum(-1).max()), 1)
+    order = batch.by_position()[..., :most]
+    kept = batch.take(order)
+    # The batch lacks the coded slots, which stand between the full-precision buffer and the prompt.
+    targets = torch.where(order < coded.start, order, order + (coded.stop - coded.start))
+    counts = joined.counts
+    if counts is None and merger.traits.counted:
+        counts = torch.zeros_like(selected.positions, dtype=torch.float32)
+    result = merger.merge_prompt(
+        state,
+        Candidates(
+            keys=joined.keys,
+            values=joined.values,
+            positions=selected.positions,
+            kept=selected.chosen,
+            targets=targets,
+            is_target=kept.chosen,
+            counts=counts,
+            attention=selected.window_attn,
+            length=length,
+            priority=selected.priority if merger.traits.ranked else None,
+            ranks=ranks,
+        ),
+    )
+    return kept._replace(
+        keys=kept.keys if result.keys is None else result.keys.to(kept.keys.dtype),
+        values=result.values.to(kept.values.dtype),
+        counts=kept.counts if result.counts is None else result.counts,
+    )
+
+
+def slot_tokens(
+    slots: Tensor,
+    there: Tensor,
+    exact: tuple[Tensor, Tensor],
+    coded: CodecView | None,
+    positions: Tensor,
+    counts: State,
+) -> Tokens:
+    """The token in one slot of each head, decoded if it is coded. Traceable, no host sync.
+
+    Args:
+        slots: Slot of each head, [B, H, 1] int64.
+        there: Whether the head has a token in it, [B, H, 1] bool.
+        exact: Keys and values of the full-precision buffer, [B, H, E, D].
+        coded: The coded slots, which follow; None if there are none.
+        positions: Of all slots, [B, H, S] int32.
+        counts: Of all slots, [B, H, S] fp32, or ().
+    """
+    size = exact[0].shape[2]
+    index = slots.clamp_max(max(size - 1, 0))[..., None].expand(-1, -1, -1, exact[0].shape[-1])
+    keys, values = (t.gather(2, index) for t in exact)
+    if coded is not None:
+        # A head's token is in one part only, and every part is asked for one: which part, the host must not know.
+        is_coded = (slots >= size)[..., None]
+        keys = torch.where(is_coded, coded.keys_at(slots, keys.dtype), keys)
+        values = torch.where(is_coded, coded.values_at(slots, values.dtype), values)
+    own = counts.gather(-1, slots) if isinstance(counts, Tensor) else None
+    return Tokens(keys, values, positions.gather(-1, slots), own, there)

@@ -1,0 +1,61 @@
+"""Moments of a prompt's queries without their rotation, summed in tiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.protocols import MeanRotation, Needs, NewToken, QueryMoments
+
+
+def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope | None) -> QueryMoments:
+    """The moments of the queries at position `first` and later.
+
+    Args:
+        q: As attention takes them, [B, Hq, P, D].
+        heads: KV heads.
+        positions: Of the queries, [B, P], -1 for padding.
+        first: The first position that counts.
+        rope: The layer's rotary embedding, or None.
+    """
+    batch, query_heads, new, dim = q.shape
+    counts = positions >= first
+    total = q.new_zeros(batch, query_heads, dim, dtype=torch.float32)
+    product = q.new_zeros(batch, query_heads, dim, dim, dtype=torch.float32)
+    left_out = (~counts).any(0).tolist()  # columns of padding, and of the first tokens
+    rows = max(TILE_ELEMENTS // (4 * batch * query_heads * dim), 16)  # several tensors of a tile stay in the cache
+    for start in range(0, new, rows):
+        at = slice(start, start + rows)
+        tile = plain_queries(q[:, :, at], positions[:, at], rope)
+        if any(left_out[at]):  # numbers of padding may be anything
+            tile = tile.masked_fill(~counts[:, None, at, None], 0)
+        total += tile.sum(2)
+        product += tile.mT @ tile
+    count = counts.sum(-1).float()
+    return QueryMoments(count, total.unflatten(1, (heads, -1)), product.unflatten(1, (heads, -1)))
+
+
+def plain_queries(q: Tensor, positions: Tensor, rope: Rope | None) -> Tensor:
+    """Queries [B, Hq, n, D] at positions [B, n] without their rotation, fp32."""
+    return q.float() if rope is None else rope.unrotate_rows(q, positions)
+
+
+def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, rope: Rope | None) -> NewToken | None:
+    """The token of a decode step at `positions` [B, 1], as far as a selector needs it."""
+    if not needs.vectors:
+        return None
+    query = None
+    if needs.query_moments is not None:
+        query = plain_queries(q.detach(), positions, rope).squeeze(2).unflatten(1, (k.shape[1], -1))
+    return NewToken(k.detach(), v.detach(), query)
+
+
+def mean_rotation(rope: Rope | None) -> MeanRotation:
+    """What rotates vectors to the mean of some positions; the identity without a rotary embedding."""
+    return _no_rotation if rope is None else rope.mean_rotation
+
+
+def _no_rotation(vectors: Tensor, first: Tensor, count: int) -> Tensor:
+    return vectors.float()

@@ -1,0 +1,1 @@
+"""Mergers: what becomes of a token that is not kept."""

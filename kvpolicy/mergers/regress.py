@@ -1,0 +1,121 @@
+"""Regress: rewrite the values of kept tokens so that the observed queries get the output of the full cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.protocols.ranks import gather
+from kvpolicy.spec.parameters import check_min, check_range
+from kvpolicy.spec.validation import check_fields
+
+_ROUNDING = 1e-5
+"""More than the rounding of a row of attention in fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regress:
+    """Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.
+
+    After eviction, each of these queries gets another output than before. The smallest change of the kept values that
+    undoes most of the difference is a ridge regression on the queries' attention over the kept tokens. Keys stay, and
+    nothing is stored in addition. Generated tokens are not regressed on.
+
+    Args:
+        window: The number of queries to regress on, the newest of each prompt or chunk.
+        ridge: The penalty on changes, as a fraction of the mean eigenvalue of the queries' products; the larger, the
+            less values change.
+        sinks: The first tokens of a row, whose values stay.
+        recent: The newest tokens, whose values stay.
+
+    Raises:
+        KVPolicyError: If `window` is below 1, `sinks` or `recent` is negative, or `ridge` is outside [1e-9, 1e9].
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("snapkv+regress:ridge=0.1@0.2"))
+        'snapkv+regress:ridge=0.1@0.2'
+
+    Source:
+        The value fit of Attention Matching (AM) without its score bias, in the form that starts from the kept values
+        and changes them as little as possible. Differences: the queries are the prompt's own last ones, not those of
+        a replay; no keys are chosen and no bias is fitted; sinks and recent tokens keep their values, because later
+        queries use them in ways that the window does not show.
+    """
+
+    window: int = 32
+    ridge: float = 0.01
+    sinks: int = 4
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_min(self, window=1, sinks=0, recent=0)
+        check_range(self, ridge=(1e-9, 1e9))
+
+    @property
+    def traits(self) -> MergerTraits:
+        """It acts at the end of a prompt only."""
+        return MergerTraits(when="prompt")
+
+    @property
+    def needs(self) -> Needs:
+        """The attention of the observed queries."""
+        return Needs(window_queries=self.window)
+
+    def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
+        """No state."""
+        return ()
+
+    def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
+        """Regress the outputs of the window on the values of the targets."""
+        rows = self._rows(candidates)
+        # In double precision: the products of n queries have eigenvalues from the ridge to n.
+        values = candidates.values.double().masked_fill((candidates.positions < 0)[..., None], 0)
+        kept = rows.masked_fill(~candidates.kept[:, :, None], 0)
+        total = rows.sum(-1, keepdim=True)
+        # What a learned sink takes of a row, it also takes after eviction. Without one, rows sum to 1 but for rounding,
+        # which would be large beside a row that has little weight on kept tokens.
+        sink = torch.where(1 - total > _ROUNDING, 1 - total, 0)
+        rest = kept.sum(-1, keepdim=True) + sink
+        present = total > 0
+        kept = torch.where(rest > 0, kept / rest.masked_fill(rest <= 0, 1), 0)
+        missing = rows @ values - kept @ values
+        free = kept.gather(-1, candidates.targets[:, :, None].expand(-1, -1, rows.shape[2], -1))
+        free = free.masked_fill(~self._changeable(candidates)[:, :, None], 0)
+        products = free @ free.mT
+        trace = products.diagonal(dim1=-2, dim2=-1).sum(-1)
+        penalty = self.ridge * trace / present.sum((-2, -1)).clamp_min(1)
+        penalty = torch.where(trace > 0, penalty, 1)[..., None, None]
+        eye = torch.eye(rows.shape[2], dtype=rows.dtype, device=rows.device)
+        change = free.mT @ torch.linalg.solve(products + penalty * eye, missing)
+        before = candidates.at_targets(candidates.values)
+        changes = candidates.evicted.any(-1)[..., None, None] & (change != 0)
+        return Merged(torch.where(changes, before.double() + change, before.double()).to(before.dtype))
+
+    def merge_token(self, state: State, victim: Tokens, slots: Tokens) -> Merge:
+        """Nothing is merged in decoding."""
+        slot = torch.zeros_like(victim.positions, dtype=torch.int64)
+        return Merge(slot, torch.zeros_like(victim.there), slots.values[:, :, :1])
+
+    def _rows(self, candidates: Candidates) -> Tensor:
+        """Attention of all observed queries of each KV head, [B, H, n, N] fp64."""
+        attention = candidates.attention
+        assert attention is not None, "the engine passes what needs asks for"
+        heads = candidates.positions.shape[1]
+        rows = attention[:, :, -self.window :].unflatten(1, (heads, -1)).flatten(2, 3)
+        ranks = candidates.ranks
+        if ranks.twins:  # other ranks have other query heads of the same KV heads, and must write the same values
+            rows = gather(rows, ranks.replicas, ranks.twins).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        return rows.double()
+
+    def _changeable(self, candidates: Candidates) -> Tensor:
+        """Which targets may get another value, [B, H, T] bool."""
+        assert candidates.length is not None
+        positions = candidates.at_targets(candidates.positions)
+        newest = positions >= (candidates.length - self.recent)[:, None, None]
+        return candidates.is_target & (positions >= self.sinks) & ~newest

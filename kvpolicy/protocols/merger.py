@@ -1,0 +1,166 @@
+"""The interface of a merger: what becomes of a token that is not kept."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
+from kvpolicy.protocols.selector import Needs, State
+
+
+class MergerTraits(NamedTuple):
+    """What the engine must know of a merger.
+
+    Attributes:
+        when: `never`: evicted tokens are dropped. `prompt`: kept tokens are changed at the end of a prompt or chunk.
+            `always`: also whenever a token is evicted in decoding.
+        counted: Whether a slot may stand for several tokens. Each slot then stores the logarithm of their number, 0
+            for a single token, which attention adds to the slot's score.
+        ranked: Whether the merger is given the selector's priorities.
+    """
+
+    when: Literal["never", "prompt", "always"] = "never"
+    counted: bool = False
+    ranked: bool = False
+
+
+class Candidates(NamedTuple):
+    """All tokens of a layer after a prompt: its slots and the new tokens, in any order.
+
+    Attributes:
+        keys: As attention takes them, [B, H, N, D]; read from codes where a token is coded.
+        values: [B, H, N, D].
+        positions: Original positions, [B, H, N] int32, -1 where there is no token.
+        kept: Which tokens are kept, [B, H, N] bool; the other tokens are evicted now.
+        targets: Index of the kept tokens that are not coded, by ascending position, [B, H, T] int64.
+        is_target: Which entries of `targets` name a token, [B, H, T] bool; the others repeat one.
+        counts: Logarithm of the number of tokens that each one stands for, [B, H, N] fp32; None unless counted.
+        attention: Attention weights of the newest W queries over all N tokens, [B, Hq, W, N] fp32, rows of zeros where
+            a batch row has fewer; None unless `Needs.window_queries`.
+        length: Tokens that each row has seen, [B] int64.
+        priority: The selector's priority of each token, [B, H, N] fp32; None unless ranked.
+        ranks: The ranks that hold the model's other heads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    kept: Tensor
+    targets: Tensor
+    is_target: Tensor
+    counts: Tensor | None = None
+    attention: Tensor | None = None
+    length: Tensor | None = None
+    priority: Tensor | None = None
+    ranks: Ranks = SINGLE_RANK
+
+    @property
+    def evicted(self) -> Tensor:
+        """Which tokens are evicted, [B, H, N] bool."""
+        return (self.positions >= 0) & ~self.kept
+
+    def at_targets(self, t: Tensor) -> Tensor:
+        """The entries of `t`, [B, H, N] or [B, H, N, D], that belong to the targets, [B, H, T] or [B, H, T, D]."""
+        if t.dim() == 3:
+            return t.gather(2, self.targets)
+        return t.gather(2, self.targets[..., None].expand(-1, -1, -1, t.shape[-1]))
+
+
+class Merged(NamedTuple):
+    """What the targets hold after a merge.
+
+    Attributes:
+        values: [B, H, T, D].
+        keys: [B, H, T, D]; None if they stay as they are.
+        counts: [B, H, T] fp32; None if they stay as they are.
+    """
+
+    values: Tensor
+    keys: Tensor | None = None
+    counts: Tensor | None = None
+
+
+class Tokens(NamedTuple):
+    """Tokens of each head: a victim, or the full-precision slots that it may be merged into.
+
+    Attributes:
+        keys: As attention takes them, [B, H, n, D].
+        values: [B, H, n, D].
+        positions: Original positions, [B, H, n] int32.
+        counts: Logarithm of the number of tokens that each one stands for, [B, H, n] fp32; None unless counted.
+        there: Of a victim, whether a token is evicted; of slots, which may be a target: [B, H, n] bool. The others
+            hold anything.
+        priority: Of slots, the selector's priority of each token, [B, H, n] fp32; None unless ranked.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    counts: Tensor | None
+    there: Tensor
+    priority: Tensor | None = None
+
+
+class Merge(NamedTuple):
+    """One slot of each head that takes in a victim.
+
+    Attributes:
+        slot: Index of the slot, [B, H, 1] int64.
+        write_mask: Whether the slot is written, [B, H, 1] bool; where it is not, the victim is dropped.
+        values: The slot's new value, [B, H, 1, D].
+        keys: Its new key, [B, H, 1, D]; None if it stays as it is.
+        counts: Its new count, [B, H, 1] fp32; None if it stays as it is.
+    """
+
+    slot: Tensor
+    write_mask: Tensor
+    values: Tensor
+    keys: Tensor | None = None
+    counts: Tensor | None = None
+
+
+@runtime_checkable
+class Merger(Protocol):
+    """What becomes of a token that is not kept?
+
+    A merger changes kept tokens in favor of evicted ones. It changes tokens in full precision only: those of the
+    full-precision buffer, and the tokens of a prompt before they are coded. Coded tokens can be victims, but not
+    targets, because the codes of a block can not be written one by one.
+    """
+
+    @property
+    def traits(self) -> MergerTraits:
+        """What the engine must know."""
+        ...
+
+    @property
+    def needs(self) -> Needs:
+        """The attention statistics of a prompt that this merger needs: `window_queries`."""
+        ...
+
+    def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
+        """The state of each head, tensors [B, H, ...]; the empty tuple if there is none."""
+        ...
+
+    def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
+        """Merge all evicted tokens of a prompt at once; `state` is updated in place.
+
+        A head without an evicted token must come out as it is, bit for bit, and so must entries of
+        `Candidates.targets` that are no target.
+        """
+        ...
+
+    def merge_token(self, state: State, victim: Tokens, slots: Tokens) -> Merge:
+        """Merge the token that a decode step evicts from each head, before its slot is overwritten.
+
+        Traceable, without a synchronization with the host. `state` is updated in place, in the heads with a victim.
+
+        Args:
+            state: The state.
+            victim: One token of each head.
+            slots: The full-precision buffer.
+        """
+        ...

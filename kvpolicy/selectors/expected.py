@@ -1,0 +1,180 @@
+"""ExpectedAttention: keep the tokens that queries to come are expected to attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, State, View, scoped
+from kvpolicy.selectors._common import check_decode, keep_always
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import check_fields
+
+
+@scoped(total="head", product="head", queries="row", ranked="row")
+class Expectation(NamedTuple):
+    """What is expected of the token of each slot, and the queries so far that say so.
+
+    Attributes:
+        score: Logarithm of the expected attention times the length of the value, [B, H, S] fp32.
+        total: The sum of the queries, without their rotation, [B, H, G, D] fp32.
+        product: The sum of their products with themselves, [B, H, G, D, D] fp32.
+        queries: How many they are, [B] fp32.
+        ranked: Tokens that the row had seen when its slots were scored, [B] int64.
+    """
+
+    score: Tensor
+    total: Tensor
+    product: Tensor
+    queries: Tensor
+    ranked: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpectedAttention:
+    """Keep the tokens that queries to come are expected to attend to.
+
+    Queries of a head, without their rotation, are close to a normal distribution, whose mean and covariance the prompt
+    shows. The expected attention weight of a key follows in closed form for queries that stand behind the prompt.
+    The selection depends on no particular question.
+
+    Args:
+        sinks: How many of the first tokens are always kept; their queries do not count.
+        horizon: For how many positions behind the newest token attention is expected, on average.
+        epsilon: Added to the expected attention before it is multiplied by the length of the value.
+        every: After how many generated tokens all tokens are scored again; at most half the budget. Until then
+            generated tokens rank above all others.
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+
+    Raises:
+        KVPolicyError: If `sinks` or `epsilon` is below 0, or `horizon` or `every` below 1.
+
+    Examples:
+        >>> from kvpolicy import Policy
+        >>> str(Policy.parse("expected:epsilon=0.01@0.2"))
+        'expected:epsilon=0.01@0.2'
+
+    Source:
+        Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: all heads of a layer
+        keep equally many tokens (the published results divide budgets over heads); the newest token is always kept;
+        moments leave out padding, and each row has its own length; queries are those that attention takes, with their
+        rotation undone (kvpress computes them again from the hidden states); the length of a row counts from its first
+        token in each chunk and while generating (kvpress' wrappers take the length of a chunk or buffer); moments go on
+        with later prompts and generated tokens, in decode all tokens are scored every 512 tokens or half the budget,
+        and one token is evicted for each generated one (kvpress lets the cache grow between); scores are compared as
+        logarithms, so that small ones do not become ties at 0; a cap of the scores (Gemma 2) is left out. With a codec,
+        keys and values that are coded are scored as attention reads them.
+    """
+
+    sinks: int = 4
+    horizon: int = 512
+    epsilon: float = 0.0
+    every: int = 512
+    decode: DecodeMode = "evict"
+
+    def __post_init__(self) -> None:
+        """Check the hyperparameters."""
+        check_fields(self)
+        check_decode(self.decode)
+        check_min(self, sinks=0, horizon=1, every=1)
+        if not 0 <= self.epsilon < float("inf"):
+            raise KVPolicyError(f"ExpectedAttention.epsilon must be at least 0, got {self.epsilon}; try 0.01.")
+
+    @property
+    def needs(self) -> Needs:
+        """Moments of the queries, and keys and values, of all tokens after a prompt and now and then."""
+        return Needs(vectors=True, query_moments=self.sinks, rerank_every=self.every, head_shape=True)
+
+    @property
+    def min_tokens(self) -> int:
+        """The sinks and the current token."""
+        return self.sinks + 1
+
+    def alloc(
+        self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
+    ) -> State:
+        """Scores of zero, and moments of no query."""
+        group, dim = head
+        return Expectation(
+            score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
+            total=torch.zeros(batch, heads, group, dim, dtype=torch.float32, device=device),
+            product=torch.zeros(batch, heads, group, dim, dim, dtype=torch.float32, device=device),
+            queries=torch.zeros(batch, dtype=torch.float32, device=device),
+            ranked=torch.zeros(batch, dtype=torch.int64, device=device),
+        )
+
+    def observe(self, state: Expectation, seen: Seen, view: View) -> State:
+        """Add the queries of a prompt, and score every candidate."""
+        assert seen.moments is not None
+        more = seen.moments
+        state = state._replace(
+            total=state.total + more.total, product=state.product + more.product, queries=state.queries + more.queries
+        )
+        return self.rerank(state, seen, view)
+
+    def rerank(self, state: Expectation, seen: Seen, view: View) -> State:
+        """Score every token by the queries so far."""
+        assert seen.values is not None
+        logits = self._expected_logits(state, seen, view)  # [B, H, G, N]
+        scored = view.valid & (view.positions >= self.sinks)
+        # In fp64: weights that are too small for fp32 would tie at 0.
+        weights = logits.masked_fill(~scored[:, :, None], -torch.inf).double().softmax(-1)
+        length = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
+        score = (view.ranks.group_mean(weights) + self.epsilon).log().float() + length.log()
+        score = score.clamp(-_MOST, _MOST).masked_fill(~scored, 0)
+        return state._replace(score=score, ranked=view.length.clone())
+
+    def _expected_logits(self, state: Expectation, seen: Seen, view: View) -> Tensor:
+        """The logarithm of the mean of exp(q k) over the queries to come, for each query head, [B, H, G, N]."""
+        assert seen.keys is not None and seen.mean_rotation is not None and seen.scale is not None
+        heads, group = state.total.shape[1:3]
+        count = state.queries.clamp_min(1)[:, None, None, None]
+        mean = state.total / count
+        spread = state.product / count[..., None] - mean[..., None] * mean[..., None, :]
+
+        def rotated(vectors: Tensor) -> Tensor:
+            """Vectors [B, H, G, n, D] at the mean of the positions to come."""
+            flat = vectors.flatten(1, 2)
+            return seen.mean_rotation(flat, view.length, self.horizon).unflatten(1, (heads, group))  # pyright: ignore
+
+        scale = seen.scale
+        linear = rotated(mean[..., None, :]) * scale  # [B, H, G, 1, D]
+        # The covariance is symmetric: its rows are rotated, then its columns.
+        square = rotated(rotated(spread).mT) * (scale * scale / 2)
+        return torch.cat([_quadratic(part, linear, square) for part in seen.keys.split(_TILE, 2)], -1)
+
+    def step(self, state: Expectation, row: Tensor, view: View) -> None:
+        """Add the query of a generated token, which is not scored yet."""
+        assert view.token is not None and view.token.query is not None
+        counts = (view.length > self.sinks).float()
+        query = view.token.query * counts[:, None, None, None]
+        state.queries.add_(counts)
+        state.total.add_(query)
+        state.product.add_(query[..., None] * query[..., None, :])
+
+    def priority(self, state: Expectation, view: View) -> Tensor:
+        """Sinks and the newest token are always kept, then tokens that were not scored yet, by age: [B, H, N]."""
+        unscored = view.positions >= state.ranked[:, None, None]
+        priority = torch.where(unscored, view.positions.float() + _MOST, state.score)
+        return keep_always(priority, view.newest(1) | (view.positions < self.sinks))
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        """None: scores depend on the state."""
+        return None
+
+
+_TILE = 512
+"""Keys that are scored at once."""
+
+_MOST = 1024.0
+"""No logarithm of a weight or of a length in fp32 is that large: above stand the tokens that were not scored yet."""
+
+
+def _quadratic(keys: Tensor, linear: Tensor, square: Tensor) -> Tensor:
+    """`linear k + k square k` of keys [B, H, n, D], for each query head: [B, H, G, n]."""
+    keys = keys.float()[:, :, None]
+    return ((keys @ square + linear) * keys).sum(-1)

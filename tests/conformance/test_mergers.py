@@ -1,0 +1,146 @@
+"""Mergers against the reference: over selectors, codecs, families, batches, chunks and beams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import Policy, PolicyCache, Regress
+from kvpolicy.registry import lookup
+from tests.conformance.bench import Bench, draw, padding
+from tests.conformance.calibration import DIM
+from tests.conformance.models import build
+from tests.conformance.play import ROWS, forward, make_batch, play, talk
+from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
+from tests.conformance.replay import Noise, Twin, reference_codec, replay
+from tests.conformance.turning import turns
+from tests.sampling import product
+
+ACTIVE = [name for name in MERGERS if lookup(name)[1]().traits.when != "never"]
+DECODING = [name for name in ACTIVE if lookup(name)[1]().traits.when == "always"]
+OTHERS = [name for name in SELECTORS if name not in ("h2o", "snapkv")]
+ROUGH = {"zipcache", "csr", "rotate", "turboquant"}
+"""Codecs whose own arithmetic differs from the reference's by more than merging may."""
+CODED = [name for name in CODECS if name not in {*ROUGH, "plain"}]
+
+
+def compare(policy: str, family: str = "llama", rows: str = "padded", least: float = 4) -> None:
+    parsed = Policy.parse(policy)
+    tape, cache, logits = play(build(family), parsed, ROWS[rows])
+    assert torch.isfinite(logits).all()
+    if parsed.decode == "evict":  # the plan of a growing cache is that of its last prompt
+        assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+    # The ridge regression solves for values with the errors of fp32 attention, divided by small eigenvalues.
+    noise = Noise(error=5e-4) if isinstance(parsed.merger, Regress) else None
+    verdict = replay(parsed, tape, noise=noise, twin=Twin(reference_codec(parsed.codec), turns(build(family), DIM)))
+    assert verdict.turns >= len(tape) * least, "most choices were within fp32's noise"
+
+
+@product(
+    "merger,selector",
+    ACTIVE,
+    SELECTORS,
+    sample=[
+        *((merger, base) for merger in ACTIVE for base in ("h2o", "snapkv")),
+        *(("merge", base) for base in OTHERS),
+    ],
+)
+def test_selectors(merger: str, selector: str) -> None:
+    compare(words(selector, merger), rows="one" if selector == "snapkv" else "padded")
+
+
+@product(
+    "merger,codec",
+    ACTIVE,
+    CODED,
+    sample=[
+        *((merger, codec) for merger in ACTIVE for codec in ("tokenwise", "kivi")),
+        *(("merge", codec) for codec in CODED if codec not in ("tokenwise", "kivi")),
+    ],
+)
+def test_codecs(merger: str, codec: str) -> None:
+    compare(words("h2o", merger, codec))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "opt", "qwen3"])
+def test_softcaps_sinks_and_other_families(family: str) -> None:
+    compare(words("h2o", "merge"), family)
+
+
+@pytest.mark.parametrize("merger", ACTIVE)
+def test_a_cache_that_grows_merges_its_prompts(merger: str) -> None:
+    compare(words("snapkv:decode=grow", merger))
+
+
+@pytest.mark.parametrize("policy", ["merge:by=position:least=-1", "merge:least=-1", "merge:least=0.3"])
+@pytest.mark.parametrize("codec", ["plain", "kivi"])
+def test_options(policy: str, codec: str) -> None:
+    compare(words("h2o", policy, codec))
+
+
+@pytest.mark.parametrize("merger", ACTIVE)
+@pytest.mark.parametrize("case", ["ties", "one token", "budget of one", "right padding", "equal keys"])
+def test_adversarial_input(merger: str, case: str) -> None:
+    budget = 1 if case == "budget of one" else 6
+    bench = Bench(words("h2o", merger, budget=str(budget)), [budget] * 2)
+    q, k, v = draw(1 if case == "one token" else 14, 3, batch=2)
+    if case == "ties":
+        k = (k * 0.7).round()
+    if case == "equal keys":
+        k = k[:, :, :1].expand_as(k).contiguous()
+    valid = padding(14, 14, 9, right=True) if case == "right padding" else None
+    bench.forward(q, k, v, valid)
+    for step in range(9):
+        bench.forward(*draw(1, 10 + step, batch=2), valid=None)
+    bench.forward(*draw(5, 40, batch=2))
+    bench.forward(*draw(1, 41, batch=2))
+    bench.check()
+
+
+@pytest.mark.parametrize("merger", ACTIVE)
+@pytest.mark.parametrize("codec", ["plain", "kivi", "csr"])
+def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
+    model, policy = build("llama"), Policy.parse(words("h2o", merger, codec))
+    lengths, sizes = [26, 11], [26, 1, 1, 1, 6, 1, 1]
+    ids, mask = make_batch(lengths, sizes)
+    with kvpolicy.attach(model, policy):
+        together = PolicyCache(model, new=sum(sizes[1:]))
+        both = talk(model, ids, mask, sizes, together)
+        alone = PolicyCache(model, new=sum(sizes[1:]))
+        start = sizes[0] - lengths[1]
+        own = talk(model, ids[1:, start:], mask[1:, start:], [lengths[1], *sizes[1:]], alone)
+    torch.testing.assert_close(both[1:, start:], own, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("merger", DECODING)
+def test_rows_move_with_their_counts(merger: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 20], [26, 1, 1, 1, 1, 1, 1])
+    with kvpolicy.attach(model, words("h2o", merger)):
+        straight, swapped = PolicyCache(model, new=6), PolicyCache(model, new=6)
+        for cache in (straight, swapped):
+            talk(model, ids[:, :29], mask[:, :29], [26, 1, 1, 1], cache)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        rest = [talk_on(model, ids, mask, straight), talk_on(model, ids.flip(0), mask.flip(0), swapped)]
+    torch.testing.assert_close(rest[0], rest[1].flip(0), atol=1e-5, rtol=1e-5)
+    nbytes = [cache.nbytes for cache in (straight, swapped)]
+    assert nbytes[0] == nbytes[1]
+
+
+def talk_on(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: PolicyCache) -> torch.Tensor:
+    """Logits of the columns from 29 on."""
+    return torch.cat([forward(model, ids, mask, at, at + 1, cache) for at in range(29, ids.shape[1])], 1)
+
+
+@pytest.mark.parametrize("merger", ACTIVE)
+@pytest.mark.parametrize("codec", ["plain", "kivi"])
+def test_beam_search(merger: str, codec: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 20], [26])
+    with torch.no_grad(), kvpolicy.attach(model, words("h2o", merger, codec)) as handle:
+        out = model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+        assert out.shape == (2, 32)
+        assert handle.cache is not None and handle.plan is not None

@@ -1,0 +1,47 @@
+"""Moments of queries, against those of the unrotated queries of each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from kvpolicy.engine.query_moments import mean_rotation, new_token, plain_queries, sum_moments
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.protocols import Needs
+from tests.conformance.bench import draw
+
+DIM = 8
+
+
+def rope(**more: Any) -> Rope:
+    config = LlamaConfig(hidden_size=2 * DIM, num_attention_heads=2, max_position_embeddings=64, **more)
+    return Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_moments_leave_out_padding_and_the_first(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy.engine.query_moments.TILE_ELEMENTS", tile)
+    q = draw(40, 0, batch=2)[0]
+    positions = torch.stack([torch.arange(40), torch.arange(-13, 27).clamp_min(-1)])
+    q[1, :, :13] = torch.nan
+    table = rope()
+    got = sum_moments(q, 2, positions, 3, table)
+    assert got.queries.tolist() == [37, 24]
+    for b, start in ((0, 3), (1, 16)):
+        plain = table.unrotate(q[b : b + 1, :, start:], positions[b, start:].expand(1, 4, -1))[0].double()
+        torch.testing.assert_close(got.total[b].flatten(0, 1).double(), plain.sum(1), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got.product[b].flatten(0, 1).double(), plain.mT @ plain, atol=1e-3, rtol=1e-4)
+
+
+def test_without_a_rotary_embedding_queries_are_plain() -> None:
+    q, k, v = draw(1, 0, batch=2)
+    plain = plain_queries(q.half(), torch.zeros(2, 1), None)
+    assert plain.dtype == torch.float32 and torch.equal(plain, q.half().float())
+    token = new_token(q, k, v, torch.zeros(2, 1), Needs(vectors=True, query_moments=0), None)
+    assert token is not None and token.query is not None and torch.equal(token.query.flatten(1, 2), q.squeeze(2))
+    assert new_token(q, k, v, torch.zeros(2, 1), Needs(), None) is None
+    assert torch.equal(mean_rotation(None)(k, torch.tensor([3, 4]), 5), k)

@@ -1,0 +1,75 @@
+"""Value regression: its limits, and that it lowers the error that it is fitted to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import Policy, Regress
+from kvpolicy.protocols import Candidates
+from kvpolicy.spec.errors import KVPolicyError
+
+
+def prompt(kept: list[int], count: int = 24, seed: int = 0, sink: float = 0.0) -> Candidates:
+    """Random tokens of two heads with two query heads each, of which some are kept."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1, 2, count, 8, generator=generator) for _ in range(2))
+    rows = torch.randn(1, 4, 6, count, generator=generator).mul(2).softmax(-1) * (1 - sink)
+    positions = torch.arange(count, dtype=torch.int32).expand(1, 2, -1)
+    targets = torch.tensor(kept).expand(1, 2, -1)
+    is_kept = torch.zeros(1, 2, count, dtype=torch.bool).scatter(-1, targets, True)
+    there = torch.ones_like(targets, dtype=torch.bool)
+    return Candidates(keys, values, positions, is_kept, targets, there, None, rows, torch.tensor([count]))
+
+
+def error(given: Candidates, values: Tensor, sink: float = 0.0) -> float:
+    """The squared error of the window's outputs with these values [1, 2, T, D] of the targets."""
+    assert given.attention is not None
+    rows = given.attention.unflatten(1, (2, 2)).flatten(2, 3)
+    full = rows @ given.values
+    kept = rows.gather(-1, given.targets[:, :, None].expand(-1, -1, rows.shape[2], -1))
+    return float((full - kept / (kept.sum(-1, keepdim=True) + sink) @ values).square().sum())
+
+
+KEPT = [0, 3, 4, 9, 11, 17, 20, 23]
+
+
+def test_an_infinite_penalty_is_the_base() -> None:
+    given = prompt(KEPT)
+    result = Regress(window=6, ridge=1e9, sinks=0, recent=0).merge_prompt((), given)
+    torch.testing.assert_close(result.values, given.at_targets(given.values), atol=1e-6, rtol=0)
+
+
+def test_a_prompt_that_is_kept_whole_stays() -> None:
+    given = prompt(list(range(24)))
+    result = Regress(window=6, sinks=0, recent=0).merge_prompt((), given)
+    assert torch.equal(result.values, given.values)
+
+
+@pytest.mark.parametrize("sink", [0.0, 0.4])
+def test_the_smaller_the_penalty_the_smaller_the_error(sink: float) -> None:
+    given = prompt(KEPT, sink=sink)
+    base = error(given, given.at_targets(given.values), sink)
+    errors = [
+        error(given, Regress(window=6, ridge=ridge, sinks=0, recent=0).merge_prompt((), given).values, sink)
+        for ridge in (100.0, 1.0, 0.1, 0.01, 1e-6)
+    ]
+    assert sorted([base, *errors], reverse=True) == [base, *errors]
+    assert errors[-1] < 0.6 * base
+
+
+def test_sinks_and_recent_values_stay() -> None:
+    given = prompt(KEPT)
+    before, after = given.at_targets(given.values), Regress(window=6, sinks=4, recent=4).merge_prompt((), given).values
+    changed = (before != after).any(-1)[0, 0].tolist()
+    assert changed == [False, False, True, True, True, True, False, False]
+
+
+def test_refusals() -> None:
+    with pytest.raises(KVPolicyError, match="whose evicted tokens it merges"):
+        Policy.parse("full+regress")
+    with pytest.raises(KVPolicyError, match="must evict tokens"):
+        Policy.parse("h2o+regress@1.0")
+    with pytest.raises(KVPolicyError, match="window must be at least 1"):
+        Regress(window=0)
