@@ -23,12 +23,13 @@ from tests.sampling import product
 
 READERS = [name for name in names("reader") if name != "all"]
 INDEXED = [name for name in READERS if name != "exact"]
-BASES = ["full", "snapkv", "h2o", "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]
+EVICTING = ["snapkv", "h2o", "snapkv+merge", "h2o+compensate", "h2o+d2o"]
+BASES = ["full", *EVICTING, "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]
 STEPS = 12
 
 
 def policy(base: str, reader: str) -> str:
-    return f"{base}+{small('reader', reader)}" + ("@0.5" if base in ("snapkv", "h2o") else "")
+    return f"{base}+{small('reader', reader)}" + ("@0.5" if base in EVICTING else "")
 
 
 def live_entries(layer: Layer) -> list[Tensor]:
@@ -42,7 +43,7 @@ def live_entries(layer: Layer) -> list[Tensor]:
 
 @product("reader,base", INDEXED, BASES)
 def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str) -> None:
-    layer = Layer(policy(base, reader), [13, 9] if base in ("snapkv", "h2o") else [26, 17], new=STEPS)
+    layer = Layer(policy(base, reader), [13, 9] if base in EVICTING else [26, 17], new=STEPS)
     q, k, v = draw(26, 1, batch=2)
     valid = torch.arange(26) >= torch.tensor([[0], [9]])
     layer.prompt(q, k, v, valid)
@@ -67,8 +68,9 @@ def test_an_evicted_key_leaves_the_bounds(base: str) -> None:
     assert (largest > 50) == (base == "full" or bool((layer.store.keys.abs() > 50).any()))
 
 
-def test_slots_are_sorted_again_and_nothing_else_changes() -> None:
-    one, other = (Layer(f"snapkv+quest:read=6:page=2:dense=0:resort={n}@0.5", [13], new=STEPS) for n in (4, 99))
+@pytest.mark.parametrize("base", ["snapkv", "snapkv+merge", "h2o+compensate"])
+def test_slots_are_sorted_again_and_nothing_else_changes(base: str) -> None:
+    one, other = (Layer(f"{base}+quest:read=6:page=2:dense=0:resort={n}@0.5", [13], new=STEPS) for n in (4, 99))
     for layer in (one, other):
         layer.prompt(*draw(26, 3))
     for step in range(STEPS):
@@ -205,7 +207,7 @@ def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("budget", ["0.5", "16", "24KiB"])
-@pytest.mark.parametrize("selector", ["snapkv", "h2o"])
+@pytest.mark.parametrize("selector", ["snapkv", "h2o", "snapkv+merge", "h2o+compensate"])
 def test_held_and_moved_are_planned_under_eviction(reader: str, budget: str, selector: str) -> None:
     cache = check_bytes(words(selector, small("reader", reader), budget=budget), [40, 33])
     if budget == "24KiB":

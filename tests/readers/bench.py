@@ -38,7 +38,7 @@ class Layer:
     ) -> None:
         self.policy = Policy.parse(policy)
         parts = self.policy
-        self.store = LayerStore(0, parts.selector, parts.codec, parts.decode, None, parts.reader)
+        self.store = LayerStore(0, parts.selector, parts.codec, parts.decode, None, parts.merger, parts.reader)
         self.budgets = budgets
         self.new = new
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
@@ -93,7 +93,13 @@ class Layer:
             ranges = [(a, a + n) for a, n in zip(layout.starts(), layout.coded, strict=True) if n]
         keys: list[list[float]] = past.keys[row, head].double().tolist()
         held: list[int] = self.store.positions[row, head].tolist()
-        return [[Held(held[s], keys[s]) if held[s] >= 0 else None for s in range(a, b)] for a, b in ranges]
+        counts: list[float] = counts_of(self.store)[row, head].tolist()
+        return [[Held(held[s], keys[s], counts[s]) if held[s] >= 0 else None for s in range(a, b)] for a, b in ranges]
+
+
+def counts_of(store: LayerStore) -> Tensor:
+    """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp64."""
+    return torch.zeros(store.positions.shape).double() if store.log_counts is None else store.log_counts.double()
 
 
 def draw(n: int, seed: int, *, batch: int = 1, sharp: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +125,7 @@ def slow_output(layer: Layer, q: Tensor, chosen: list[list[set[int]]]) -> Tensor
                 score = keys @ query * layer.transform.scale
                 if layer.transform.softcap is not None:
                     score = torch.tanh(score / layer.transform.softcap) * layer.transform.softcap
-                weights = score.exp()
+                weights = (score + counts_of(layer.store)[row, head, slots]).exp()
                 total = weights.sum()
                 if layer.transform.sinks is not None:
                     total = total + layer.transform.sinks[head * GROUP + member].double().exp()

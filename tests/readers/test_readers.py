@@ -21,11 +21,16 @@ BASES = {
     "full": "full",
     "snapkv": "snapkv",
     "h2o": "h2o",
+    "merge": "snapkv+merge",
+    "regress": "snapkv+regress",
+    "d2o": "h2o+d2o",
+    "compensate": "h2o+compensate",
+    "merged codes": "h2o+compensate+tokenwise:block_size=3:residual_length=2",
     "tokenwise": "tokenwise:block_size=3:residual_length=2",
     "kivi": "kivi:group_size=4:residual_length=3",
     "staircase": "staircase:tokens_8bit=4:tokens_4bit=4:group_size=4:residual_length=2",
 }
-EVICTING = ["snapkv", "h2o"]
+EVICTING = ["snapkv", "h2o", "merge", "regress", "d2o", "compensate", "merged codes"]
 STEPS = 14
 
 
@@ -73,7 +78,7 @@ def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths:
 
 @product("reader,base,dtype", READERS, list(BASES), ["float32", "bfloat16"], sample=None)
 def test_chooses_what_the_slow_version_chooses(reader: str, base: str, dtype: str) -> None:
-    if base == "snapkv" and dtype == "bfloat16":
+    if BASES[base].startswith("snapkv") and dtype == "bfloat16":
         pytest.skip("near ties in bf16")
     n = 26
     budget = n // 2 if base in EVICTING else n
@@ -119,11 +124,11 @@ def test_softcap_and_sinks_are_those_of_the_model(reader: str) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("read", ["99", "1.0"])
-@pytest.mark.parametrize("base", ["full", "tokenwise", "snapkv"])
+@pytest.mark.parametrize("base", ["full", "tokenwise", "snapkv", "merge", "compensate"])
 def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
     """Bit for bit: it is the same code."""
-    budget = 13 if base == "snapkv" else 26
-    at = "@0.5" if base == "snapkv" else ""
+    budget = 13 if base in EVICTING else 26
+    at = "@0.5" if base in EVICTING else ""
     dense = "" if reader == "exact" else ":dense=0"
     one = Layer(f"{BASES[base]}+{reader}:read={read}{dense}{at}", [budget], new=6)
     other = Layer(f"{BASES[base]}{at}", [budget], new=6)

@@ -17,10 +17,11 @@ Vector = Sequence[float]
 
 
 class Held(NamedTuple):
-    """A token in a slot: its position, and its key as attention sees it."""
+    """A token in a slot: its position, its key as attention sees it, and the logarithm of the tokens it stands for."""
 
     position: int
     key: Vector
+    count: float = 0.0
 
 
 def product(one: Vector, other: Vector) -> float:
@@ -79,6 +80,7 @@ def chosen(
     weight = [0.0] * len(entries)
     for query in queries:
         scores = [scale * method.estimate(full, [held.key for held in entry], query, channels) for entry in entries]
+        scores = [score + max(held.count for held in entry) for score, entry in zip(scores, entries, strict=True)]
         top = max(scores)
         total = sum(math.exp(score - top) for score in scores)
         for number, score in enumerate(scores):
