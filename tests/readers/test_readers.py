@@ -36,7 +36,10 @@ STEPS = 14
 
 def spec(base: str, reader: str) -> str:
     budget = "@0.5" if base in EVICTING else ""
-    return f"{BASES[base]}+{small('reader', reader)}{budget}"
+    # Pages of codes cannot be sorted again, so that quest is refused where coded tokens are evicted.
+    grows = ":decode=grow" if base == "merged codes" and reader == "quest" else ""
+    selector, _, others = BASES[base].partition("+")
+    return "+".join([selector + grows, *filter(None, [others]), small("reader", reader)]) + budget
 
 
 def config_of(policy: Policy) -> dict[str, Any]:
