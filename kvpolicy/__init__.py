@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from kvpolicy.parallel.weights import Weights as Weights
     from kvpolicy.planning.result import CachePlan as CachePlan
     from kvpolicy.policy import Policy as Policy
+    from kvpolicy.readers.all import ReadAll as ReadAll
+    from kvpolicy.readers.exact import ExactTopK as ExactTopK
+    from kvpolicy.readers.labels import DoubleSparsity as DoubleSparsity
+    from kvpolicy.readers.quest import Quest as Quest
     from kvpolicy.selectors.expected import ExpectedAttention as ExpectedAttention
     from kvpolicy.selectors.full import KeepAll as KeepAll
     from kvpolicy.selectors.h2o import H2O as H2O

@@ -16,10 +16,12 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadAllocator,
     Merger,
+    Reader,
     Selector,
     compares_heads,
     joint_decode,
 )
+from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
@@ -34,29 +36,36 @@ DEFAULT_BUDGET = 0.2
 
 _IDENTITY = ("full", "none")
 _UNSET: Any = None  # typed Any, because __post_init__ replaces it: `Policy.budget` is never None
-_PROTOCOLS: dict[Kind, type] = {"allocator": Allocator, "selector": Selector, "merger": Merger, "codec": Codec}
+_PROTOCOLS: dict[Kind, type] = {
+    "allocator": Allocator,
+    "selector": Selector,
+    "merger": Merger,
+    "codec": Codec,
+    "reader": Reader,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """How the KV cache of a model is compressed: its parts and one budget.
 
-    Any part works with any other. A part that is omitted changes nothing. `str()` writes a
-    policy as a spec, and `parse` reads it back.
+    Any part works with any other, or is refused when the policy is made. A part that is omitted changes nothing.
+    `str()` writes a policy as a spec, and `parse` reads it back.
 
     Args:
         allocator: How many tokens each layer may keep.
         selector: Which tokens are kept.
         merger: What becomes of a token that is not kept.
         codec: How a kept token is stored.
+        reader: Which of the kept tokens a decode step reads.
         budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
             cache (`"512MiB"`). The default is 0.2; it is 1.0 without a selector, and with a codec that keeps every
             token and uses the selector's priorities for its precision.
 
     Raises:
         KVPolicyTypeError: If a part is of another kind.
-        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector; or if the
-            merger could never act.
+        KVPolicyError: If the budget is out of range, too small for the selector, or requires a selector; if the merger
+            could never act; or if the reader does not work with the selector or the codec.
 
     Examples:
         >>> from kvpolicy.codecs.kivi import KIVI
@@ -71,6 +80,7 @@ class Policy:
     selector: Selector = field(default_factory=KeepAll)
     merger: Merger = field(default_factory=Drop)
     codec: Codec = field(default_factory=Plain)
+    reader: Reader = field(default_factory=ReadAll)
     budget: Budget = _UNSET
 
     def __post_init__(self) -> None:
@@ -82,6 +92,8 @@ class Policy:
         self._check_budget()
         self._check_merger()
         self._check_heads()
+        if not isinstance(self.reader, ReadAll):
+            self._check_reader()
 
     @classmethod
     def parse(cls, text: str | None) -> Policy:
@@ -246,6 +258,10 @@ class Policy:
             )
         if self.merger.traits.when != "never":
             raise KVPolicyError(f"A policy with {heads} must drop tokens, got the merger {self.merger}; remove one.")
+        if not isinstance(self.reader, ReadAll):
+            raise KVPolicyError(
+                f"A policy with {heads} must read every token, got the reader {self.reader}; remove one."
+            )
 
     def _check_merger(self) -> None:
         when = self.merger.traits.when
@@ -261,6 +277,30 @@ class Policy:
             raise KVPolicyError(
                 f"A policy with the merger {self.merger} must evict tokens, got the budget {self.budget}, which keeps "
                 "them all; try 0.2."
+            )
+
+    def _check_reader(self) -> None:
+        if self.selector.needs.newest_row:
+            raise KVPolicyError(
+                f"The selector {self.selector} must see the newest token's attention to every kept token, of which the "
+                f"reader {self.reader} leaves most unread; try snapkv or h2o."
+            )
+        if self.codec.traits.searches:
+            raise KVPolicyError(
+                f"The codec {self.codec} must not choose the slots that a step reads itself, since the reader "
+                f"{self.reader} does; omit one of them."
+            )
+        if not (self.reader.traits.ordered and self.codec.stages):
+            return
+        if self.codec.traits.demote_by == "priority":
+            raise KVPolicyError(
+                f"The codec {self.codec} must store tokens in the order of their positions for the pages of the reader "
+                f"{self.reader}, and stores them by priority; try the reader labels."
+            )
+        if self.decode != "grow":
+            raise KVPolicyError(
+                f"The selector {self.selector} must not evict while decoding if the reader {self.reader} reads pages "
+                "of encoded slots, which cannot be sorted again; try decode=grow, or the reader labels."
             )
 
 

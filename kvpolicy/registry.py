@@ -18,7 +18,7 @@ from kvpolicy.spec.tables import shorten
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["allocator", "head_allocator", "selector", "merger", "codec"]
+Kind = Literal["allocator", "head_allocator", "selector", "merger", "codec", "reader"]
 
 QUESTIONS: dict[Kind, str] = {
     "allocator": "how many tokens may each layer keep?",
@@ -26,6 +26,7 @@ QUESTIONS: dict[Kind, str] = {
     "selector": "which tokens are kept?",
     "merger": "what becomes of a token that is not kept?",
     "codec": "how is a kept token stored?",
+    "reader": "which of the kept tokens does a decode step read?",
 }
 """The question that each kind of part answers."""
 
@@ -73,6 +74,12 @@ CODECS = {
     "mikv": "kvpolicy.codecs.mikv:MiKV",
     "zipcache": "kvpolicy.codecs.zipcache:ZipCache",
 }
+READERS = {
+    "all": "kvpolicy.readers.all:ReadAll",
+    "exact": "kvpolicy.readers.exact:ExactTopK",
+    "quest": "kvpolicy.readers.quest:Quest",
+    "labels": "kvpolicy.readers.labels:DoubleSparsity",
+}
 ALIASES = {"keepall": "full"}
 
 BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -81,6 +88,7 @@ BUILT_IN: dict[Kind, dict[str, str]] = {
     "selector": SELECTORS,
     "merger": MERGERS,
     "codec": CODECS,
+    "reader": READERS,
 }
 """Module and class of each built-in strategy, by kind and name."""
 

@@ -19,7 +19,7 @@ if not DOCS.is_dir():
     pytest.skip("the docs are not installed", allow_module_level=True)
 
 ENTRY_POINTS = re.compile(r'^\[project\.entry-points\."(.+)"\]\n(\w+) = "(.+)"$', re.MULTILINE)
-KINDS = {"allocator": "lottery", "selector": "fizzbuzz", "merger": "firstborn", "codec": "half"}
+KINDS = {"allocator": "lottery", "selector": "fizzbuzz", "merger": "firstborn", "codec": "half", "reader": "loud"}
 
 
 SCRIPT = """

@@ -151,11 +151,12 @@ def test_what_is_missing_is_named() -> None:
         part = make_dataclass("Part", [("how", str, "right")], namespace=members, frozen=True, kw_only=True)()
         with pytest.raises(
             TypeError,
-            match=rf"an allocator, a selector, a merger or a codec, got .*; it {told} kvpolicy\.protocols\.Selector\.",
+            match=r"an allocator, a selector, a merger, a codec or a reader, got .*; "
+            rf"it {told} kvpolicy\.protocols\.Selector\.",
         ):
             check(part)
     part = make_dataclass("Part", [], namespace={"budgets": Layers.budgets}, frozen=True, kw_only=True)()
     with pytest.raises(TypeError, match=r"lacks layer_metric of kvpolicy\.protocols\.Allocator"):
         check(part)
-    with pytest.raises(TypeError, match=r"or a codec, got .*; see kvpolicy\.protocols"):
+    with pytest.raises(TypeError, match=r"or a reader, got .*; see kvpolicy\.protocols"):
         check(make_dataclass("Part", [], frozen=True, kw_only=True)())

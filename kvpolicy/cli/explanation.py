@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
+from kvpolicy.engine.reading import read_shape
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
@@ -279,6 +280,29 @@ def _demotion(traits: Traits) -> list[str]:
     if traits.key_space == "unrotated":
         sentences.append("Keys are stored without their rotary embedding.")
     return sentences
+
+
+def of_reader(case: Case) -> list[str]:
+    """Explain how many tokens a step reads, the index, and the bytes that are moved."""
+    reader = case.policy.reader
+    layers = case.planned.layers
+    all_bytes = sum(layer.all_moved for layer in layers)
+    parts = [read_shape(reader, case.policy.codec, layer.layout, layer.layer_idx) for layer in layers]
+    if not any(parts):
+        return [f"Here: each decode step reads every kept token of every layer, {size(all_bytes)} in all."]
+    last = next(shape for shape in reversed(parts) if shape is not None)
+    whole = [layer.layer_idx for layer, shape in zip(layers, parts, strict=True) if shape is None]
+    chosen = f"{last.chosen:,} of {counted(last.entries, 'page')} of {last.page} slots"
+    if last.page == 1:
+        chosen = f"{last.chosen:,} of {counted(last.entries, 'slot')}"
+    buffer = ", and the full-precision buffer" if sum(layers[-1].layout.coded) else ""
+    index = sum(layer.nbytes["index"] for layer in layers)
+    return [
+        f"Here: each KV head reads {chosen} in a step{buffer}.",
+        f"All slots are read in layers {ranges(whole)}." if whole else "No layer reads all slots.",
+        f"A step moves {size(case.planned.moved)} instead of {size(all_bytes)}; the index takes {size(index)} in "
+        "addition to what is kept.",
+    ]
 
 
 _PINNED = {

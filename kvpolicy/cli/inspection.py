@@ -54,6 +54,8 @@ class Inspection:
         seen: Tokens that the cache has seen.
         nbytes: Bytes held.
         full_nbytes: Bytes of the full cache.
+        moved: Bytes that a decode step reads.
+        all_moved: Bytes that it would read if it read everything that is kept.
         note: Notes of the plan: where the policy differs from what its spec suggests.
         measured: When the importance of the layers was measured; an empty string if it was not.
         layers: The layers under the policy.
@@ -68,6 +70,8 @@ class Inspection:
     seen: int
     nbytes: int
     full_nbytes: int
+    moved: int
+    all_moved: int
     note: str
     measured: str
     layers: tuple[Layer, ...]
@@ -96,7 +100,7 @@ class Inspection:
 
     def as_dict(self) -> dict[str, Any]:
         """Return numbers and strings that can be serialized as JSON."""
-        whole = ("model", "policy", "prompt", "seen", "nbytes", "full_nbytes", "note", "measured")
+        whole = ("model", "policy", "prompt", "seen", "nbytes", "full_nbytes", "moved", "all_moved", "note", "measured")
         layers = [
             {name: getattr(layer, name) for name in ("index", "cosine", "budget", "kept", "nbytes")}
             for layer in self.layers
@@ -141,6 +145,7 @@ def inspect_prompt(
         cosines = _measure_layers(model, tokenizer, ids)
         measured = SECOND_PASS
     seen = int(cache.policy_layers[0].length[0])
+    report = cache.report()
     text = spans(cache, pieces(tokenizer, tokens[: max(seen, ids.shape[1])]))
     return Inspection(
         model=name,
@@ -149,6 +154,8 @@ def inspect_prompt(
         seen=seen,
         nbytes=cache.nbytes,
         full_nbytes=cache.full_nbytes,
+        moved=report.moved,
+        all_moved=report.all_moved,
         note="" if cache.plan is None else cache.plan.note,
         measured=measured,
         layers=_layers(cache, cosines),

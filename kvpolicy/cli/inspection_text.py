@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvpolicy.cli.comparison import held
-from kvpolicy.cli.formatting import paragraph, width
+from kvpolicy.cli.formatting import paragraph, size, width
 from kvpolicy.cli.inspection import Inspection, Layer
 from kvpolicy.reporting.text_rendering import NAMES, SHADES, Piece, cells, ink, level, share_of, wrapped
 
@@ -49,6 +49,8 @@ def heading(inspection: Inspection) -> list[str]:
         f"kept: {inspection.kept:,.0f} of {inspection.seen:,} tokens (mean over layers and KV heads)",
         f"bytes: {held(inspection.nbytes, inspection.full_nbytes)}",
     ]
+    if inspection.moved != inspection.all_moved:  # the policy has a reader
+        lines.append(f"moved per decode step: {size(inspection.moved)}; all that is kept: {size(inspection.all_moved)}")
     if inspection.note:
         lines.append(f"note: {inspection.note}")
     return [paragraph(line) for line in lines]

@@ -166,6 +166,7 @@ class CSR:
             key_space=self.key_space,
             pins="newest" if self.prompt_atoms else "none",
             pinned=self.prompt_atoms,
+            searches=self.read_top_k > 0,
         )
 
     @property

@@ -17,8 +17,9 @@ def bytes_by_kind(
     state: Any,
     counters: Iterable[Tensor],
     merged: Any = (),
+    reads: Any = (),
 ) -> dict[str, int]:
-    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, counters, and counts if there are any.
+    """Bytes of one layer's tensors: exact, codes, scales, positions, statistics, index, counters, and counts if any.
 
     Args:
         exact: Keys and values in full precision.
@@ -27,6 +28,7 @@ def bytes_by_kind(
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
         merged: The counts of the slots, and the merger's state.
+        reads: The `ReadState` of a layer that may read less than everything.
     """
     kinds = {"exact": sum(t.nbytes for t in exact), "codes": 0, "scales": 0}
     for stage in codes:
@@ -34,6 +36,7 @@ def bytes_by_kind(
             kinds["scales" if "scale" in name or "zero" in name else "codes"] += tensor.nbytes
     kinds["positions"] = positions.nbytes
     kinds["statistics"] = sum(t.nbytes for t in tensors(state))
+    kinds["index"] = sum(t.nbytes for t in tensors(reads))
     kinds["counters"] = sum(t.nbytes for t in counters)
     if counts := sum(t.nbytes for t in tensors(merged)):
         kinds["counts"] = counts

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.kernels.products import matmul, products
 
 TILE_ELEMENTS = 1 << 20
@@ -270,7 +270,7 @@ def largest_queries(q: Tensor, heads: int, valid: Tensor | None) -> Tensor:
 def attend_slots(
     q: Tensor,
     exact: tuple[Tensor, Tensor],
-    coded: CodecView | None,
+    coded: CodecView | ChosenSlots | None,
     occupied: Tensor,
     transform: ScoreTransform,
     want_weights: bool,

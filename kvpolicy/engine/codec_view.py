@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.rotary import SlotRotary
+from kvpolicy.kernels.products import matmul, products
 from kvpolicy.protocols import At, Stage, StageStore
 
 
@@ -20,12 +21,14 @@ class StagePart(NamedTuple):
         store: Its tensors.
         rope: The rotary embedding of its slots, if keys are coded unrotated.
         size: How many slots it has.
+        start: Its first slot in the layer.
     """
 
     stage: Stage
     store: StageStore
     rope: SlotRotary | None
     size: int
+    start: int = 0
 
 
 class CodecView:
@@ -48,18 +51,48 @@ class CodecView:
         """Rotated keys and values of every slot, [B, H, C, D] for each stage; for a prompt after another."""
         return [self._read_stage(part, dtype) for part in self._parts]
 
-    def read_at(self, slots: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """Rotated keys and values of slots [B, H, n], counted from the first coded one, [B, H, n, D] for each stage.
+    def _read_stage(self, part: StagePart, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        every = slice(0, part.size)
+        return _keys(part, every).to(dtype), part.stage.values(part.store, every).to(dtype)
 
-        A stage that does not have a slot reads another one in its place.
-        """
-        starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
-        pairs = zip(self._parts, starts, strict=True)
-        return [self._read_stage(part, dtype, (slots - start).clamp(0, part.size - 1)) for part, start in pairs]
+    def keys_at(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rotated keys of coded slots of the layer [B, H, n], [B, H, n, D]; no other slot is decoded."""
+        return self._at(slots, _keys).to(dtype)
 
-    def _read_stage(self, part: StagePart, dtype: torch.dtype, at: At | None = None) -> tuple[Tensor, Tensor]:
-        at = slice(0, part.size) if at is None else at
-        keys = part.stage.keys(part.store, at)
-        if part.rope is not None:
-            keys = part.rope.keys(keys, at)
-        return keys.to(dtype), part.stage.values(part.store, at).to(dtype)
+    def values_at(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Values of coded slots of the layer [B, H, n], [B, H, n, D]; no other slot is decoded."""
+        return self._at(slots, lambda part, at: part.stage.values(part.store, at)).to(dtype)
+
+    def _at(self, slots: Tensor, decode: Callable[[StagePart, Tensor], Tensor]) -> Tensor:
+        # How many of the slots lie in which stage depends on data, so each stage decodes as many. A slot of another
+        # stage stands for the stage's first or last one, and its result is not taken.
+        found: Tensor | None = None
+        for part in self._parts:
+            own = decode(part, (slots - part.start).clamp(0, part.size - 1))
+            found = own if found is None else torch.where((slots >= part.start)[..., None], own, found)
+        assert found is not None, "there are no coded slots"
+        return found
+
+
+class ChosenSlots:
+    """Some coded slots of a layer, decoded, as a step attends to them that reads no others."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        """Take rotated keys and values, [B, H, n, D]."""
+        self._keys = keys
+        self._values = values
+        self.sizes: list[int] = [keys.shape[2]]
+
+    def score(self, queries: Tensor) -> list[Tensor]:
+        """Products of queries [B, H, G, D] with the keys, [B, H, G, n] fp32."""
+        return [products(queries, self._keys.to(queries.dtype))]
+
+    def mix(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Values weighted by the attention weights [B, H, G, n], [B, H, G, D] fp32."""
+        return [matmul(weights[0], self._values.to(weights[0].dtype)).float()]
+
+
+def _keys(part: StagePart, at: At) -> Tensor:
+    """Rotated keys of the slots `at` of a stage, in the order that `At` describes."""
+    keys = part.stage.keys(part.store, at)
+    return keys if part.rope is None else part.rope.keys(keys, at)

@@ -112,11 +112,8 @@ def slot_tokens(
     keys, values = (t.gather(2, index) for t in exact)
     if coded is not None:
         # A head's token is in one part only, and every part is asked for one: which part, the host must not know.
-        start = size
-        for length, (its_keys, its_values) in zip(coded.sizes, coded.read_at(slots - size, keys.dtype), strict=True):
-            inside = ((slots >= start) & (slots < start + length))[..., None]
-            keys = torch.where(inside, its_keys, keys)
-            values = torch.where(inside, its_values, values)
-            start += length
+        is_coded = (slots >= size)[..., None]
+        keys = torch.where(is_coded, coded.keys_at(slots, keys.dtype), keys)
+        values = torch.where(is_coded, coded.values_at(slots, values.dtype), values)
     own = counts.gather(-1, slots) if isinstance(counts, Tensor) else None
     return Tokens(keys, values, positions.gather(-1, slots), own, there)

@@ -14,6 +14,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.link import Link
 from kvpolicy.engine.page_attention import attend_pages
 from kvpolicy.engine.pages import (
     PageTable,
@@ -211,6 +212,7 @@ class PagedStore(LayerStore):
         return View(self.positions, self.length, self.average, self.layer_idx, self.ranks)
 
     def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        self._count_read(self.link)
         occupied = self.positions >= 0
         out, weights = attend_pages(q, self.keys, self.values, occupied, self.owner, self.heads, transform)
         return out, weights if want_weights else None
@@ -227,6 +229,19 @@ class PagedStore(LayerStore):
         # Of tied tokens the latest is evicted; an empty slot is taken before any token.
         victims = view.positions.masked_fill(priority != low[..., None], -1)
         return best_slot(torch.where(free > 0, free, victims), self.owner, self.heads)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the last decode step read; the number that a step would read if none has been counted."""
+        if not self.link.moved and self.is_initialized:
+            expected = Link()
+            expected.start()
+            self._count_read(expected)
+            return expected.moved
+        return self.link.moved
+
+    def _count_read(self, link: Link) -> None:
+        link.whole((self.keys, self.values, self.positions, self.owner))
 
     # capacity
 
@@ -338,7 +353,7 @@ class PagedStore(LayerStore):
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.average, self.complete, self.columns)
-        kinds = bytes_by_kind((self.keys, self.values), (), self.positions, self.state, counters, ())
+        kinds = bytes_by_kind((self.keys, self.values), (), self.positions, self.state, counters, (), ())
         kinds["positions"] += self.owner.nbytes
         return kinds
 

@@ -32,6 +32,8 @@ class PendingPrompt(NamedTuple):
         wants_vectors: Whether the selector needs keys and values.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
+        wants_vectors: Whether the selector needs keys and values.
+        salience: Mean absolute query times mean absolute key of each channel, [B, H, D] fp32, if the reader needs it.
     """
 
     keys: Tensor
@@ -48,6 +50,7 @@ class PendingPrompt(NamedTuple):
     forward: Forward | None = None
     wants_vectors: bool = False
     replay: Tensor | None = None
+    salience: Tensor | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -115,7 +118,14 @@ class PendingPrompt(NamedTuple):
             below_mean=_newest(self.below_mean, later.below_mean, before, below_mean),
             moments=_added(self.moments, later.moments),
             query_absmax=torch.stack(peaks).amax(0) if peaks else None,
+            salience=self._first_salience(later),
         )
+
+    def _first_salience(self, later: PendingPrompt) -> Tensor | None:
+        """The salience in the first chunk of each row that has a token."""
+        if self.salience is None or later.salience is None or self.idle is None:
+            return self.salience
+        return torch.where(self.idle[:, None, None], later.salience, self.salience)
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PendingPrompt:
         """The same with `fn` of every per-row tensor, which selects or repeats rows."""
@@ -137,6 +147,7 @@ class PendingPrompt(NamedTuple):
             moments=None if self.moments is None else QueryMoments(*map(fn, self.moments)),
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
+            salience=of(self.salience),
         )
 
     def owned(self) -> PendingPrompt:
@@ -148,7 +159,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay]
+        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay, self.salience]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)

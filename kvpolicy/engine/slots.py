@@ -18,7 +18,9 @@ from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
 from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
+from kvpolicy.engine.link import Link
 from kvpolicy.engine.rank_schedule import RankSchedule
+from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_part
 from kvpolicy.engine.rotary import Rope, SlotRotary
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
 from kvpolicy.engine.selection import finite_priority
@@ -36,6 +38,7 @@ from kvpolicy.protocols import (
     Layout,
     Merger,
     Ranks,
+    Reader,
     Selector,
     StageStore,
     State,
@@ -44,6 +47,7 @@ from kvpolicy.protocols import (
     alloc_state,
     traits_for,
 )
+from kvpolicy.readers.all import ReadAll
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -55,6 +59,7 @@ class LayerSlots:
         selector: The layer's selector.
         codec: The layer's codec.
         merger: The layer's merger.
+        reader: The layer's reader.
         grows: Whether generated tokens are kept in addition to the budget.
         rope: The rotary embedding, if keys are coded unrotated.
         query_rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
@@ -78,6 +83,9 @@ class LayerSlots:
         codes: The codec's tensors of each stage.
         calibrations: The model's calibrated tensors of each stage.
         limits: Limits of each row; None for a codec without stages.
+        read_shape: What a decode step reads; None for everything.
+        reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
+        link: What every read of a decode step goes through.
         length: Tokens that each row has seen, [B] int64.
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
@@ -92,6 +100,7 @@ class LayerSlots:
     codes: tuple[Codes, ...]
     calibrations: tuple[Calibration, ...]
     limits: RowLimits | None
+    reads: ReadState | tuple[()]
     length: Tensor
     budget: Tensor
     columns: Tensor
@@ -104,12 +113,17 @@ class LayerSlots:
         decode: DecodeMode,
         rope: Rope | None = None,
         merger: Merger | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        """Make an empty store of a layer's own parts; without a merger, evicted tokens are dropped."""
+        """Make an empty store of a layer's own parts.
+
+        Without a merger, evicted tokens are dropped; without a reader, every slot is read.
+        """
         self.layer_idx = layer_idx
         self.selector = selector
         self.codec = codec
         self.merger: Merger = merger or Drop()
+        self.reader: Reader = ReadAll() if reader is None else reader
         self.grows = decode == "grow"
         self.rope = rope if codec.traits.key_space == "unrotated" else None
         self.query_rope = rope
@@ -123,6 +137,9 @@ class LayerSlots:
         self.heads = 0
         self.largest_block = codec.traits.block
         self.limits = None
+        self.read_shape: ReadShape | None = None
+        self.reads = ()
+        self.link = Link()
         self.is_initialized = False
         self._free_steps: float = 0
         self._may_exceed_plan = False
@@ -150,6 +167,8 @@ class LayerSlots:
         self.columns = torch.zeros((), dtype=torch.int64, device=device)
         self.expected_len = [0] * batch
         self.schedule.start(batch)
+        if reads_part(self.reader, self.layer_idx):
+            self.reads = alloc_reads(self.reader, None, batch, heads, dim, keys.dtype, device)
         self.is_initialized = True
 
     def check_compatible(self, keys: Tensor, values: Tensor) -> None:
@@ -179,7 +198,9 @@ class LayerSlots:
             stage: The stage that codes the tokens; None for the full-precision buffer.
         """
         if data is None:
+            slots = slots if stage is None else slots + self._stage_range(stage).start
             self._write_rows(self.positions, slots, torch.full_like(slots, -1, dtype=torch.int32), mask)
+            self._refresh_slots(slots, stage)
             return
         if stage is None:
             self._write_rows(self.keys, slots, data.keys, mask)
@@ -197,6 +218,7 @@ class LayerSlots:
             slot_tensors((self.state, self.counts)), slot_tensors((data.state, data.counts)), strict=True
         ):
             self._write_rows(target, slots, item, mask)
+        self._refresh_slots(slots, stage)
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
         if mask is not None:
@@ -206,6 +228,9 @@ class LayerSlots:
             # masked or not: a masked duplicate of a written slot could undo the write.
             data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
         write_slots(target, slots, data)
+
+    def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
+        """Recompute what an index holds of slots [B, H, n] that were written, counted from the layer's first slot."""
 
     def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> None:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1]."""
@@ -231,6 +256,8 @@ class LayerSlots:
             self._write_rows(self.keys, merge.slot, merge.keys.to(self.keys.dtype), written)
         if merge.counts is not None:
             self._write_rows(self.counts, merge.slot, merge.counts, written)
+        if merge.keys is not None:
+            self._refresh_slots(merge.slot, None)
 
     # growing
 
@@ -310,12 +337,12 @@ class LayerSlots:
         return self.counts if isinstance(self.counts, Tensor) else None
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, counters, and counts if there are any."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters, and counts if there are any."""
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.columns, *(self.limits or ()))
-        merged = (self.counts, self.merged)
-        return bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters, merged)
+        exact, merged = (self.keys, self.values), (self.counts, self.merged)
+        return bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
 
     @property
     def nbytes(self) -> int:
@@ -325,7 +352,13 @@ class LayerSlots:
     def _stage_parts(self) -> list[StagePart]:
         sizes = enumerate(self.layout.coded)
         return [
-            StagePart(self.codec.stages[stage], self.stage_store(stage), self._slot_rotary(stage), size)
+            StagePart(
+                self.codec.stages[stage],
+                self.stage_store(stage),
+                self._slot_rotary(stage),
+                size,
+                self._stage_range(stage).start,
+            )
             for stage, size in sizes
             if size
         ]
@@ -387,6 +420,7 @@ class LayerSlots:
         self.counts = map_state(fn, self.counts)
         self.merged = map_state(fn, self.merged)
         self.codes = map_state(fn, self.codes)
+        self.reads = map_state(fn, self.reads)
         if self.limits is not None:  # a limit that the codec does not need has no rows
             self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
         self._fix_addresses()
@@ -398,7 +432,8 @@ class LayerSlots:
 
     def _fix_addresses(self) -> None:
         fixed = (self.keys, self.values, self.positions, self.length, self.budget, self.columns)
-        fix_addresses([*fixed, self.state, self.counts, self.merged, self.codes, self.calibrations, self.limits or ()])
+        held = (self.state, self.counts, self.merged, self.codes, self.calibrations, self.limits or (), self.reads)
+        fix_addresses([*fixed, *held])
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
-from kvpolicy.engine.attention import ScoreTransform, attend, attend_slots, largest_queries, newest_queries
+from kvpolicy.engine.attention import ScoreTransform, attend, largest_queries, newest_queries
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.growing import LayerGrowth
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
@@ -17,13 +18,12 @@ from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
 from kvpolicy.engine.row_limits import RowBudget as RowBudget
 from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
-from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, map_state, select_state
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.protocols import Forward, Seen, State, View
 
 
-class LayerStore(LayerSlots):
+class LayerStore(LayerGrowth):
     """The slots of one layer under a policy.
 
     Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
@@ -76,6 +76,7 @@ class LayerStore(LayerSlots):
             probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
             below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
             query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
+            salience=self._salience(q, k, valid),
             forward=forward,
             wants_vectors=needs.vectors,
         )
@@ -103,6 +104,7 @@ class LayerStore(LayerSlots):
             rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
         """
         self.record(pending, rope_offset)
+        self._index_is_current = False
         seen_before = self.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         self.length = pending.lengths(seen_before)
@@ -140,6 +142,7 @@ class LayerStore(LayerSlots):
         data = self._place(batch, pending.idle, first)
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
+        self._rebuild_index(first, pending.salience)
         self._fix_addresses()
         self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
@@ -293,6 +296,7 @@ class LayerStore(LayerSlots):
         due = self._buffered() >= self.limits.flush_threshold
         past = self.past()
         assert past is not None
+        self._index_is_current = False
         positions = self.positions.clone()
         state, counts = map_state(torch.clone, (self.state, self.counts))
         moving = past.occupied & due[..., None]
@@ -309,6 +313,7 @@ class LayerStore(LayerSlots):
         self.positions.copy_(torch.where(again, self.positions, positions))
         decode.assign_state(self.state, select_state(again, self.state, state))
         decode.assign_state(self.counts, select_state(again, self.counts, counts))
+        self._rebuild_index()
 
     def _row_block(self) -> Tensor | int:
         """Tokens of each row that are demoted at a time, [B, 1, 1] or one number for all rows."""
@@ -370,7 +375,7 @@ class LayerStore(LayerSlots):
             over = demotion.overflow(
                 self.codec.stages[stage], store, self.positions[..., at], state, limit, batch, order, counts
             )
-            self.write(over.slots + at.start, None, over.leaves)
+            self.write(over.slots, None, over.leaves, stage)
             self._insert(stage + 1, over.batch)
             batch = batch._replace(chosen=over.stays)
         slots = demotion.free_slots(self.positions[..., at], limit, self.codec.traits.group_size)
@@ -402,6 +407,7 @@ class LayerStore(LayerSlots):
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = self._view()
         slot = self._free_slot(view, valid)
+        self.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
         mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
@@ -409,6 +415,7 @@ class LayerStore(LayerSlots):
         self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts), mask)
         needs = self.selector.needs
         out, weights = self._attend(q, transform, needs.decode_attn)
+        self.link.stop()
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
@@ -417,12 +424,6 @@ class LayerStore(LayerSlots):
     def _view(self) -> View:
         """The slots as the selector sees them in a step."""
         return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
-
-    def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Attend from one token per row to the slots; see `attend_slots`."""
-        exact = (self.keys, self.values)
-        occupied = self.positions >= 0
-        return attend_slots(q, exact, self.coded_view(), occupied, transform, want_weights, self.log_counts)
 
     def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1]."""
@@ -454,12 +455,7 @@ class LayerStore(LayerSlots):
             assert_async(free.any(-1).all(), NO_SLOT)
         return free.to(torch.uint8).argmax(-1, keepdim=True)
 
-    # capacity between steps
-
-    @property
-    def can_run_out(self) -> bool:
-        """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
-        return self.grows or self._may_exceed_plan or sum(self.layout.coded) > 0
+    # between steps
 
     def count_step(self) -> None:
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
@@ -467,6 +463,7 @@ class LayerStore(LayerSlots):
         if self.schedule.count_step():
             self.rerank()
         self._free_steps -= 1
+        self._count_unsorted_step()
         if self._free_steps < 1:
             self.demote()
 
@@ -493,31 +490,3 @@ class LayerStore(LayerSlots):
         added = self._extend(needed)
         self.demote()
         return added
-
-    def reserve(self, new: int) -> int:
-        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
-        counts = zip(self._row_counts(), self.expected_len, strict=True)
-        more = [max(0, held + new - expected) for held, expected in counts]
-        return self._extend(more) if any(more) else 0
-
-    def _extend(self, more: list[int]) -> int:
-        """Let each row hold so many tokens more; in a growing cache they raise the budget too."""
-        old = self.capacity
-        self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
-        if max(self.expected_len) > self.capacity:
-            self.capacity = max(self.expected_len)
-            self._lengthen()
-        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
-        self._fix_addresses()
-        return self.capacity - old
-
-    def _count_free_steps(self) -> float:
-        if not self.can_run_out:
-            return capacity.UNLIMITED
-        occupied = (self.positions >= 0).sum(-1)
-        room = None
-        if self.limits is not None:
-            # A row that never demotes has a threshold beyond any count, and ends where its slots end.
-            size = self._open_slots().sum(-1).expand_as(occupied)
-            room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
-        return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)

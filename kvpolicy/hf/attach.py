@@ -69,6 +69,7 @@ class Handle:
         # Calibrations were made with the whole model, so the weights of a shard identify nothing.
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.codec.check(info)
+        policy.reader.check(info)
         undoes = policy.undoes_rotation
         ropes = {site.layer_idx: rope_of(sites.decoder, site, undoes) for site in sites.layers} if undoes else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)

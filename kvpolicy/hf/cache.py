@@ -103,7 +103,9 @@ class PolicyCache(Cache):
         heads = policy.heads
         if heads is not None:
             return PolicyLayer(lambda: PagedStore(index, policy.selector, policy.codec, policy.decode, heads))
-        return PolicyLayer(lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger))
+        return PolicyLayer(
+            lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
+        )
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:
@@ -410,14 +412,16 @@ class PolicyCache(Cache):
         bytes_at = self.attachment.model_shape.unmanaged_bytes
         alone = bytes_at(batch, columns + (self.new or 0))
         most = bytes_at(batch, columns + (MAX_SIZE if self.new is None else self.new))  # full windows, eventually
-        self._tokens = divide(self.policy, metrics, length, end, [fullest] * count, sum(most.values()))
+        self._tokens = divide(
+            self.policy, metrics, length, end, [fullest] * count, sum(most.values()), self._managed_indices()
+        )
         if metrics is not None and not store.ranks.agree(self._tokens.keep.to(store.positions.device)):
             raise KVPolicyStateError(
                 "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "
                 "to give all ranks the same prompts and weights."
             )
         seen = int((length if end is None else torch.maximum(end, length)).sum())
-        indices = [layer.layer_idx for layer in self.policy_layers]
+        indices = self._managed_indices()
         layers = plan_layers(self.policy, self._tokens, [shape] * count, indices, batch)
         self.plan = CachePlan(
             policy=self.policy,
@@ -432,6 +436,9 @@ class PolicyCache(Cache):
                 self.policy, batch, shape, [sum(x.nbytes.values()) for x in layers], columns, sum(alone.values())
             ),
         )
+
+    def _managed_indices(self) -> list[int]:
+        return [layer.layer_idx for layer in self.policy_layers]
 
     # the interface of transformers
 

@@ -93,6 +93,11 @@ class PolicyLayer(CacheLayerMixin):
         """Slots of the full-precision buffer and of each stage."""
         return self.store.layout
 
+    @property
+    def moved(self) -> int:
+        """Bytes that the last decode step read, or would read if none was counted."""
+        return self.store.moved
+
     def held(self) -> dict[str, int]:
         """Bytes by kind, of a prompt that awaits its budget too."""
         kinds = self.store.nbytes_by_kind()

@@ -66,7 +66,9 @@ def plan(
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     check_class(config)
-    policy.codec.check(describe(config, dtype).info())  # calibrations are of all heads
+    info = describe(config, dtype).info()  # calibrations are of all heads
+    policy.codec.check(info)
+    policy.reader.check(info)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
@@ -74,7 +76,7 @@ def plan(
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.allocator.layer_metric)
     metrics = torch.ones(batch, len(shapes)) if measures else None
-    tokens = divide(policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes)
+    tokens = divide(policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes, model.evictable)
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
     notes = (

@@ -42,3 +42,17 @@ def matmul(rows: Tensor, matrix: Tensor) -> Tensor:
     nothing = rows.new_zeros(1, 1, 1)  # ignored, since beta is 0
     product = torch.baddbmm(nothing, rows.flatten(0, 1), matrix.flatten(0, 1), beta=0)
     return product.unflatten(0, rows.shape[:2])
+
+
+def thin_products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Multiply a few queries [..., M, D] with the entries [..., X, D] of an index; `products` in fp32 on a CPU.
+
+    On processors without bf16 arithmetic, a product of few bf16 rows takes many times as long as one in fp32, the
+    conversion included.
+
+    Returns:
+        Estimated scores, [..., M, X] fp32.
+    """
+    if keys.device.type == "cpu":
+        return matmul(queries.float(), keys.float().transpose(-1, -2))
+    return products(queries.to(keys.dtype), keys)

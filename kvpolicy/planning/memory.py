@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import Pages
+from kvpolicy.engine.reading import ReadShape, alloc_reads, count_step, read_shape, reads_part
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
@@ -19,20 +21,27 @@ DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
 
 
-@lru_cache(maxsize=4096)
-def layer_bytes(
-    policy: Policy, batch: int, shape: LayerShape, layout: Layout, pages: Pages | None = None
-) -> dict[str, int]:
-    """Bytes by kind that a layer will hold.
+class _Tensors(NamedTuple):
+    """The tensors of a layer on the device meta, allocated as the cache does.
 
-    The tensors are allocated as the cache does, but on the meta device, so that a plan is exact and needs no memory.
+    A difference would make plans wrong, and is found by the tests of bytes.
     """
-    if pages is not None:
-        return _paged_bytes(policy, batch, shape, pages)
+
+    buffer: tuple[torch.Tensor, torch.Tensor]
+    codes: tuple[Any, ...]
+    positions: torch.Tensor
+    state: Any
+    counters: tuple[torch.Tensor, ...]
+    counts: Any
+    merged: Any
+    read_shape: ReadShape | None
+    reads: Any
+
+
+def _tensors(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int) -> _Tensors:
     slots = layout.slots
     heads = shape.heads
     dim = shape.head_dim
-    # The same tensors as in the cache: a difference would make plans wrong, and is found by the tests of bytes.
     exact = torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device="meta")
     stages = zip(policy.codec.stages, layout.coded, strict=False)
     codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
@@ -41,13 +50,47 @@ def layer_bytes(
     state = alloc_state(policy.selector, batch, heads, slots, "meta", shape.head)
     traits = policy.merger.traits
     counts = torch.empty(batch, heads, slots, device="meta") if traits.counted else ()
-    merged = (counts, policy.merger.alloc(batch, heads, "meta"))
+    merged = policy.merger.alloc(batch, heads, "meta")
     # The length and the budget of each row, and the columns seen.
     counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
-    return bytes_by_kind((exact, exact), codes, positions, state, (counters, *(rows or ())), merged)
+    what = read_shape(policy.reader, policy.codec, layout, layer_idx)
+    reads: Any = ()
+    if reads_part(policy.reader, layer_idx):
+        reads = alloc_reads(policy.reader, what, batch, heads, dim, shape.dtype, "meta")
+    return _Tensors((exact, exact), codes, positions, state, (counters, *(rows or ())), counts, merged, what, reads)
 
 
-def _paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages) -> dict[str, int]:
+@lru_cache(maxsize=4096)
+def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> dict[str, int]:
+    """Bytes by kind that a layer will hold; no memory is needed to find out."""
+    layer = _tensors(policy, batch, shape, layout, layer_idx)
+    merged = (layer.counts, layer.merged)
+    return bytes_by_kind(layer.buffer, layer.codes, layer.positions, layer.state, layer.counters, merged, layer.reads)
+
+
+@lru_cache(maxsize=4096)
+def step_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> int:
+    """Bytes that a decode step will read of a layer: keys, values, codes, positions, counts and a reader's index."""
+    layer = _tensors(policy, batch, shape, layout, layer_idx)
+    link = Link()
+    link.start()
+    count_step(
+        link,
+        policy.reader,
+        layer.read_shape,
+        layer.reads,
+        layer.buffer,
+        (layer.positions, layer.counts),
+        layer.codes,
+        layout.coded,
+        policy.codec.traits.group_size,
+    )
+    return link.moved
+
+
+@lru_cache(maxsize=4096)
+def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages) -> dict[str, int]:
+    """Bytes by kind that a layer will hold whose heads have budgets of their own."""
     exact = torch.empty(batch, *pages, shape.head_dim, dtype=shape.dtype, device="meta")
     positions = torch.empty(batch, *pages, dtype=torch.int32, device="meta")
     owner = torch.empty(batch, pages.number, dtype=torch.int64, device="meta")
@@ -55,7 +98,7 @@ def _paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages) ->
     # The length, the budget and the budget of an average head of each row, and the columns seen.
     counters = torch.empty(3 * batch + 1, dtype=torch.int64, device="meta")
     complete = torch.empty(batch, dtype=torch.bool, device="meta")
-    kinds = bytes_by_kind((exact, exact), (), positions, state, (counters, complete), ())
+    kinds = bytes_by_kind((exact, exact), (), positions, state, (counters, complete), (), ())
     kinds["positions"] += owner.nbytes
     return kinds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
 from kvpolicy.engine.pages import Pages, row_pages
-from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes
-from kvpolicy.planning.result import LayerPlan
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes, step_bytes
+from kvpolicy.planning.result import READ_KINDS, LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
@@ -51,6 +52,7 @@ def divide(
     end: Tensor | None,
     shapes: list[LayerShape],
     unmanaged_nbytes: int = 0,
+    indices: Sequence[int] | None = None,
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
@@ -61,12 +63,14 @@ def divide(
         end: Length of each row after the last new token, [B] int64; None if unknown.
         shapes: The layers under the policy.
         unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
+        indices: Indices of the layers in the model; None if they are the first ones.
 
     Raises:
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
     if isinstance(policy.budget, str):
-        return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes)
+        indices = range(len(shapes)) if indices is None else indices
+        return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
     floor = policy.min_tokens
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
@@ -145,6 +149,7 @@ def _divide_bytes(
     end: Tensor | None,
     shapes: list[LayerShape],
     unmanaged_nbytes: int,
+    indices: Sequence[int],
 ) -> Tokens:
     """Find the most tokens per layer whose bytes fit into the budget, by bisection."""
     limit = bytes_of(str(policy.budget))
@@ -154,7 +159,7 @@ def _divide_bytes(
         # By default with all slots that the cache may ever have, so that it stays within the budget as it grows.
         each = torch.full_like(prompt, base)
         tokens = _divide_tokens(policy, metrics, each, prompt, end, len(shapes), initial_slots)
-        layers = plan_layers(policy, tokens, shapes, [*range(len(shapes))], batch)
+        layers = plan_layers(policy, tokens, shapes, [*indices], batch)
         return tokens, unmanaged_nbytes + sum(sum(layer.nbytes.values()) for layer in layers)
 
     low = policy.min_tokens
@@ -192,9 +197,14 @@ def plan_layers(
     for number, (index, most, shape) in enumerate(zip(indices, tokens.most, shapes, strict=True)):
         layout = policy.codec.layout(most)
         pages = pages_of(policy, tokens, number, shape)
-        sizes = dict(layer_bytes(policy, batch, shape, layout, pages))
+        if pages is not None:
+            sizes = dict(paged_bytes(policy, batch, shape, pages))
+            moved = sum(sizes[kind] for kind in READ_KINDS)
+        else:
+            sizes = dict(layer_bytes(policy, batch, shape, layout, index))
+            moved = step_bytes(policy, batch, shape, layout, index)
         if not plans:
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
-        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, pages=pages, nbytes=sizes))
+        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=moved, pages=pages))
     return tuple(plans)

@@ -9,6 +9,7 @@ from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
+from kvpolicy.readers.all import ReadAll
 from kvpolicy.spec.tables import byte_cells, count, format_bytes, layer_table, resident_note, section, size_summary
 
 NOT_MEASURED = (
@@ -19,6 +20,10 @@ NOT_MEASURED = (
 """The note of a plan whose allocator has not measured a prompt yet."""
 
 
+READ_KINDS = ("exact", "codes", "scales", "positions")
+"""The kinds of bytes that a decode step reads where it reads everything."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerPlan:
     """One layer of a plan.
@@ -27,7 +32,8 @@ class LayerPlan:
         layer_idx: Index of the layer in the model.
         tokens: The most tokens of any row.
         layout: Its slots.
-        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, counters, counts.
+        nbytes: Bytes by kind: exact, codes, scales, positions, statistics, index, counters, counts.
+        moved: Bytes that a decode step reads of the layer, once all its slots are in use.
         pages: Its pages, if its heads have budgets of their own.
     """
 
@@ -35,7 +41,13 @@ class LayerPlan:
     tokens: int
     layout: Layout
     nbytes: dict[str, int]
+    moved: int = 0
     pages: Pages | None = None
+
+    @property
+    def all_moved(self) -> int:
+        """Bytes that a decode step would read of the layer if it read everything that is kept."""
+        return sum(self.nbytes.get(kind, 0) for kind in READ_KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +81,11 @@ class CachePlan:
     tp: int = 1
     weights: Weights | None = None
     peak_nbytes: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a decode step reads of the layers under the policy."""
+        return sum(layer.moved for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
@@ -122,9 +139,21 @@ class CachePlan:
             )
         if self.policy.selector.needs.replay is not None:
             lines.append(f"the prefill: up to {self.peak_nbytes:,} bytes")
+        if not isinstance(self.policy.reader, ReadAll):
+            lines.append(moved_note(self.moved, sum(layer.all_moved for layer in self.layers)))
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
+
+
+def moved_note(moved: int, every: int) -> str:
+    """The line of a plan or a report about a reader.
+
+    Args:
+        moved: Bytes that a decode step reads.
+        every: Bytes that it would read if it read everything that is kept.
+    """
+    return f"a decode step moves {moved:,} bytes, and would move {every:,} if it read everything that is kept"
 
 
 def plan_html(plan: CachePlan) -> str:
@@ -140,6 +169,8 @@ def plan_html(plan: CachePlan) -> str:
     notes = [] if plan.measured else [NOT_MEASURED]
     if plan.resident_nbytes:
         notes.append(resident_note(format_bytes(plan.resident_nbytes)))
+    if not isinstance(plan.policy.reader, ReadAll):
+        notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
     if plan.note:
         notes.append(escape(plan.note))
     title = f"<code>{escape(str(plan.policy))}</code>, {count(plan.batch, 'row')}: "

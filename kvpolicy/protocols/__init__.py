@@ -29,6 +29,9 @@ from kvpolicy.protocols.merger import MergerTraits as MergerTraits
 from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
+from kvpolicy.protocols.reader import Index as Index
+from kvpolicy.protocols.reader import Reader as Reader
+from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
 from kvpolicy.protocols.selector import Forward as Forward

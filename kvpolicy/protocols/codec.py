@@ -83,6 +83,7 @@ class Traits(NamedTuple):
         recode_all: Whether all tokens are encoded again, instead of one block, whenever the full-precision buffer is
             full.
         query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
+        searches: Whether `Stage.score` hides most slots, and so is a reader by itself.
     """
 
     block: int = 0
@@ -94,6 +95,7 @@ class Traits(NamedTuple):
     pinned: int = 0
     recode_all: bool = False
     query_absmax: bool = False
+    searches: bool = False
 
 
 class StageStore(NamedTuple):

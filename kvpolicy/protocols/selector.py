@@ -112,6 +112,8 @@ class Needs(NamedTuple):
         head_shape: Whether `alloc` takes the `HeadShape` as a fifth argument, for a state per head.
         replay: How the context is run once more for `Seen.replay`, or None. Every layer then holds the whole prompt
             until the last has run.
+        newest_row: Whether tokens are ranked by the attention of the newest token alone, which must then cover every
+            slot: a reader that leaves slots unread is refused.
     """
 
     attn_sum: bool = False
@@ -125,6 +127,7 @@ class Needs(NamedTuple):
     rerank_every: int = 0
     head_shape: bool = False
     replay: Replay | None = None
+    newest_row: bool = False
 
     def __or__(self, other: Needs) -> Needs:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The union of two needs, for a selector that wraps another."""
@@ -140,6 +143,7 @@ class Needs(NamedTuple):
             rerank_every=self.rerank_every or other.rerank_every,
             head_shape=self.head_shape or other.head_shape,
             replay=self.replay or other.replay,
+            newest_row=self.newest_row or other.newest_row,
         )
 
 

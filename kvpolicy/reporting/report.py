@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpolicy.planning.result import READ_KINDS, moved_note
 from kvpolicy.policy import Policy
+from kvpolicy.readers.all import ReadAll
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.formats import stamp
@@ -41,6 +43,7 @@ class LayerReport:
         seen: Tokens that each row has seen.
         nbytes: Bytes by kind.
         note: Why the layer is not under the policy, or empty.
+        moved: Bytes that the last decode step read of the layer; of a cache without an eager one, what it would read.
     """
 
     layer_idx: int
@@ -50,6 +53,7 @@ class LayerReport:
     seen: tuple[int, ...] = ()
     nbytes: dict[str, int]
     note: str = ""
+    moved: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +76,19 @@ class Report:
     note: str = ""
     resident_nbytes: int = 0
 
+    @property
+    def moved(self) -> int:
+        """Bytes that a decode step reads of the layers under the policy."""
+        return sum(layer.moved for layer in self.layers)
+
+    @property
+    def all_moved(self) -> int:
+        """Bytes that a decode step would read of these layers if it read everything that is kept."""
+        return sum(layer.nbytes.get(kind, 0) for layer in self.layers if layer.budget for kind in READ_KINDS)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings for JSON, with the versions of kvpolicy and of the format."""
-        names = ("layer_idx", "budget", "kept", "heads", "seen", "nbytes", "note")
+        names = ("layer_idx", "budget", "kept", "heads", "seen", "nbytes", "note", "moved")
         return {
             **stamp(FORMAT),
             "policy": str(self.policy),
@@ -82,6 +96,8 @@ class Report:
             "full_nbytes": self.full_nbytes,
             "note": self.note,
             "resident_nbytes": self.resident_nbytes,
+            "moved": self.moved,
+            "all_moved": self.all_moved,
             "layers": [{name: getattr(layer, name) for name in names} for layer in self.layers],
         }
 
@@ -104,6 +120,8 @@ class Report:
             lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
         if self.resident_nbytes:
             lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
+        if not isinstance(self.policy.reader, ReadAll):
+            lines.append(moved_note(self.moved, self.all_moved))
         if self.note:
             lines.append(self.note)
         return "\n".join(lines)
@@ -121,6 +139,8 @@ def report_html(report: Report) -> str:
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
     last = ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
     notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
+    if not isinstance(report.policy.reader, ReadAll):
+        notes.append(moved_note(report.moved, report.all_moved))
     if report.note:
         notes.append(escape(report.note))
     title = f"<code>{escape(str(report.policy))}</code>: {size_summary(report.nbytes, report.full_nbytes)}"
@@ -177,6 +197,7 @@ def make_report(cache: CacheSource) -> Report:
                     heads=() if layer.owner is None else tuple(map(_integers, kept)),
                     seen=_integers(layer.length),
                     nbytes=layer.held(),
+                    moved=layer.moved,
                 )
             )
     return Report(

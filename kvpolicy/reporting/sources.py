@@ -48,6 +48,11 @@ class LayerSource(Protocol):
         """Tokens that each row has seen, [B]."""
         ...
 
+    @property
+    def moved(self) -> int:
+        """Bytes that a decode step reads."""
+        ...
+
     def held(self) -> dict[str, int]:
         """Bytes by kind."""
         ...

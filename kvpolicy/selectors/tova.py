@@ -44,7 +44,7 @@ class TOVA:
     @property
     def needs(self) -> Needs:
         """The attention of the newest token of a prefill, and of each decoded token."""
-        return Needs(window_queries=1, decode_attn=True)
+        return Needs(window_queries=1, decode_attn=True, newest_row=True)
 
     @property
     def min_tokens(self) -> int:

@@ -16,7 +16,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy, describe_missing, missing
-from kvpolicy.protocols import Allocator, Codec, Merger, Selector
+from kvpolicy.protocols import Allocator, Codec, Merger, Reader, Selector
 from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
@@ -27,6 +27,7 @@ from kvpolicy.testing.part_checks import (
     check_budgets,
     check_layout,
     check_merger,
+    check_reader,
     check_reading,
     check_selector,
     watched,
@@ -41,7 +42,7 @@ _STEPS = 12
 _PAD = 7
 
 
-def check(part: Allocator | Selector | Merger | Codec, *, budget: float | int = 0.5) -> None:
+def check(part: Allocator | Selector | Merger | Codec | Reader, *, budget: float | int = 0.5) -> None:
     """Check the rules that the engine and other parts rely on.
 
     Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
@@ -60,6 +61,9 @@ def check(part: Allocator | Selector | Merger | Codec, *, budget: float | int = 
     not depend on the batch; `score` and `mix` are the products with what they decode; each stage writes bit-identical
     codes for a row on its own and in a batch, whatever tokens outside `write_mask` contain.
 
+    Readers: a fixed number of slots is read, in whole pages; entries depend on the tokens in their own slots alone; a
+    step moves the planned number of bytes.
+
     Args:
         part: The strategy, with the hyperparameters to check.
         budget: The budget of the caches: a fraction of the prompt, or tokens per layer. A selector with a high
@@ -70,10 +74,11 @@ def check(part: Allocator | Selector | Merger | Codec, *, budget: float | int = 
         KVPolicyTypeError: If the part is of no kind.
 
     Examples:
-        >>> from kvpolicy import Pyramid, SnapKV, TokenWise
+        >>> from kvpolicy import DoubleSparsity, Pyramid, SnapKV, TokenWise
         >>> check(Pyramid(beta=4))
         >>> check(SnapKV(window=8, kernel=3))
         >>> check(TokenWise(group_size=8, residual_length=8, block_size=8))
+        >>> check(DoubleSparsity(read=8, dense=0))
     """
     check_instance("strategy", part)
     _check_dataclass(part)
@@ -87,10 +92,14 @@ def check(part: Allocator | Selector | Merger | Codec, *, budget: float | int = 
     elif isinstance(part, Merger):
         check_merger(part)
         policy = Policy(selector=H2O(), merger=part, budget=budget)
-    elif isinstance(part, Codec):  # pyright: ignore[reportUnnecessaryIsInstance]
+    elif isinstance(part, Codec):
         check_layout(part)
         selector = H2O() if _needs_ranking(part) else StreamingLLM()
         policy = Policy(selector=selector, codec=part, budget=budget)
+    elif isinstance(part, Reader):  # pyright: ignore[reportUnnecessaryIsInstance]
+        check_reader(part)
+        _check_cache(part, Policy(reader=part))
+        policy = Policy(selector=StreamingLLM(), reader=part, budget=budget)
     else:
         raise KVPolicyTypeError(
             f"The part must be {either(_with_article(kind) for kind in kinds())}, got {part!r}; {_what_it_lacks(part)}."
@@ -194,6 +203,9 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
                 _check_slots(policy, layer, _PROMPT + step - 1)
         planned = cache.plan.nbytes
         assert cache.nbytes == planned, f"{policy}: the cache must hold the planned {planned} bytes, got {cache.nbytes}"
+        moved = [layer.moved for layer in cache.plan.layers]
+        found = [layer.moved for layer in cache.layers]
+        assert found == moved, f"{policy}: a step must move the planned {moved} bytes of each layer, got {found}"
         kept = [_kept(layer) for layer in cache.layers]
     with torch.no_grad():
         full = model(ids).past_key_values.layers[0]

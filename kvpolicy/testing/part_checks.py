@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.state import empty_slots, slot_tensors, tensors
+from kvpolicy.engine.state import empty_slots, map_state, slot_tensors, tensors
 from kvpolicy.protocols import (
     Allocator,
     Candidates,
@@ -18,6 +18,7 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadShape,
     Merger,
+    Reader,
     Selector,
     Tokens,
     View,
@@ -213,6 +214,54 @@ def check_layout(part: Codec) -> None:
         )
         same = actual == planned
         assert same, f"{part}: codes must have the same sizes on the device meta, as a plan needs, got {planned}"
+
+
+def check_reader(part: Reader) -> None:
+    """Check how many slots a reader reads, and that an entry depends on the tokens in its own slots alone."""
+    for slots in (1, 7, 64, _TOKENS, 100_000):
+        page, count = part.page_size(slots), part.count(slots)
+        is_page = isinstance(page, int) and page >= 1  # pyright: ignore[reportUnnecessaryIsInstance]
+        assert is_page, f"{part}: page_size must be an integer of at least 1, got {page!r} for {slots} slots"
+        fits = count == slots or (0 < count < slots and count % page == 0)
+        assert fits, f"{part}: count must be a multiple of the page, {page}, or all {slots} slots, got {count!r}"
+    if part.count(_TOKENS) == _TOKENS:
+        return
+    page, dim = part.page_size(_TOKENS), 16
+    actual, planned = (
+        [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
+        for device in ("cpu", "meta")
+    )
+    assert actual == planned, f"{part}: an index must have the same sizes on the device meta, got {planned}"
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(2, 2, 5, page, dim, generator=generator)
+    queries = torch.randn(2, 2, 2, dim, generator=generator)
+    occupied = torch.rand(2, 2, 5, page, generator=generator) < 0.7
+    every = torch.arange(5).expand(2, 2, -1)
+    shown = _score(part, keys, occupied, every, queries)
+    is_score = shown.dtype == torch.float32 and shown.shape[:3] == (2, 2, 2)
+    assert is_score, f"{part}: score must be float32 [B, H, G, X], got {_describe(shown)}"
+    if part.traits.scans_keys:
+        return
+    junk = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
+    same = torch.equal(_score(part, junk, occupied, every, queries), shown)
+    assert same, f"{part}: refresh must ignore slots without a token, got other scores with NaN there"
+    index = part.alloc(2, 2, 5, dim, torch.float32, "cpu")
+    part.refresh(index, every, keys, occupied)
+    before = map_state(torch.clone, index)
+    part.refresh(index, every[..., 3:4], keys[:, :, 3:4] * 2, occupied[:, :, 3:4])
+    for now, then in zip(tensors(index), tensors(before), strict=True):
+        kept = now.shape[2] != 5 or torch.equal(now[:, :, [0, 1, 2, 4]], then[:, :, [0, 1, 2, 4]])
+        assert kept, f"{part}: refresh must change the given entries only, got others changed too"
+    part.refresh(index, every[..., 3:4], keys[:, :, 3:4], occupied[:, :, 3:4])
+    for now, then in zip(tensors(index), tensors(before), strict=True):
+        assert torch.equal(now, then), f"{part}: refresh must compute an entry from its keys, got a trace of others"
+
+
+def _score(part: Reader, keys: Tensor, occupied: Tensor, entries: Tensor, queries: Tensor) -> Tensor:
+    """Scores of entries with these keys."""
+    index = part.alloc(2, 2, 5, keys.shape[-1], torch.float32, "cpu")
+    part.refresh(index, entries, keys, occupied)
+    return part.score(index, queries, lambda given: given @ keys.flatten(2, 3).mT)
 
 
 def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None:

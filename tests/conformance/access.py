@@ -75,7 +75,9 @@ def static_tensors(cache: PolicyCache) -> list[Tensor]:
         store = layer.store
         found += [store.keys, store.values, store.positions, store.length, store.budget, store.columns]
         found += [
-            t for part in (store.state, store.codes, store.calibrations, store.limits or ()) for t in tensors(part)
+            t
+            for part in (store.state, store.codes, store.calibrations, store.limits or (), store.reads)
+            for t in tensors(part)
         ]
     return found
 

@@ -38,10 +38,11 @@ def test_kinds_follow_the_names_of_fields() -> None:
         "scales": 2 * (5 * 2 + 4),
         "positions": 36,
         "statistics": 8 + 3,
+        "index": 0,
         "counters": 8,
     }
 
 
 def test_nothing_is_no_bytes() -> None:
     found = bytes_by_kind([], [], torch.empty(0, dtype=torch.int32), (), [])
-    assert set(found.values()) == {0} and len(found) == 6
+    assert set(found.values()) == {0} and len(found) == 7

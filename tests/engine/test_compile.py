@@ -100,10 +100,23 @@ METHODS = [
     words("h2o", "merge", "kivi"),
     "h2o:decode=grow+kivi:group_size=4:residual_length=4@0.5",
     "full",
+    "quest:read=8:page=2:dense=1",
+    "h2o+labels:read=6:channels=3:dense=0@0.5",
 ]
 OTHERS = [
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),
-    *(policy for policy in ("squeeze+kvcrush@0.5", "snapkv@0.5", "tova@0.5", "h2o:decode=grow@0.5")),
+    *(
+        policy
+        for policy in (
+            "squeeze+kvcrush@0.5",
+            "snapkv@0.5",
+            "tova@0.5",
+            "h2o:decode=grow@0.5",
+            "exact:read=8",
+            "tokenwise:block_size=4:residual_length=4+quest:read=8:dense=0",
+            "snapkv+quest:read=8:page=2:dense=0:resort=5@0.8",
+        )
+    ),
 ]
 
 

@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.catalog", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is out of date")
     parser.add_argument("--n", type=int, default=32, help="prompts per task for allocators and selectors")
-    parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs")
+    parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs and readers")
     args = parser.parse_args(argv)
     try:
         stale = [place for place in places(ROOT) if not place.is_current(ROOT)]

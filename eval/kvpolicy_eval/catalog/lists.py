@@ -33,6 +33,7 @@ COLUMNS: dict[Kind, list[str]] = {
     ],
     "merger": ["what it does", "when", "score bias", "source"],
     "codec": ["what it does", "source"],
+    "reader": ["what a step reads", "what it scores", "source"],
 }
 """Columns of the tables of docs/methods/index.md after the name."""
 

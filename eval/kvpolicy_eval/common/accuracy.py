@@ -24,6 +24,15 @@ token.
 """
 
 
+def held_back(task: str, policy: str) -> int:
+    """Tokens at the end of a task's prompts that are fed after the rest.
+
+    A reader changes steps alone, so the first token of an answer must come from one.
+    """
+    reads_all = isinstance(kvpolicy.Policy.parse(policy).reader, kvpolicy.ReadAll)
+    return max(HELD_BACK.get(task, 0), 0 if reads_all and policy != "all" else 1)
+
+
 class TaskEvaluator:
     """The embedded model, with a number of prompts of every task.
 
@@ -56,7 +65,9 @@ class TaskEvaluator:
                 hits = 0
                 for start in range(0, len(prompts), BATCH):
                     batch = prompts[start : start + BATCH]
-                    batch_hits, batch_held, batch_full = self._answer(batch, HELD_BACK.get(name, 0), policy, byte_share)
+                    batch_hits, batch_held, batch_full = self._answer(
+                        batch, held_back(name, policy), policy, byte_share
+                    )
                     hits += batch_hits
                     held_bytes += batch_held
                     full_bytes += batch_full

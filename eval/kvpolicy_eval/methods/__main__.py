@@ -11,7 +11,7 @@ from kvpolicy import registry
 from kvpolicy_eval.common.markdown import publish
 from kvpolicy_eval.methods.measure import Bench
 from kvpolicy_eval.methods.plan import methods
-from kvpolicy_eval.methods.tables import budget_tables, codec_table
+from kvpolicy_eval.methods.tables import budget_tables, codec_table, reader_table
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.methods", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="names of methods; all by default")
     parser.add_argument("--n", type=int, default=32, help="prompts per task for allocators and selectors")
-    parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs")
+    parser.add_argument("--n-codecs", type=int, default=8, help="prompts per task for codecs and readers")
     parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
     parser.add_argument(
         "--fill",
@@ -32,8 +32,15 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"There is no method {unknown[0]!r}; choose from {', '.join(methods())}.")
     selections = Bench(args.n, torch.float32, args.cache)
     codecs = Bench(args.n_codecs, torch.bfloat16, args.cache, text=True)
+    readers = Bench(args.n_codecs, torch.float32, args.cache)
     for name in args.names or methods():
-        text = codec_table(codecs, name) if name in registry.CODECS else budget_tables(selections, name)
+        kind, _ = registry.lookup(name)
+        if kind == "codec":
+            text = codec_table(codecs, name)
+        elif kind == "reader":
+            text = reader_table(readers, name)
+        else:
+            text = budget_tables(selections, name)
         print(f"{name}\n")
         try:
             publish(text, "measured", args.fill and args.fill / f"{name}.md")

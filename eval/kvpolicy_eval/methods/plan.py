@@ -36,13 +36,41 @@ CODECS = {
 """Codecs of a codec's page, to which policies without a codec are added; others have their defaults only."""
 
 
+READS = [0.2, 0.1, 0.05]
+"""Fractions of the slots that readers are measured at."""
+
+READERS = {
+    "quest": ["quest:page=16", "quest", "exact"],
+    "labels": ["labels", "exact"],
+}
+"""Readers of a reader's page, to which reading everything is added; others have their defaults only."""
+
+
 def methods() -> list[str]:
-    """All methods that have a page: in the order of the registry.
+    """All methods that have a page, in the order of the registry.
 
     >>> methods()[:4]
     ['uniform', 'pyramid', 'squeeze', 'even']
     """
-    return [name for table in registry.BUILT_IN.values() for name in table]
+    return [name for kind in registry.kinds() for name in registry.BUILT_IN[kind]]
+
+
+def reader_policies(name: str) -> list[str]:
+    """Policies of the page of a reader, without the fraction of the slots that is read.
+
+    >>> reader_policies("quest")
+    ['quest:page=16', 'quest', 'exact', 'all']
+    """
+    return list(dict.fromkeys([*READERS.get(name, [name]), "all"]))
+
+
+def at_read(policy: str, read: float) -> str:
+    """A reader at a fraction of the slots; `all` has none.
+
+    >>> at_read("quest:page=16", 0.05), at_read("all", 0.05)
+    ('quest:page=16:read=0.05', 'all')
+    """
+    return policy if policy == "all" else f"{policy}:read={read}"
 
 
 def selection_policies(name: str) -> list[str]:

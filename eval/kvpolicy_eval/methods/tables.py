@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.methods.measure import Bench, Result
-from kvpolicy_eval.methods.plan import BUDGETS, codec_policies, selection_policies
+from kvpolicy_eval.methods.plan import BUDGETS, READS, at_read, codec_policies, reader_policies, selection_policies
 
 TASK_BUDGET = 0.2
 """Budget of the table by task."""
@@ -41,6 +42,34 @@ def codec_table(bench: Bench, name: str) -> str:
         accuracy = f"{mean(result['tasks']):.2f}"
         rows.append([f"`{policy}`", accuracy, f"{result['share']:.2f}", *errors, f"{result['perplexity']:.2f}"])
     return f"{table(names, rows)}\n\n{note(bench)}"
+
+
+def reader_table(bench: Bench, name: str) -> str:
+    """Table of a reader: accuracy by the fraction of slots that is read, and bytes of a step and of the cache."""
+    last = READS[-1]
+    names = ["policy", *(f"answers at {read:.0%} read" for read in READS), f"moved at {last:.0%}", "held"]
+    rows: list[list[str]] = []
+    for policy in reader_policies(name):
+        by_read = [bench.result(at_read(policy, read)) for read in READS]
+        answers = [f"{mean(result['tasks']):.2f}" for result in by_read]
+        rows.append([f"`{policy}`", *answers, f"{_moved(at_read(policy, last)):.2f}", f"{by_read[-1]['share']:.2f}"])
+    return f"{table(names, rows)}\n\n{reader_note(bench)}"
+
+
+def reader_note(bench: Bench) -> str:
+    """How the numbers of a reader were measured."""
+    return (
+        f"Answers: fraction of correct ones, mean of six tasks, {bench.docs} prompts of about 512 tokens each; one "
+        f"answer changes it by {1 / (6 * bench.docs):.3f}. The last token of every prompt is fed after the others, so "
+        "that all tokens of an answer come from steps that read a part. Moved: bytes that a step reads of a cache with "
+        "512 tokens, of those that reading everything would. Held: bytes after the prompt, of the full cache's, in "
+        f"{str(bench.dtype).removeprefix('torch.')}."
+    )
+
+
+def _moved(policy: str) -> float:
+    planned = kvpolicy.plan("tiny", policy, prompt=512)
+    return planned.moved / kvpolicy.plan("tiny", "full", prompt=512).moved
 
 
 def note(bench: Bench) -> str:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from kvpolicy_eval.pictures import allocators, codecs, head_allocators, mergers, plots, selectors
+from kvpolicy_eval.pictures import allocators, codecs, head_allocators, mergers, plots, readers, selectors
 from kvpolicy_eval.pictures.style import Draw
 
 
 def pictures() -> dict[str, Draw]:
     """Every picture, by the name of its file."""
-    return (
-        allocators.PICTURES
-        | head_allocators.PICTURES
-        | selectors.PICTURES
-        | mergers.PICTURES
-        | codecs.PICTURES
-        | plots.PICTURES
-    )
+    kinds = (allocators, head_allocators, selectors, mergers, codecs, readers, plots)
+    return {name: draw for module in kinds for name, draw in module.PICTURES.items()}

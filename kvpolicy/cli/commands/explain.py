@@ -73,6 +73,7 @@ def _facts(case: Any) -> dict[str, Any]:
         "selector": explanation.of_selector(case),
         "merger": explanation.of_merger(case),
         "codec": explanation.of_codec(case),
+        "reader": explanation.of_reader(case),
     }
     return {
         "shape": {"layers": len(case.planned.layers), "kv_heads": shape.heads, "head_dim": shape.head_dim},

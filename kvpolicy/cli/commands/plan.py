@@ -92,6 +92,7 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
         "calibrated": planned.resident_nbytes,
         "cache": planned.by_kind() | {"total": planned.nbytes},
         "full_cache": planned.full_nbytes,
+        "moved": {"step": planned.moved, "all": sum(layer.all_moved for layer in planned.layers)},
         "largest_batch": {
             "policy": planned.largest_batch(memory),
             "full": planned.full_largest_batch(memory),
@@ -149,6 +150,10 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("calibrated tensors", size(facts["calibrated"]), ""))
     rows += [(f"cache, {kind}", size(taken), "") for kind, taken in cache.items() if taken]
     rows.append(("cache", size(total), size(full)))
+    if facts["moved"]["step"] != facts["moved"]["all"]:  # the policy has a reader
+        moved = facts["moved"]
+        rows.append(("moved per step", size(moved["step"]), ""))
+        rows.append(("moved per step, if all were read", size(moved["all"]), ""))
     rows.append(("cache, fraction of full", f"{total / full:.3f}", f"{1:.3f}"))
     rows.append(
         (f"largest batch in {size(facts['memory'])}", f"{largest['policy']:,} rows", f"{largest['full']:,} rows")

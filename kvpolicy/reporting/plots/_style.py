@@ -34,6 +34,7 @@ KINDS = {
     "scales": PALETTE[5],
     "positions": PALETTE[2],
     "statistics": PALETTE[3],
+    "index": "#4B0082",
     "counters": PALETTE[4],
     "counts": "#F0E442",
     "waiting prompt": PALETTE[6],

@@ -24,7 +24,7 @@ def bytes_by_kind(source: Source | Mapping[str, Source], *, axes: Axes | None = 
     """Plot the bytes of a cache by kind, next to those of the full cache.
 
     The kinds are keys and values in full precision (`exact`), the `codes` and `scales` of the codec, and the
-    bookkeeping: `positions`, `statistics` and `counters`. The weights of a plan are not included.
+    bookkeeping: `positions`, `statistics`, `index` and `counters`. The weights of a plan are not included.
 
     Args:
         source: A handle, a cache, a report or a plan; or a dictionary of these by name, with a bar for each.

@@ -16,7 +16,7 @@ from kvpolicy import registry
 from kvpolicy_eval.methods import measure
 from kvpolicy_eval.methods.__main__ import main
 from kvpolicy_eval.methods.measure import Bench
-from kvpolicy_eval.methods.plan import BUDGETS, codec_policies, methods, selection_policies
+from kvpolicy_eval.methods.plan import BUDGETS, at_read, codec_policies, methods, reader_policies, selection_policies
 from kvpolicy_eval.methods.tables import at
 
 TASKS = ["recall", "multi_query", "passkey", "needles", "few_shot", "hot_keys"]
@@ -32,12 +32,18 @@ class Refused:
 
 @pytest.mark.parametrize("name", methods())
 def test_what_is_measured_of_a_method_is_of_this_method(name: str) -> None:
-    by_budget = name not in registry.CODECS
-    policies = [at(policy, 0.2) for policy in selection_policies(name)] if by_budget else codec_policies(name)
-    assert len(set(policies)) == len(policies) > 1
+    own, _ = registry.lookup(name)
+    if own == "codec":
+        policies = codec_policies(name)
+    elif own == "reader":
+        policies = [at_read(policy, 0.1) for policy in reader_policies(name)]
+    else:
+        policies = [at(policy, 0.2) for policy in selection_policies(name)]
+    assert len(set(policies)) == len(policies)
+    assert len(policies) > 1 or name == "all"
     parsed = [kvpolicy.Policy.parse(policy) for policy in policies]
     _, kind = registry.lookup(name)
-    assert any(isinstance(part, kind) for one in parsed for part in (one.allocator, one.selector, one.codec))
+    assert any(isinstance(part, kind) for one in parsed for part in (getattr(one, part) for part in registry.kinds()))
 
 
 def test_a_page_gets_its_table_and_nothing_is_measured_twice(

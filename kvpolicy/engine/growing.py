@@ -1,0 +1,45 @@
+"""How many decode steps a layer has slots for, and slots for more."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpolicy.engine import capacity
+from kvpolicy.engine.partial_reads import LayerReading
+
+
+class LayerGrowth(LayerReading):
+    """The slots of a layer that may need more of them. `LayerStore` operates on them."""
+
+    @property
+    def can_run_out(self) -> bool:
+        """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
+        return self.grows or self._may_exceed_plan or sum(self.layout.coded) > 0
+
+    def reserve(self, new: int) -> int:
+        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
+        counts = zip(self._row_counts(), self.expected_len, strict=True)
+        more = [max(0, held + new - expected) for held, expected in counts]
+        return self._extend(more) if any(more) else 0
+
+    def _extend(self, more: list[int]) -> int:
+        """Let each row hold so many tokens more; in a growing cache they raise the budget too."""
+        old = self.capacity
+        self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
+        if max(self.expected_len) > self.capacity:
+            self.capacity = max(self.expected_len)
+            self._lengthen()
+        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
+        self._fix_addresses()
+        return self.capacity - old
+
+    def _count_free_steps(self) -> float:
+        if not self.can_run_out:
+            return capacity.UNLIMITED
+        occupied = (self.positions >= 0).sum(-1)
+        room = None
+        if self.limits is not None:
+            # A row that never demotes has a threshold beyond any count, and ends where its slots end.
+            size = self._open_slots().sum(-1).expand_as(occupied)
+            room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
+        return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)

@@ -1,0 +1,244 @@
+"""Decode steps that read a part of a layer's slots: the index, and attention to what the reader chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.reading import (
+    Chosen,
+    ReadShape,
+    ReadState,
+    alloc_reads,
+    channel_salience,
+    choose,
+    count_step,
+    entries_of,
+    entry_slots,
+    key_codes,
+    largest_counts,
+    read_shape,
+    row_entries,
+)
+from kvpolicy.engine.slots import LayerSlots
+from kvpolicy.engine.state import map_slots, slot_tensors, tensors
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.kernels.products import products
+
+REBUILD_SLOTS = 8192
+"""Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
+
+
+class LayerReading(LayerSlots):
+    """The slots of a layer and the index of its reader. `LayerStore` operates on them.
+
+    Where the reader reads everything, nothing here does anything but attend to all slots.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make an empty store; see `LayerSlots`."""
+        super().__init__(*args, **kwargs)
+        self._index_is_current = False  # while a prompt is placed, entries wait until all slots are written
+        self._steps_unsorted = 0
+
+    # attention
+
+    def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row [B, Hq, 1, D] to the slots that the reader chooses.
+
+        Returns:
+            The output [B, Hq, 1, D], and the attention weights of all slots [B, H, G, S] fp32, or None; slots that were
+            not read have a weight of 0.
+        """
+        self.link.whole((self.positions, self.counts))
+        coded = self.coded_view()
+        if self.read_shape is None or not self.reads:
+            self.link.whole((self.keys, self.values, self.codes))
+            exact, occupied = (self.keys, self.values), self.positions >= 0
+            return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts)
+        chosen = self._choose(q, self.reads, self.read_shape, transform)
+        if coded is None:
+            buffer = self.link.rows(self.keys, chosen.slots), self.link.rows(self.values, chosen.slots)
+            part = None
+        else:
+            buffer = self.keys, self.values
+            part = self._decode_chosen(coded, chosen.slots, self.read_shape)
+        occupied = (self._of_read(self.positions, chosen) >= 0) & self._of_read(None, chosen)
+        counts = None if self.log_counts is None else self._of_read(self.log_counts, chosen)
+        out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
+        return out, None if weights is None else self._to_slots(weights, chosen)
+
+    def _choose(self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform) -> Chosen:
+        """The slots that a step reads besides a codec's full-precision buffer."""
+        queries = q.squeeze(2).unflatten(1, (self.positions.shape[1], -1))  # [B, H, G, D]
+        self.link.whole(reads.index)
+        score = transform.finish(self.reader.score(reads.index, queries, self._products))
+        if self.log_counts is not None:
+            # As attention adds them: a slot that stands for many tokens is needed more than its key says.
+            score = score + largest_counts(shape, self.log_counts, self.positions)[:, :, None]
+        return choose(shape, reads.limit, score, self.positions, self.length, self.reader.traits.recent, self.ranks)
+
+    def _products(self, queries: Tensor) -> Tensor:
+        """Products of queries [B, H, G, D] with the key of every slot that the reader divides, [B, H, G, S] fp32."""
+        coded = self.coded_view()
+        if coded is None:
+            self.link.whole(self.keys)
+            return products(queries, self.keys)
+        self.link.whole(key_codes(self.codes))
+        return torch.cat(coded.score(queries), -1)
+
+    def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
+        self.link.whole((self.keys, self.values))
+        group_size = self.codec.traits.group_size
+        for codes, size in zip(self.codes, self.layout.coded, strict=True):
+            if size:
+                self.link.count_stage(codes, size, min(shape.slots, size), group_size, shape.page)
+        # In fp32, as stages decode: attention converts them as it does where all slots are read.
+        return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
+
+    def _of_read(self, per_slot: Tensor | None, chosen: Chosen) -> Tensor:
+        """What is read of a tensor [B, H, S], in the order in which it is attended to, [B, H, n].
+
+        Without a tensor: whether a slot is to be attended to.
+        """
+        part = chosen.chosen if per_slot is None else per_slot.gather(-1, chosen.slots)
+        if not sum(self.layout.coded):
+            return part
+        exact = self.layout.exact
+        every = part.new_ones(*part.shape[:2], exact) if per_slot is None else per_slot[..., :exact]
+        return torch.cat([every, part], -1)
+
+    def _to_slots(self, weights: Tensor, chosen: Chosen) -> Tensor:
+        """Attention weights of what was read, [B, H, G, n], as those of all slots, [B, H, G, S]."""
+        slots = chosen.slots
+        if sum(self.layout.coded):
+            first = torch.arange(self.layout.exact, device=slots.device).expand(*slots.shape[:2], -1)
+            slots = torch.cat([first, slots], -1)
+        every = weights.new_zeros(*weights.shape[:3], self.layout.slots)
+        # A sum, since slots that are not read may be named twice, with weights of 0.
+        return every.scatter_add(-1, slots[:, :, None].expand(weights.shape), weights)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the last decode step read; the number that a step would read if none has been counted."""
+        if self.link.moved or not self.is_initialized:
+            return self.link.moved
+        expected = Link()
+        expected.start()
+        count_step(
+            expected,
+            self.reader,
+            self.read_shape,
+            self.reads,
+            (self.keys, self.values),
+            (self.positions, self.counts),
+            self.codes,
+            self.layout.coded,
+            self.codec.traits.group_size,
+        )
+        return expected.moved
+
+    # the index
+
+    def _rebuild_index(self, first: Tensor | None = None, salience: Tensor | None = None) -> None:
+        """Make the index fit the layout, and compute every entry.
+
+        Args:
+            first: Rows that had their first prompt, [B] bool; None if no row had.
+            salience: The salience of the channels of that prompt, [B, H, D], if the reader needs it.
+        """
+        if not self.reads:
+            return
+        shape = read_shape(self.reader, self.codec, self.layout, self.layer_idx)
+        batch, heads, _, dim = self.keys.shape
+        if shape != self.read_shape:
+            self.read_shape = shape
+            old = self.reads
+            self.reads = alloc_reads(self.reader, shape, batch, heads, dim, self.keys.dtype, self.keys.device)
+            # What was fitted to the first prompt does not depend on the number of entries.
+            for new, held in zip(tensors(self.reads), tensors(old), strict=True):
+                if new.shape == held.shape:
+                    new.copy_(held)
+        if first is not None and salience is not None:
+            self.reader.fit(self.reads.index, salience, first)
+        self._index_is_current = True
+        self._steps_unsorted = 0
+        if shape is None:
+            return
+        self._set_limit(shape, self.reads)
+        step = max(REBUILD_SLOTS // shape.page, 1)
+        for start in range(0, shape.entries, step):
+            entries = torch.arange(start, min(start + step, shape.entries), device=self.keys.device)
+            self._refresh(shape, self.reads, entries.expand(batch, heads, -1))
+
+    def _lengthen(self) -> None:
+        """Grow the slots to the capacity, and keep what they hold."""
+        super()._lengthen()
+        self._rebuild_index()
+
+    def _set_limit(self, shape: ReadShape, reads: ReadState) -> None:
+        rows = row_entries(self.reader, self.codec, shape, self.expected_len)
+        reads.limit.copy_(reads.limit.new_tensor(rows))
+
+    def _set_budget(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens; one that has slots for more of them reads more."""
+        super()._set_budget(budget)
+        if self.read_shape is not None and self.reads:
+            self._set_limit(self.read_shape, self.reads)
+
+    def _salience(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
+        """The salience of the channels in a prompt, [B, H, D] fp32, if the reader needs it."""
+        wanted = bool(self.reads) and self.reader.traits.salience
+        return channel_salience(q, k.detach(), valid, self.ranks) if wanted else None
+
+    def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
+        """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""
+        shape = self.read_shape
+        if shape is None or not self.reads or not self._index_is_current:
+            return
+        part = 0
+        if sum(self.layout.coded):
+            if stage is None:  # the full-precision buffer has no entries then
+                return
+            part = sum(size > 0 for size in self.layout.coded[:stage])
+        start, _ = shape.parts[part]
+        self._refresh(shape, self.reads, entries_of(shape, part, slots - start))
+
+    def _refresh(self, shape: ReadShape, reads: ReadState, entries: Tensor) -> None:
+        """Recompute entries [B, H, n] from the keys that their slots hold."""
+        if not reads.index:
+            return
+        slots, inside = entry_slots(shape, entries)
+        flat = slots.flatten(2)
+        coded = self.coded_view()
+        keys = self.link.rows(self.keys, flat) if coded is None else coded.keys_at(flat, self.keys.dtype)
+        occupied = inside & (self.positions.gather(-1, flat) >= 0).view_as(inside)
+        self.reader.refresh(reads.index, entries, keys.unflatten(2, inside.shape[2:]), occupied)
+
+    def _count_unsorted_step(self) -> None:
+        """Count a step that overwrote slots, and sort them by position again when it is time."""
+        traits = self.reader.traits
+        if self.read_shape is None or not traits.ordered or self.grows:
+            return
+        self._steps_unsorted += 1
+        if self._steps_unsorted >= traits.resort:
+            self._sort_slots()
+
+    def _sort_slots(self) -> None:
+        """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""
+        self._steps_unsorted = 0
+        order = torch.where(self.positions >= 0, self.positions, BEYOND).argsort(dim=-1, stable=True)
+        vectors = order[..., None].expand(self.keys.shape)
+        self.keys.copy_(self.keys.gather(2, vectors))
+        self.values.copy_(self.values.gather(2, vectors))
+        self.positions.copy_(self.positions.gather(-1, order))
+        per_slot = (self.state, self.counts)
+        in_order = map_slots(lambda t: t.gather(-1, order), per_slot)
+        for held, new in zip(slot_tensors(per_slot), slot_tensors(in_order), strict=True):
+            held.copy_(new)
+        self._rebuild_index()

@@ -1,0 +1,301 @@
+"""Which entries a decode step reads: their slots, their ranking, and the bytes that this moves."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.protocols import Codec, Index, Layout, Ranks, Reader
+
+_INF_BITS = 0x7F800000
+"""The bits of fp32's inf, read as an integer: above those of every number."""
+
+_HIDDEN = -(2**31)
+"""Below the bits of every number."""
+
+_NEWEST, _FIRST, _RECENT = 3, 2, 1
+"""Entries that are always read, by what they hold; of too many, the newest token's comes first."""
+
+
+class ReadShape(NamedTuple):
+    """What a step reads of a layer. These are integers of the layout, so that each layout has one graph.
+
+    Attributes:
+        page: Slots of an entry.
+        chosen: Entries that each head reads.
+        parts: The first slot and the slots of each part that is divided into entries: all slots in full precision, or
+            the stages of a codec. An entry lies in one part.
+    """
+
+    page: int
+    chosen: int
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    def entries(self) -> int:
+        """The number of entries."""
+        return sum(-(-size // self.page) for _, size in self.parts)
+
+    @property
+    def slots(self) -> int:
+        """Slots that each head reads of these parts; fewer where the last entry of a part is shorter."""
+        return self.chosen * self.page
+
+
+class ReadState(NamedTuple):
+    """The tensors of a layer that does not read everything.
+
+    Attributes:
+        limit: Entries that each row reads, [B] int64: as many as it would alone.
+        index: The reader's index.
+    """
+
+    limit: Tensor
+    index: Index
+
+
+class Chosen(NamedTuple):
+    """What a step reads.
+
+    Attributes:
+        slots: [B, H, n] int64.
+        chosen: Whether the slot belongs to the entries that are read, [B, H, n] bool; it may still be empty.
+    """
+
+    slots: Tensor
+    chosen: Tensor
+
+
+def reads_part(reader: Reader, layer_idx: int) -> bool:
+    """Whether a layer may read less than everything, and so has an index."""
+    return layer_idx >= reader.traits.dense
+
+
+def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
+    """What a step reads of a layer; None if it reads everything."""
+    slots = _paged_slots(layout)
+    if not reads_part(reader, layer_idx) or not slots:
+        return None
+    wanted = reader.count(slots)
+    if wanted >= slots:
+        return None
+    page = reader.page_size(slots)
+    if page > 1 and sum(layout.coded):  # so that no group of slots that share parameters is read in part
+        group_size = codec.traits.group_size
+        page = -(-page // group_size) * group_size
+    parts = ((0, layout.exact),)
+    if sum(layout.coded):
+        parts = tuple(pair for pair in zip(layout.starts(), layout.coded, strict=True) if pair[1])
+    shape = ReadShape(page, -(-wanted // page), parts)
+    return None if shape.chosen >= shape.entries else shape
+
+
+def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int]) -> list[int]:
+    """Entries that each row reads, as many as it would alone.
+
+    Args:
+        reader: The reader.
+        codec: The codec.
+        shape: What is read of the layer.
+        tokens: The most tokens that each row may hold.
+    """
+    counts = [reader.count(max(_paged_slots(codec.layout(most)), 1)) for most in tokens]
+    return [min(-(-count // shape.page), shape.chosen) for count in counts]
+
+
+def _paged_slots(layout: Layout) -> int:
+    return sum(layout.coded) or layout.exact
+
+
+def alloc_reads(
+    reader: Reader,
+    shape: ReadShape | None,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> ReadState:
+    """The tensors of a layer that may read less than everything; without a shape there is no entry yet."""
+    entries = 0 if shape is None else shape.entries
+    limit = torch.zeros(batch, dtype=torch.int64, device=device)
+    return ReadState(limit, reader.alloc(batch, heads, entries, head_dim, dtype, device))
+
+
+def by_entry(shape: ReadShape, positions: Tensor) -> Tensor:
+    """The positions [B, H, S] in the slots of each entry, [B, H, X, page] int32; -1 behind the end of a part."""
+    paged: list[Tensor] = []
+    for start, size in shape.parts:
+        part = positions[..., start : start + size]
+        lacking = -size % shape.page
+        paged.append((F.pad(part, (0, lacking), value=-1) if lacking else part).unflatten(-1, (-1, shape.page)))
+    return paged[0] if len(paged) == 1 else torch.cat(paged, 2)
+
+
+def entry_slots(shape: ReadShape, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots of entries [B, H, n].
+
+    Returns:
+        The slots, [B, H, n, page] int64, and whether they belong to the entry: the last one of a part may be shorter.
+    """
+    first = 0
+    base: Tensor | int = 0
+    end: Tensor | int = 0
+    for number, (start, size) in enumerate(shape.parts):
+        offset = start - first * shape.page
+        if not number:
+            base, end = offset, start + size
+        else:
+            base = torch.where(entries >= first, offset, base)
+            end = torch.where(entries >= first, start + size, end)
+        first += -(-size // shape.page)
+    slots = (entries * shape.page + base)[..., None] + torch.arange(shape.page, device=entries.device)
+    last = end - 1 if isinstance(end, int) else end[..., None] - 1
+    inside = slots <= last
+    # A slot behind the end of its part repeats the last one, and is not read.
+    return torch.where(inside, slots, last), inside
+
+
+def entries_of(shape: ReadShape, part: int, slots: Tensor) -> Tensor:
+    """The entries of slots, which are counted from the first one of their part."""
+    first = sum(-(-size // shape.page) for _, size in shape.parts[:part])
+    return slots.div(shape.page, rounding_mode="floor") + first
+
+
+def largest_counts(shape: ReadShape, counts: Tensor, positions: Tensor) -> Tensor:
+    """The largest of the counts [B, H, S] of the tokens in each entry, [B, H, X] fp32; 0 for an entry without one."""
+    # No count is below 0, the logarithm of one token, so that the -1 behind a part is never the largest.
+    return by_entry(shape, counts.masked_fill(positions < 0, 0)).amax(-1)
+
+
+def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
+    """How much each entry is needed: its attention weight for the query head that weights it most.
+
+    Args:
+        score: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
+        live: Which entries hold a token, [B, H, X] bool.
+        ranks: The ranks that hold the other query heads of these KV heads.
+
+    Returns:
+        The logarithm of the weight, [B, H, X] fp32; of an entry without a token, anything.
+    """
+    score = score.masked_fill(~live[:, :, None], -torch.inf)
+    # Logarithms rank like the weights, and do not underflow to equal zeros.
+    need = (score - score.logsumexp(-1, keepdim=True)).amax(2)
+    return ranks.largest(need).nan_to_num(0.0, 0.0)
+
+
+def choose(
+    shape: ReadShape, limit: Tensor, score: Tensor, positions: Tensor, length: Tensor, recent: int, ranks: Ranks
+) -> Chosen:
+    """The slots of the entries that are needed most; ties go to the earlier position.
+
+    Args:
+        shape: What is read of the layer.
+        limit: Entries that each row reads, [B] int64.
+        score: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
+        positions: Of all slots, [B, H, S] int32.
+        length: Tokens that each row has seen, [B] int64.
+        recent: The newest tokens whose entries are always read.
+        ranks: The ranks that hold the other query heads of these KV heads.
+    """
+    held = by_entry(shape, positions)
+    newest = held.amax(-1)
+    earliest = torch.where(held >= 0, held, BEYOND).amin(-1)
+    live = newest >= 0
+    need = need_of(score, live, ranks)
+    bits = (need + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
+    # Numbers of fp32 are ordered like their bits, but negative ones the other way round.
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    first = torch.where(positions >= 0, positions, BEYOND).amin(-1, keepdim=True)
+    last = length[:, None, None] - 1
+    rank = torch.where(newest > last - recent, _INF_BITS + _RECENT, rank)
+    rank = torch.where(earliest == first, _INF_BITS + _FIRST, rank)
+    rank = torch.where(newest == last, _INF_BITS + _NEWEST, rank).masked_fill(~live, _HIDDEN)
+    # `topk` leaves open which of equal entries it returns, so the order of positions takes the low bits.
+    top = ((rank << 31) | (BEYOND - earliest).clamp_min(0)).topk(shape.chosen, -1)
+    within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
+    kept = within & (top.values >= (_HIDDEN + 1) << 31)
+    slots, inside = entry_slots(shape, top.indices)
+    return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2))
+
+
+def channel_salience(q: Tensor, k: Tensor, valid: Tensor | None, ranks: Ranks) -> Tensor:
+    """Mean absolute query times mean absolute key of each channel, over all pairs of a prompt, [B, H, D] fp32.
+
+    Args:
+        q: [B, Hq, P, D].
+        k: [B, H, P, D].
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        ranks: The ranks that hold the other query heads of these KV heads.
+    """
+    count = torch.tensor(q.shape[2]) if valid is None else valid.sum(-1).clamp_min(1)[:, None, None]
+
+    def mean(x: Tensor) -> Tensor:
+        if valid is not None:
+            x = x.masked_fill(~valid[:, None, :, None], 0)
+        # In fp64, so that padding, which changes the order of the sum, does not change the order of the channels.
+        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64) / count.to(x.device)
+
+    queries = ranks.group_mean(mean(q).unflatten(1, (k.shape[1], -1)))
+    return (queries * mean(k)).float()
+
+
+def count_step(
+    link: Link,
+    reader: Reader,
+    shape: ReadShape | None,
+    reads: Any,
+    buffer: tuple[Tensor, Tensor],
+    per_slot: Any,
+    codes: tuple[Any, ...],
+    coded: tuple[int, ...],
+    group_size: int,
+) -> None:
+    """Count what a decode step reads of a layer, of tensors that may be on the device meta.
+
+    Args:
+        link: What counts it.
+        reader: The reader.
+        shape: What is read of the layer; None for everything.
+        reads: The layer's `ReadState`; the empty tuple where everything is read.
+        buffer: Keys and values in full precision, [B, H, E, D] each.
+        per_slot: Positions of all slots, and their counts if they have some, [B, H, S] each.
+        codes: The codes of each stage.
+        coded: Slots of each stage.
+        group_size: Slots that share parameters.
+    """
+    link.whole(per_slot)
+    if shape is None:
+        link.whole((buffer, codes))
+        return
+    link.whole(reads.index)
+    if any(coded):
+        link.whole(buffer)
+        if reader.traits.scans_keys:
+            link.whole(key_codes(codes))
+        for own, size in zip(codes, coded, strict=True):
+            if size:
+                link.count_stage(own, size, min(shape.slots, size), group_size, shape.page)
+        return
+    if reader.traits.scans_keys:
+        link.whole(buffer[0])
+    if reads.index:  # the entry of the new token is recomputed
+        link.count_rows(buffer[0], shape.page)
+    for part in buffer:
+        link.count_rows(part, shape.slots)
+
+
+def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The tensors of codes that scores are computed from: all but those of values, by the names of their fields."""
+    return tuple(
+        tensor
+        for stage in codes
+        for name, tensor in zip(getattr(stage, "_fields", ()), stage, strict=False)
+        if "value" not in name
+    )

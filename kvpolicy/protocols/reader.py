@@ -1,0 +1,117 @@
+"""The interface of a reader: which of the kept tokens a decode step reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols.codec import ModelInfo
+
+Index = Any
+"""A NamedTuple of one layer's tensors that describe its entries; the empty tuple for a reader without an index."""
+
+
+class ReaderTraits(NamedTuple):
+    """What the engine must know of a reader.
+
+    Attributes:
+        dense: How many of the model's first layers read every slot.
+        recent: The newest tokens whose entries are always read; that of the newest one always is.
+        ordered: Whether entries are pages of slots that should hold neighbors, so that slots are kept in the order of
+            their positions.
+        resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
+        salience: Whether `fit` needs the salience of the channels in the prompt.
+        scans_keys: Whether `score` reads every key, by `products`.
+    """
+
+    dense: int = 0
+    recent: int = 1
+    ordered: bool = False
+    resort: int = 256
+    salience: bool = False
+    scans_keys: bool = False
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Which of the kept tokens does a decode step read?
+
+    The slots of a layer are divided into entries: pages of `page` neighboring slots, or single slots. A decode step
+    scores every entry, reads the slots of the best ones, and attends to them alone. How many are read depends on the
+    number of slots and not on data. The index holds what the scores are computed from; it is recomputed for an entry
+    whenever one of its slots is overwritten.
+
+    A codec's full-precision buffer is small, and is always read whole: there, the slots of a layer are the coded ones.
+
+    Shapes: X entries, n of which are refreshed. `refresh` and `score` are traceable: no host sync, no data-dependent
+    shape.
+    """
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """What the engine must know."""
+        ...
+
+    def page_size(self, slots: int) -> int:
+        """Slots of an entry, in a layer of `slots` slots."""
+        ...
+
+    def count(self, slots: int) -> int:
+        """Slots of `slots` that each KV head reads in a step: a multiple of the page, or all."""
+        ...
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a model's keys cannot be indexed."""
+        ...
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Index:
+        """An empty index of tensors [B, H, ...]; on the device `meta` too, where only their sizes count.
+
+        A tensor whose shape does not depend on `entries` is carried over when a layer gets more slots.
+        """
+        ...
+
+    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
+        """Choose what a head's index consists of, in place, from the first prompt of some rows.
+
+        Args:
+            index: The index.
+            salience: Mean absolute query times mean absolute key of each channel, [B, H, D] fp32; the queries are those
+                of all query heads of the KV head.
+            rows: Which rows had their first prompt, [B] bool; the others keep what they have.
+        """
+        ...
+
+    def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Recompute entries, in place.
+
+        Args:
+            index: The index.
+            entries: Which entries, [B, H, n] int64; where one is given twice, so are its keys.
+            keys: Their keys, as attention sees them, [B, H, n, page, D]. Where `occupied` is not set, anything.
+            occupied: Which of these slots hold a token, [B, H, n, page] bool.
+        """
+        ...
+
+    def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """An estimate of the largest product of each query with the keys of each entry.
+
+        The engine turns it into attention weights as it does with products: it scales and caps them, hides entries
+        without a token, and normalizes them over the entries. An entry is as needed as the query head that needs it
+        most says.
+
+        Args:
+            index: The index.
+            queries: [B, H, G, D].
+            products: Returns the products of queries with every key, [B, H, G, S] fp32. It reads all keys, which
+                `traits.scans_keys` must declare.
+
+        Returns:
+            [B, H, G, X] fp32.
+        """
+        ...

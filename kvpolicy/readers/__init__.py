@@ -1,0 +1,1 @@
+"""Readers: which of the kept tokens a decode step reads."""

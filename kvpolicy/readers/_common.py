@@ -1,0 +1,56 @@
+"""What readers share: how many slots are read, and the checks of their options."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.validation import MAX_FIELD, check_fields
+
+Amount = int | float
+"""A number of tokens (int), or a fraction of a layer's slots (float)."""
+
+_EPSILON = 1e-9  # so that a fraction such as 0.07 of 100 slots is 7, and not 7.000...1 rounded up
+
+
+def check_reader(reader: Any, **minimums: int) -> None:
+    """Check the fields of a reader, and normalize equal values.
+
+    Args:
+        reader: A reader with the field `read`.
+        **minimums: The minimum of other fields, by name.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> from kvpolicy import Quest
+        >>> Quest(read=0)
+        Traceback (most recent call last):
+        kvpolicy.KVPolicyError: Quest.read must be at least 1 token or a fraction above 0 and up to 1, got 0; try 256.
+    """
+    check_fields(reader)
+    check_min(reader, **minimums)
+    name = f"{type(reader).__name__}.read"
+    read = reader.read
+    if isinstance(read, bool) or not isinstance(read, int | float):
+        raise KVPolicyTypeError(f"{name} must be a number of tokens or a fraction, got {read!r}; try 256 or 0.05.")
+    valid = 0 < read <= 1 if isinstance(read, float) else 1 <= read < MAX_FIELD
+    if not valid:
+        raise KVPolicyError(
+            f"{name} must be at least 1 token or a fraction above 0 and up to 1, got {read!r}; try 256."
+        )
+
+
+def slots_read(read: Amount, slots: int, page: int = 1) -> int:
+    """How many of `slots` slots are read: a multiple of the page, or all.
+
+    Examples:
+        >>> slots_read(0.05, 1000), slots_read(64, 1000, 16), slots_read(50, 1000, 16), slots_read(64, 40)
+        (50, 64, 64, 40)
+    """
+    wanted = read if isinstance(read, int) else math.ceil(read * slots - _EPSILON)
+    return min(slots, max(1, -(-wanted // page)) * page)

@@ -1,0 +1,80 @@
+"""ExactTopK: read the values of the tokens with the largest attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpolicy.protocols import Index, ModelInfo, ReaderTraits
+from kvpolicy.readers._common import Amount, check_reader, slots_read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactTopK:
+    """Read every key, and the values of the tokens with the largest attention weights.
+
+    A decode step computes all scores, and attends to the `read` tokens that a KV head's query heads weight most. It
+    saves half of what a step moves at best. It is the upper bound of every reader that estimates these weights, and
+    what such a reader is compared with.
+
+    Args:
+        read: How many tokens each KV head reads in a step (int), or the fraction of the layer's slots (float).
+        dense: How many of the model's first layers read everything.
+        recent: The newest tokens that are always read; the newest one and the first kept one always are.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> ExactTopK(read=0.05).count(1000)
+        50
+
+    Source: the oracle that papers on sparse decoding compare with, such as Quest (Tang et al., ICML 2024,
+    arXiv:2406.10774), Figure 3.
+    Differences: one set of tokens per KV head. A token is as needed as the query head that weights it most says, where
+    the weights are normalized over all slots first. Ties go to the earlier position.
+    """
+
+    read: Amount = 0.05
+    dense: int = 0
+    recent: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reader(self, dense=0, recent=1)
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """Every key is read."""
+        return ReaderTraits(dense=self.dense, recent=self.recent, scans_keys=True)
+
+    def page_size(self, slots: int) -> int:
+        """Single slots."""
+        return 1
+
+    def count(self, slots: int) -> int:
+        """The slots that each KV head reads; see `Reader.count`."""
+        return slots_read(self.read, slots)
+
+    def check(self, model: ModelInfo) -> None:
+        """Every model is supported."""
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Index:
+        """No index."""
+        return ()
+
+    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
+        """No index."""
+
+    def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """No index."""
+
+    def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """The products with every key, [B, H, G, S] fp32."""
+        return products(queries)

@@ -1,0 +1,121 @@
+"""DoubleSparsity: read the tokens whose keys have the largest product with the query in a few channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.products import thin_products
+from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.protocols import ModelInfo, ReaderTraits
+from kvpolicy.readers._common import Amount, check_reader, slots_read
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import AutoInt
+
+_MOST = 16
+"""Channels of a label by default, at most."""
+
+
+class Labels(NamedTuple):
+    """The labels of one layer.
+
+    Attributes:
+        channels: The channels that each head's labels have, ascending, [B, H, r] int16.
+        labels: These channels of each key, [B, H, X, r] in the dtype of the keys.
+    """
+
+    channels: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoubleSparsity:
+    """Read the tokens whose keys have the largest product with the query in a few channels.
+
+    A few channels of a key carry most of its products. The index holds these channels of every key, its label. A step
+    multiplies the same channels of the query with the labels, and reads the tokens with the largest results. Single
+    tokens are chosen, so the order of the slots does not matter: this reader suits caches that evict.
+
+    Args:
+        read: How many tokens each KV head reads in a step (int), or the fraction of the layer's slots (float).
+        channels: Channels of a label; `auto`: 16, or all of a smaller head dimension.
+        dense: How many of the model's first layers read everything.
+        recent: The newest tokens that are always read; the newest one and the first kept one always are.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> DoubleSparsity(read=0.05).count(1000)
+        50
+
+    Source: Double Sparsity (Yang et al., 2024, arXiv:2408.07092), Section 3, and its authors' code, commit b0575e6.
+    Differences: the channels of a row are chosen from its own first prompt, and not offline: those with the largest
+    mean absolute query times mean absolute key, the mean over all pairs of a query and a key of the absolute product in
+    the channel, over the query heads of a KV head too. Labels have the dtype of the keys; the authors quantize label
+    and query to 4 bits. One set of tokens per KV head: a token is as needed as the query head says that weights it
+    most, after a softmax over the tokens. The newest token and the first kept one are always read. Ties go to the
+    earlier position, and of equally salient channels the first ones are chosen.
+    """
+
+    read: Amount = 256
+    channels: AutoInt = "auto"
+    dense: int = 2
+    recent: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reader(self, channels=1, dense=0, recent=1)
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """The channels are chosen from the prompt."""
+        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True)
+
+    def page_size(self, slots: int) -> int:
+        """Single slots."""
+        return 1
+
+    def count(self, slots: int) -> int:
+        """The slots that each KV head reads; see `Reader.count`."""
+        return slots_read(self.read, slots)
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a key has fewer channels than a label."""
+        if self.channels != "auto" and self.channels > model.head_dim:
+            raise KVPolicyError(
+                f"DoubleSparsity.channels must be at most the head dimension of {model.head_dim}, got {self.channels}; "
+                f"try {min(_MOST, model.head_dim)}."
+            )
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> Labels:
+        """Labels of zero, of the first channels."""
+        width = min(_MOST, head_dim) if self.channels == "auto" else self.channels
+        return Labels(
+            channels=torch.arange(width, dtype=torch.int16, device=device).expand(batch, heads, -1).contiguous(),
+            labels=torch.zeros(batch, heads, entries, width, dtype=dtype, device=device),
+        )
+
+    def fit(self, index: Labels, salience: Tensor, rows: Tensor) -> None:
+        """Choose the channels of the largest salience; see `Reader.fit`."""
+        order = salience.argsort(dim=-1, descending=True, stable=True)
+        best = order[..., : index.channels.shape[-1]].sort(dim=-1).values.to(torch.int16)
+        index.channels.copy_(torch.where(rows[:, None, None], best, index.channels))
+
+    def refresh(self, index: Labels, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Take the channels of the labels from some keys; see `Reader.refresh`."""
+        keys = keys.squeeze(3).masked_fill(~occupied, 0)  # a page is one slot
+        channels = index.channels.long()[:, :, None].expand(-1, -1, keys.shape[2], -1)
+        write_slots(index.labels, entries, keys.gather(-1, channels).to(index.labels.dtype))
+
+    def score(self, index: Labels, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """The products in the channels of the labels, [B, H, G, X] fp32."""
+        channels = index.channels.long()[:, :, None].expand(-1, -1, queries.shape[2], -1)
+        return thin_products(queries.gather(-1, channels), index.labels)

@@ -1,0 +1,121 @@
+"""Quest: read the pages whose keys may have the largest product with the query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.products import thin_products
+from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.protocols import Index, ModelInfo, ReaderTraits
+from kvpolicy.readers._common import Amount, check_reader, slots_read
+from kvpolicy.spec.validation import AutoInt
+
+_LONG = 4096
+"""From so many slots on, `page=auto` is 16."""
+
+
+class QuestIndex(NamedTuple):
+    """The bounds of one layer.
+
+    Attributes:
+        bounds: Elementwise maximum of the keys of each page, then their minimum, [B, H, X, 2 * D] in the dtype of the
+            keys; 0 for a page without a token.
+    """
+
+    bounds: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quest:
+    """Read the pages of tokens whose keys may have the largest product with the query.
+
+    The slots are divided into pages. Of each page, the index holds the largest and the smallest number of every key
+    channel, as attention sees the keys. The larger of the two products of a query's channel with them bounds that
+    channel's product from above, and so their sum bounds the product of the query with every key of the page. A step
+    reads the pages with the largest bounds.
+
+    The index takes two keys per page: 1/16 of the keys and values at a page of 16 slots, and 1/4 at a page of 4. Pages
+    are useful if they hold neighboring tokens. So a cache that evicts sorts its slots every `resort` steps, and with a
+    codec nothing may be evicted while decoding.
+
+    Args:
+        read: How many tokens each KV head reads in a step (int), or the fraction of the layer's slots (float); rounded
+            up to whole pages.
+        page: Slots of a page; `auto`: 4 in a layer of less than 4,096 slots, else 16. With a codec whose slots share
+            parameters, it is rounded up to a multiple of the codec's `group_size`.
+        dense: How many of the model's first layers read everything.
+        recent: The newest tokens whose pages are always read; those of the newest one and of the first kept one always
+            are.
+        resort: After how many steps the slots are sorted again by position, in a cache that evicts.
+
+    Raises:
+        KVPolicyTypeError: If a value is of another type.
+        KVPolicyError: If a value is out of range.
+
+    Examples:
+        >>> Quest().page_size(1000), Quest(read=0.05).count(1000), Quest().page_size(16_384)
+        (4, 52, 16)
+
+    Source: Quest (Tang et al., ICML 2024, arXiv:2406.10774), Algorithm 1, and its authors' code, commit 01c1623.
+    Differences: one set of pages per KV head, and not per query head: a page is as needed as the query head says that
+    weights it most, after a softmax over the pages. The page is shorter where few tokens are held. The first page is
+    always read; the authors' kernels always read the newest one only. Bounds are computed anew when a slot of a page is
+    overwritten. The evaluation code of the authors repeats the KV heads and skips the first two layers; here `dense`
+    says how many.
+    """
+
+    read: Amount = 256
+    page: AutoInt = "auto"
+    dense: int = 2
+    recent: int = 1
+    resort: int = 256
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_reader(self, page=1, dense=0, recent=1, resort=1)
+
+    @property
+    def traits(self) -> ReaderTraits:
+        """Pages of neighbors, unless a page is one slot."""
+        return ReaderTraits(dense=self.dense, recent=self.recent, ordered=self.page != 1, resort=self.resort)
+
+    def page_size(self, slots: int) -> int:
+        """Slots of a page; see `Reader.page_size`."""
+        if self.page == "auto":
+            return 4 if slots < _LONG else 16
+        return self.page
+
+    def count(self, slots: int) -> int:
+        """The slots that each KV head reads; see `Reader.count`."""
+        return slots_read(self.read, slots, self.page_size(slots))
+
+    def check(self, model: ModelInfo) -> None:
+        """Every model is supported."""
+
+    def alloc(
+        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> QuestIndex:
+        """Bounds of zero."""
+        return QuestIndex(torch.zeros(batch, heads, entries, 2 * head_dim, dtype=dtype, device=device))
+
+    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
+        """Nothing is fitted."""
+
+    def refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
+        """Compute the bounds of some pages from their keys; see `Reader.refresh`."""
+        empty = ~occupied[..., None]
+        largest = keys.masked_fill(empty, -torch.inf).amax(3)
+        smallest = keys.masked_fill(empty, torch.inf).amin(3)
+        # The bounds of a page without a token would be infinite, and 0 times inf is NaN.
+        bounds = torch.cat([largest, smallest], -1).masked_fill(~occupied.any(-1)[..., None], 0)
+        write_slots(index.bounds, entries, bounds.to(index.bounds.dtype))
+
+    def score(self, index: QuestIndex, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
+        """The upper bound of the products with the keys of each page, [B, H, G, X] fp32."""
+        # max(q * high, q * low) is q * high where q is positive, and q * low where it is negative.
+        return thin_products(torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1), index.bounds)

@@ -1,0 +1,63 @@
+"""A layer's own count of the steps that it has slots for, and slots for more: what is held stays where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpolicy.engine.capacity import UNLIMITED
+from kvpolicy.engine.growing import LayerGrowth
+from tests.readers.bench import Layer, draw
+
+PROMPT = 12
+CODED = "tokenwise:block_size=3:residual_length=2"
+
+
+def layer_of(policy: str, new: int = 0) -> Layer:
+    layer = Layer(policy, [PROMPT], new=new)
+    layer.prompt(*draw(PROMPT, 1))
+    assert isinstance(layer.store, LayerGrowth)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("policy", "can"), [("full", True), (f"full+{CODED}", True), ("h2o@0.5", False), (f"h2o+{CODED}@0.5", True)]
+)
+def test_what_can_run_out_of_slots(policy: str, can: bool) -> None:
+    layer = layer_of(policy)
+    assert layer.store.can_run_out == can
+    assert (layer.store._count_free_steps() < UNLIMITED) == can
+
+
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_free_steps_of_a_growing_layer_are_those_announced(new: int) -> None:
+    layer = layer_of("full", new)
+    for left in range(new, 0, -1):
+        assert layer.store._count_free_steps() == left
+        layer.step(*draw(1, 10 + left))
+        layer.store.count_step()
+    assert layer.store._count_free_steps() < 1
+    assert layer.store.ensure_capacity() >= 1
+    assert layer.store._count_free_steps() >= 1
+
+
+@pytest.mark.parametrize("policy", ["full", f"full+{CODED}", "full+quest:read=6:page=2:dense=0"])
+@pytest.mark.parametrize("more", [1, 7, 40])
+def test_reserved_slots_leave_tokens_as_they_are(policy: str, more: int) -> None:
+    layer = layer_of(policy, 2)
+    layer.step(*draw(1, 2))
+    layer.between()
+    before = layer.store.past()
+    held = layer.store.positions[layer.store.positions >= 0].sort().values
+    budget = int(layer.store.budget)
+    given = layer.store.reserve(more)
+    assert given == max(0, more - 1) == int(layer.store.budget) - budget
+    assert layer.store.reserve(more) == 0, "there is room already"
+    after = layer.store.past()
+    assert before is not None and after is not None
+    assert torch.equal(layer.store.positions[layer.store.positions >= 0].sort().values, held)
+    for one, other in zip(before[:2], after[:2], strict=True):
+        assert torch.equal(one[before.occupied].sort(0).values, other[after.occupied].sort(0).values)
+    for step in range(more):
+        layer.step(*draw(1, 30 + step))
+        layer.store.count_step()

@@ -1,0 +1,262 @@
+"""The index of a layer: always that of its slots, counted, and the bytes of a step as planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.reading import by_entry
+from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.registry import names
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, talk
+from tests.conformance.policies import CODECS, RANKED, spec_of, words
+from tests.readers.bench import DIM, HEADS, Layer, draw
+from tests.reference.versions import small
+from tests.sampling import product
+
+READERS = [name for name in names("reader") if name != "all"]
+INDEXED = [name for name in READERS if name != "exact"]
+EVICTING = ["snapkv", "h2o", "snapkv+merge", "h2o+compensate", "h2o+d2o"]
+BASES = ["full", *EVICTING, "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]
+STEPS = 12
+
+
+def policy(base: str, reader: str) -> str:
+    return f"{base}+{small('reader', reader)}" + ("@0.5" if base in EVICTING else "")
+
+
+def live_entries(layer: Layer) -> list[Tensor]:
+    """The tensors of the index, 0 where an entry holds no token."""
+    store = layer.store
+    shape = store.read_shape
+    assert shape is not None and store.reads
+    live = (by_entry(shape, store.positions) >= 0).any(-1)
+    return [t * live[..., None] if t.shape[2] == shape.entries else t.clone() for t in tensors(store.reads.index)]
+
+
+@product("reader,base", INDEXED, BASES)
+def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str) -> None:
+    layer = Layer(policy(base, reader), [13, 9] if base in EVICTING else [26, 17], new=STEPS)
+    q, k, v = draw(26, 1, batch=2)
+    valid = torch.arange(26) >= torch.tensor([[0], [9]])
+    layer.prompt(q, k, v, valid)
+    for step in range(STEPS):
+        layer.step(*draw(1, 20 + step, batch=2), valid=torch.tensor([[True], [step % 3 > 0]]))
+        layer.between()
+    kept = live_entries(layer)
+    layer.store._rebuild_index()
+    assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
+
+
+@pytest.mark.parametrize("base", ["full", "snapkv"])
+def test_an_evicted_key_leaves_the_bounds(base: str) -> None:
+    layer = Layer(policy(base, "quest"), [13 if base == "snapkv" else 26], new=40)
+    q, k, v = draw(26, 2)
+    layer.prompt(q, k * 100, v)
+    for step in range(40):
+        layer.step(*draw(1, 50 + step))
+        layer.between()
+    reads: Any = layer.store.reads
+    largest = float(reads.index.bounds.abs().max())
+    assert (largest > 50) == (base == "full" or bool((layer.store.keys.abs() > 50).any()))
+
+
+@pytest.mark.parametrize("base", ["snapkv", "snapkv+merge", "h2o+compensate"])
+def test_slots_are_sorted_again_and_nothing_else_changes(base: str) -> None:
+    one, other = (Layer(f"{base}+quest:read=6:page=2:dense=0:resort={n}@0.5", [13], new=STEPS) for n in (4, 99))
+    for layer in (one, other):
+        layer.prompt(*draw(26, 3))
+    for step in range(STEPS):
+        now = draw(1, 30 + step)
+        for layer in (one, other):
+            layer.step(*now)
+            layer.between()
+        for head in range(HEADS):
+            held = one.store.positions[0, head].tolist()
+            assert sorted(held) == sorted(other.store.positions[0, head].tolist())
+            if step % 4 == 3:
+                assert held == sorted(held)
+    past = one.store.past(), other.store.past()
+    assert past[0] is not None and past[1] is not None
+    order = one.store.positions.argsort(-1), other.store.positions.argsort(-1)
+    for a, b in zip(past[0][:2], past[1][:2], strict=True):
+        sides = [t.gather(2, o[..., None].expand(-1, -1, -1, DIM)) for t, o in zip((a, b), order, strict=True)]
+        assert torch.equal(*sides)
+
+
+def test_the_channels_are_those_of_the_first_prompt() -> None:
+    layer = Layer("full+labels:read=6:channels=2:dense=0", [10], new=60)
+    q, k, v = draw(10, 4)
+    k[..., [1, 5]] *= 50
+    layer.prompt(q, k, v)
+    reads: Any = layer.store.reads
+    assert reads.index.channels.tolist() == [[[1, 5]] * HEADS]
+    layer.budgets = [30]
+    q, k, v = draw(20, 5)
+    k[..., [0, 2]] *= 500
+    layer.prompt(q, k, v)
+    reads = layer.store.reads
+    assert reads.index.channels.tolist() == [[[1, 5]] * HEADS]
+
+
+def test_channels_outlast_a_layer_that_was_too_short_to_be_indexed() -> None:
+    """At first everything is read; once the cache grows, labels have the channels of the prompt."""
+    layer = Layer("full+labels:read=20:channels=2:dense=0", [10], new=2)
+    q, k, v = draw(10, 6)
+    k[..., [3, 4]] *= 50
+    layer.prompt(q, k, v)
+    assert layer.store.read_shape is None
+    for step in range(40):
+        layer.step(*draw(1, 60 + step))
+        layer.between()
+    assert layer.store.read_shape is not None
+    reads: Any = layer.store.reads
+    assert reads.index.channels.tolist() == [[[3, 4]] * HEADS]
+    assert layer.read is not None and len(layer.positions_read(0, 0)) == 20
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("fn", [lambda t: t[[1, 0, 1]], lambda t: t.repeat_interleave(2, 0)])
+def test_rows_are_reordered_with_their_index(reader: str, fn: Any) -> None:
+    layer = Layer(policy("full", reader), [20, 15], new=STEPS)
+    q, k, v = draw(20, 7, batch=2)
+    valid = torch.arange(20) >= torch.tensor([[0], [5]])
+    layer.prompt(q, k, v, valid)
+    before = map_state(torch.clone, layer.store.reads)
+    layer.store.map_rows(fn)
+    for now, then in zip(tensors(layer.store.reads), tensors(before), strict=True):
+        assert torch.equal(now, fn(then))
+    now = [fn(t) for t in draw(1, 8, batch=2)]
+    assert layer.step(*now).isfinite().all()
+
+
+def test_unread_slots_get_no_attention() -> None:
+    layer = Layer("h2o+labels:read=4:dense=0@0.9", [24], new=4)
+    layer.prompt(*draw(26, 9))
+    before: Any = map_state(torch.clone, layer.store.state)
+    layer.step(*draw(1, 10))
+    for head in range(HEADS):
+        read = layer.positions_read(0, head)
+        after: Any = layer.store.state
+        for slot, position in enumerate(layer.store.positions[0, head].tolist()):
+            changed = float(after[0][0, head, slot]) != float(before[0][0, head, slot])
+            assert changed <= (position in read), "only what was read has attention"
+
+
+@product("reader,codec", READERS, CODECS)
+def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is asked for no more slots than are read, in every step."""
+    own = small("reader", reader)
+    if codec in RANKED:
+        own = own.replace("page=2", "page=1")
+    if codec == "plain":
+        return
+    text = f"h2o:decode=grow+{spec_of(codec)}+{own}@0.8" if codec in RANKED else f"{spec_of(codec)}+{own}"
+    asked: list[int] = []
+    model = build("llama", layers=1)
+    turns = [40] + [1] * 6
+    ids, mask = make_batch([40], turns)
+    policy = kvpolicy.Policy.parse(text)
+    attend = LayerReading._attend
+    inside: list[bool] = []
+    for kind in {type(each) for each in policy.codec.stages}:
+        for name in ("keys", "values"):
+            original = getattr(kind, name)
+
+            def counted(self: Any, store: Any, at: Any, original: Any = original) -> Tensor:
+                if inside:
+                    assert isinstance(at, Tensor) or policy.reader.traits.scans_keys
+                    if isinstance(at, Tensor):
+                        asked.append(at.shape[-1])
+                return original(self, store, at)
+
+            monkeypatch.setattr(kind, name, counted)
+
+    def watched(self: LayerReading, *given: Any) -> Any:
+        inside.append(True)
+        try:
+            return attend(self, *given)
+        finally:
+            inside.clear()
+
+    monkeypatch.setattr(LayerReading, "_attend", watched)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=6)
+        talk(model, ids, mask, turns, cache)
+    shape = cache.policy_layers[0].store.read_shape
+    assert shape is not None
+    assert asked and max(asked) == shape.slots
+
+
+@product("reader,codec,rows", READERS, CODECS, ["one", "padded"])
+def test_held_and_moved_are_planned(reader: str, codec: str, rows: str) -> None:
+    own = small("reader", reader)
+    grows = "full" if codec not in RANKED else "h2o:decode=grow"
+    if codec in RANKED:
+        own = own.replace("page=2", "page=1")
+    text = f"{grows}+{spec_of(codec)}+{own}" + ("@0.8" if codec in RANKED else "")
+    check_bytes(text, [40] if rows == "one" else [40, 21])
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("budget", ["0.5", "16", "24KiB"])
+@pytest.mark.parametrize("selector", ["snapkv", "h2o", "snapkv+merge", "h2o+compensate"])
+def test_held_and_moved_are_planned_under_eviction(reader: str, budget: str, selector: str) -> None:
+    cache = check_bytes(words(selector, small("reader", reader), budget=budget), [40, 33])
+    if budget == "24KiB":
+        assert cache.nbytes <= 24 * 1024
+
+
+def check_bytes(text: str, rows: list[int]) -> PolicyCache:
+    model = build("llama", layers=2)
+    turns = [40] + [1] * 6
+    ids, mask = make_batch(rows, turns)
+    with kvpolicy.attach(model, text):
+        cache = PolicyCache(model, new=6)
+        talk(model, ids, mask, turns, cache)
+    plan = kvpolicy.plan(model.config, text, batch=len(rows), prompt=rows, new=6, dtype=torch.float32)
+    assert cache.nbytes == plan.nbytes
+    assert [layer.held() for layer in cache.policy_layers] == [layer.nbytes for layer in plan.layers]
+    moved = [layer.moved for layer in cache.policy_layers]
+    assert [layer.store.link.moved for layer in cache.policy_layers] == moved == [layer.moved for layer in plan.layers]
+    report = cache.report()
+    assert report.moved == plan.moved == sum(moved) == report.as_dict()["moved"]
+    assert report.all_moved == sum(layer.all_moved for layer in plan.layers)
+    assert "compression" not in str(report) and f"moves {report.moved:,} bytes" in str(report)
+    return cache
+
+
+def test_first_layers_read_everything_and_have_no_index() -> None:
+    model = build("llama", layers=2)
+    turns = [40] + [1] * 3
+    ids, mask = make_batch([40], turns)
+    with kvpolicy.attach(model, "labels:read=4:dense=1"):
+        cache = PolicyCache(model, new=3)
+        talk(model, ids, mask, turns, cache)
+    first, second = cache.policy_layers
+    assert first.held()["index"] == 0 < second.held()["index"]
+    assert first.moved > second.moved
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_turns_and_unannounced_growth(reader: str) -> None:
+    """A second prompt, and steps that nobody announced: the index follows the layout."""
+    layer = Layer(policy("full", reader), [14], new=1)
+    layer.prompt(*draw(14, 11))
+    for step in range(20):
+        layer.step(*draw(1, 100 + step))
+        layer.between()
+    layer.budgets = [50]
+    layer.prompt(*draw(15, 12))
+    layer.step(*draw(1, 13))
+    reads: Any = layer.store.reads
+    shape = layer.store.read_shape
+    assert shape is not None and reads.limit.tolist() == [shape.chosen]
+    assert all(t.shape[2] in (shape.entries, 3) for t in tensors(reads.index))

@@ -1,0 +1,133 @@
+"""A layer under a reader, without a model, and what its steps read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy import Policy
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.reading import Chosen
+from kvpolicy.engine.store import LayerStore, RowBudget
+from tests.reference.readers import Held
+
+DIM = 8
+HEADS = 2
+GROUP = 2
+
+
+class Layer:
+    """A layer's store, and what was read in its last step.
+
+    Attributes:
+        store: The store.
+        read: What the last step chose; None if it read everything.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        budgets: list[int],
+        *,
+        new: int = 0,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.policy = Policy.parse(policy)
+        parts = self.policy
+        self.store = LayerStore(0, parts.selector, parts.codec, parts.decode, None, parts.merger, parts.reader)
+        self.budgets = budgets
+        self.new = new
+        self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
+        self.read: Chosen | None = None
+
+    def prompt(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Take in a prompt."""
+        if not self.store.is_initialized:
+            self.store.initialize(k)
+        out, pending = self.store.attend_prompt(q, k, v, valid, self.transform)
+        keep = torch.tensor(self.budgets)
+        extra = torch.full_like(keep, self.new if self.policy.decode == "grow" else 0)
+        self.store.compress(pending, RowBudget(keep, extra, keep + extra))
+        return out
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Take in one token, and note what was read for it."""
+        store: Any = self.store
+        choose = LayerReading._choose
+
+        def note(*given: Any) -> Chosen:
+            self.read = choose(store, *given)
+            return self.read
+
+        self.read = None
+        store._choose = note
+        out = store.append(q, k, v, valid, self.transform)
+        del store._choose
+        return out
+
+    def between(self) -> None:
+        """What the owner does between steps."""
+        self.store.count_step()
+        self.store.ensure_capacity()
+
+    def positions_read(self, row: int, head: int) -> set[int]:
+        """The positions that the last step chose, without a codec's full-precision buffer."""
+        positions = self.store.positions[row, head]
+        if self.read is None:
+            return set(positions[positions >= 0].tolist())
+        slots = self.read.slots[row, head][self.read.chosen[row, head]]
+        found = positions[slots]
+        return set(found[found >= 0].tolist())
+
+    def parts(self, row: int, head: int) -> list[list[Held | None]]:
+        """The slots that are divided into entries, for the slow version."""
+        past = self.store.past()
+        assert past is not None
+        layout = self.store.layout
+        ranges = [(0, layout.exact)]
+        if sum(layout.coded):
+            ranges = [(a, a + n) for a, n in zip(layout.starts(), layout.coded, strict=True) if n]
+        keys: list[list[float]] = past.keys[row, head].double().tolist()
+        held: list[int] = self.store.positions[row, head].tolist()
+        counts: list[float] = counts_of(self.store)[row, head].tolist()
+        return [[Held(held[s], keys[s], counts[s]) if held[s] >= 0 else None for s in range(a, b)] for a, b in ranges]
+
+
+def counts_of(store: LayerStore) -> Tensor:
+    """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp64."""
+    return torch.zeros(store.positions.shape).double() if store.log_counts is None else store.log_counts.double()
+
+
+def draw(n: int, seed: int, *, batch: int = 1, sharp: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k and v of n tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, h, n, DIM, generator=generator) for h in (HEADS * GROUP, HEADS, HEADS))
+    return q * sharp, k, v
+
+
+def slow_output(layer: Layer, q: Tensor, chosen: list[list[set[int]]]) -> Tensor:
+    """Attention of one query per head to the given positions of each row and head, and to a full-precision buffer."""
+    past = layer.store.past()
+    assert past is not None
+    out = torch.zeros_like(q, dtype=torch.float64)
+    exact = layer.store.layout.exact if sum(layer.store.layout.coded) else 0
+    for row, heads in enumerate(chosen):
+        for head, positions in enumerate(heads):
+            held = layer.store.positions[row, head].tolist()
+            slots = [s for s, p in enumerate(held) if p >= 0 and (s < exact or p in positions)]
+            keys, values = (t[row, head, slots].double() for t in (past.keys, past.values))
+            for member in range(GROUP):
+                query = q[row, head * GROUP + member, 0].double()
+                score = keys @ query * layer.transform.scale
+                if layer.transform.softcap is not None:
+                    score = torch.tanh(score / layer.transform.softcap) * layer.transform.softcap
+                weights = (score + counts_of(layer.store)[row, head, slots]).exp()
+                total = weights.sum()
+                if layer.transform.sinks is not None:
+                    total = total + layer.transform.sinks[head * GROUP + member].double().exp()
+                out[row, head * GROUP + member, 0] = (weights / total) @ values
+    return out

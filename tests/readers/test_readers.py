@@ -1,0 +1,250 @@
+"""Every reader chooses what its slow version chooses, and attends to that alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import Policy
+from kvpolicy.registry import lookup, name_of, names
+from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
+from tests.reference.readers import chosen
+from tests.reference.versions import small, version
+from tests.sampling import product
+
+READERS = [name for name in names("reader") if name != "all"]
+BASES = {
+    "full": "full",
+    "snapkv": "snapkv",
+    "h2o": "h2o",
+    "merge": "snapkv+merge",
+    "regress": "snapkv+regress",
+    "d2o": "h2o+d2o",
+    "compensate": "h2o+compensate",
+    "merged codes": "h2o+compensate+tokenwise:block_size=3:residual_length=2",
+    "tokenwise": "tokenwise:block_size=3:residual_length=2",
+    "kivi": "kivi:group_size=4:residual_length=3",
+    "staircase": "staircase:tokens_8bit=4:tokens_4bit=4:group_size=4:residual_length=2",
+}
+EVICTING = ["snapkv", "h2o", "merge", "regress", "d2o", "compensate", "merged codes"]
+STEPS = 14
+
+
+def spec(base: str, reader: str) -> str:
+    budget = "@0.5" if base in EVICTING else ""
+    # Pages of codes cannot be sorted again, so that quest is refused where coded tokens are evicted.
+    grows = ":decode=grow" if base == "merged codes" and reader == "quest" else ""
+    selector, _, others = BASES[base].partition("+")
+    return "+".join([selector + grows, *filter(None, [others]), small("reader", reader)]) + budget
+
+
+def config_of(policy: Policy) -> dict[str, Any]:
+    return {field.name: getattr(policy.reader, field.name) for field in dataclasses.fields(policy.reader)}  # pyright: ignore[reportArgumentType]
+
+
+def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths: list[int]) -> list[list[set[int]]]:
+    """What the slow version reads, of every row and head."""
+    policy = layer.policy
+    name = name_of(type(policy.reader))
+    config = config_of(policy)
+    method = version("reader", name)
+    found: list[list[set[int]]] = []
+    for row in range(q.shape[0]):
+        found.append([])
+        for head in range(HEADS):
+            mine = slice(head * GROUP, (head + 1) * GROUP)
+            channels: list[int] = []
+            if hasattr(method, "channels"):
+                start = prompt[1].shape[2] - lengths[row]
+                queries = prompt[0][row, mine, start:].double().tolist()
+                channels = method.channels(config, queries, prompt[1][row, head, start:].double().tolist())
+            held = layer.store.positions[row, head]
+            found[-1].append(
+                chosen(
+                    name,
+                    config,
+                    layer.parts(row, head),
+                    q[row, mine, 0].double().tolist(),
+                    length=int(layer.store.length[row]),
+                    first=int(held[held >= 0].min()),
+                    scale=layer.transform.scale,
+                    group_size=policy.codec.traits.group_size,
+                    channels=channels,
+                )
+            )
+    return found
+
+
+@product("reader,base,dtype", READERS, list(BASES), ["float32", "bfloat16"], sample=None)
+def test_chooses_what_the_slow_version_chooses(reader: str, base: str, dtype: str) -> None:
+    if BASES[base].startswith("snapkv") and dtype == "bfloat16":
+        pytest.skip("near ties in bf16")
+    n = 26
+    budget = n // 2 if base in EVICTING else n
+    layer = Layer(spec(base, reader), [budget], new=STEPS)
+    q, k, v = (t.to(getattr(torch, dtype)) for t in draw(n, 1))
+    layer.prompt(q, k, v)
+    apart = 0
+    for step in range(STEPS):
+        now = tuple(t.to(getattr(torch, dtype)) for t in draw(1, 100 + step))
+        out = layer.step(*now)
+        want = slow_choice(layer, now[0], (q, k), [n])
+        got = [[layer.positions_read(0, head) for head in range(HEADS)]]
+        if dtype == "float32":
+            assert got == want
+            assert torch.allclose(out.double(), slow_output(layer, now[0], want), atol=1e-5)
+        apart += sum(len(a ^ b) for a, b in zip(got[0], want[0], strict=True))
+        layer.between()
+    assert apart <= STEPS  # in bf16, sums differ by more than some scores
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_ties_go_to_the_earlier_position(reader: str) -> None:
+    """All keys are equal, so that any choice would be as good."""
+    layer = Layer(spec("full", reader), [20], new=2)
+    q, k, v = draw(20, 3)
+    layer.prompt(q, torch.ones_like(k), v)
+    now = draw(1, 4)
+    layer.step(now[0], torch.ones_like(now[1]), now[2])
+    read = sorted(layer.positions_read(0, 0))
+    assert read[-1] == 20
+    assert read[:-1] == [*range(len(read) - 1)]
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_softcap_and_sinks_are_those_of_the_model(reader: str) -> None:
+    layer = Layer(spec("full", reader), [20], new=2, softcap=2.0, sinks=torch.linspace(-1, 1, HEADS * GROUP))
+    layer.prompt(*draw(20, 5))
+    now = draw(1, 6)
+    out = layer.step(*now)
+    want = slow_output(layer, now[0], [[layer.positions_read(0, head) for head in range(HEADS)]])
+    assert torch.allclose(out.double(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("read", ["99", "1.0"])
+@pytest.mark.parametrize("base", ["full", "tokenwise", "snapkv", "merge", "compensate"])
+def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
+    """Bit for bit: it is the same code."""
+    budget = 13 if base in EVICTING else 26
+    at = "@0.5" if base in EVICTING else ""
+    dense = "" if reader == "exact" else ":dense=0"
+    one = Layer(f"{BASES[base]}+{reader}:read={read}{dense}{at}", [budget], new=6)
+    other = Layer(f"{BASES[base]}{at}", [budget], new=6)
+    assert torch.equal(one.prompt(*draw(26, 7)), other.prompt(*draw(26, 7)))
+    for step in range(6):
+        assert torch.equal(one.step(*draw(1, 50 + step)), other.step(*draw(1, 50 + step)))
+        one.between()
+        other.between()
+    assert one.store.link.moved == other.store.link.moved
+
+
+@pytest.mark.parametrize("same", ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0"])
+@pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
+def test_an_index_that_holds_all_reads_as_exact(same: str, base: str) -> None:
+    at = "@0.5" if base == "snapkv" else ""
+    one, exact = (Layer(f"{BASES[base]}+{reader}:read=6{at}", [13], new=STEPS) for reader in (same, "exact"))
+    for layer in (one, exact):
+        layer.prompt(*draw(26, 8))
+    for step in range(STEPS):
+        now = draw(1, 60 + step)
+        outputs = [layer.step(*now) for layer in (one, exact)]
+        assert one.read is not None and exact.read is not None
+        for head in range(HEADS):
+            assert one.positions_read(0, head) == exact.positions_read(0, head)
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+        for layer in (one, exact):
+            layer.between()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_score_of_quest_bounds_every_product(seed: int) -> None:
+    reader = lookup("quest")[1](page=4)
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, 3, 7, 4, DIM, generator=generator)
+    occupied = torch.rand(2, 3, 7, 4, generator=generator) < 0.6
+    index = reader.alloc(2, 3, 7, DIM, torch.float32, "cpu")
+    keys = torch.where(occupied[..., None], keys, torch.full_like(keys, torch.nan))
+    reader.refresh(index, torch.arange(7).expand(2, 3, -1), keys, occupied)
+    queries = torch.randn(2, 3, 2, DIM, generator=generator)
+    score = reader.score(index, queries, lambda q: q)
+    products = torch.einsum("bhgd,bhxpd->bhgxp", queries, keys).masked_fill(~occupied[:, :, None], -torch.inf)
+    assert bool((score + 1e-5 >= products.amax(-1)).all())
+    assert bool(score.isfinite().all())
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise", "kivi"])
+@pytest.mark.parametrize("read", ["8", "0.3"])
+def test_a_padded_row_reads_what_it_reads_alone(reader: str, base: str, read: str) -> None:
+    words = small("reader", reader).replace(":read=8", f":read={read}").replace(":read=6", f":read={read}")
+    at = "@0.5" if base == "snapkv" else ""
+    lengths = [30, 21]
+    budgets = [length // 2 for length in lengths] if base == "snapkv" else lengths
+    text = f"{BASES[base]}+{words}{at}"
+    both = Layer(text, budgets, new=STEPS)
+    q, k, v = draw(30, 9, batch=2)
+    valid = torch.arange(30) >= 30 - torch.tensor(lengths)[:, None]
+    k = k.masked_fill(~valid[:, None, :, None], torch.nan)
+    both.prompt(q, k.nan_to_num(7.0), v, valid)
+    alone = Layer(text, budgets[1:], new=STEPS)
+    alone.prompt(*(t[1:, :, 9:] for t in (q, k, v)))
+    for step in range(STEPS):
+        now = draw(1, 70 + step, batch=2)
+        outs = both.step(*now), alone.step(*(t[1:] for t in now))
+        assert torch.allclose(outs[0][1], outs[1][0], atol=1e-5)
+        for head in range(HEADS):
+            assert both.positions_read(1, head) == alone.positions_read(0, head)
+        both.between()
+        alone.between()
+
+
+@pytest.mark.parametrize("policy", ["tova+labels:read=4@0.5", "kvcrush/tova+quest@0.5", "tova+exact@0.5"])
+def test_a_ranking_by_the_newest_row_is_refused(policy: str) -> None:
+    with pytest.raises(ValueError, match="must see the newest token's attention to every kept token"):
+        Policy.parse(policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        ("snapkv+tokenwise+quest@0.5", "must not evict while decoding"),
+        ("h2o+mikv+quest", "in the order of their positions"),
+        ("h2o:decode=grow+zipcache+quest@0.5", "in the order of their positions"),
+    ],
+)
+def test_pages_out_of_order_are_refused(policy: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Policy.parse(policy)
+    Policy.parse(policy.replace("quest", "labels"))
+    Policy.parse(policy.replace("quest", "quest:page=1"))
+
+
+def test_a_codec_that_searches_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not choose the slots"):
+        Policy.parse("csr:key_space=unrotated:read_top_k=4+labels")
+
+
+@pytest.mark.parametrize("value", ["0", "1.5", "0.0"])
+def test_numbers_out_of_range_are_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"read must be at least 1 token or a fraction"):
+        Policy.parse(f"quest:read={value}")
+
+
+def test_more_channels_than_a_key_has_are_refused() -> None:
+    from kvpolicy.protocols import ModelInfo
+
+    with pytest.raises(ValueError, match="at most the head dimension of 8, got 9; try 8"):
+        lookup("labels")[1](channels=9).check(ModelInfo(1, 1, DIM))
+
+
+@pytest.mark.parametrize(
+    "spec", ["quest:read=64:dense=0", "labels:read=64:dense=0", "exact:read=64", "tokenwise+quest:read=64"]
+)
+def test_specs_are_written_as_they_are_read(spec: str) -> None:
+    assert str(Policy.parse(spec)) == spec
+    assert Policy.parse(f"full+{spec}") == Policy.parse(spec)

@@ -1,0 +1,40 @@
+"""Tokens with a large product in a few channels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import Vector
+
+DEFAULTS: dict[str, Any] = {"read": 256, "channels": "auto"}
+SMALL = "labels:read=6:channels=3:dense=0"
+
+
+def page(config: dict[str, Any], slots: int) -> int:
+    """Single slots."""
+    return 1
+
+
+def channels(config: dict[str, Any], queries: Sequence[Sequence[Vector]], keys: Sequence[Vector]) -> list[int]:
+    """The channels of the largest absolute product, over all pairs of a query and a key of a prompt.
+
+    Args:
+        config: The parameters.
+        queries: Of each query head, of each token.
+        keys: Of each token.
+    """
+    dim = len(keys[0])
+    width = min(dim, 16) if config["channels"] == "auto" else config["channels"]
+    total = [0.0] * dim
+    for head in queries:
+        for query in head:
+            for key in keys:
+                for channel in range(dim):
+                    total[channel] += abs(query[channel] * key[channel])
+    return sorted(sorted(range(dim), key=lambda channel: (-total[channel], channel))[:width])
+
+
+def estimate(config: dict[str, Any], keys: Sequence[Vector], query: Vector, channels: Sequence[int]) -> float:
+    """The product in these channels."""
+    return sum(keys[0][channel] * query[channel] for channel in channels)
