@@ -26,7 +26,7 @@ PUBLIC = [
     "kvpolicy.testing", "kvpolicy_deepspeed",
 ]  # fmt: skip
 """Modules whose names are public, all of them."""
-OWN = {"drop", "uniform", "full", "window", "plain", "tokenwise", "all"}
+OWN = {"drop", "even", "uniform", "full", "window", "plain", "tokenwise", "all"}
 """Methods that no paper claims."""
 
 

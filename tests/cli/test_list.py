@@ -77,7 +77,8 @@ def test_one_name_with_the_meaning_of_its_parameters(run: Run) -> None:
     [
         (
             "kivy",
-            "KIND must be allocators, selectors, mergers, codecs, readers or the name of a strategy, got 'kivy'; did "
+            "KIND must be allocators, head_allocators, selectors, mergers, codecs, readers or the name of a strategy, "
+            "got 'kivy'; did "
             "you mean 'kivi'?",
         ),
         ("zelectors", "'selectors'"),
