@@ -21,7 +21,7 @@ class Held(NamedTuple):
 
     position: int
     key: Vector
-    count: float = 0.0
+    log_count: float = 0.0
 
 
 def product(one: Vector, other: Vector) -> float:
@@ -80,7 +80,7 @@ def chosen(
     weight = [0.0] * len(entries)
     for query in queries:
         scores = [scale * method.estimate(full, [held.key for held in entry], query, channels) for entry in entries]
-        scores = [score + max(held.count for held in entry) for score, entry in zip(scores, entries, strict=True)]
+        scores = [score + max(held.log_count for held in entry) for score, entry in zip(scores, entries, strict=True)]
         top = max(scores)
         total = sum(math.exp(score - top) for score in scores)
         for number, score in enumerate(scores):
