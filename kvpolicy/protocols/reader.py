@@ -101,8 +101,9 @@ class Reader(Protocol):
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """An estimate of the largest product of each query with the keys of each entry.
 
-        The engine turns it into attention weights as it does with products: it scales and caps them, hides entries
-        without a token, and normalizes them over the entries. An entry is as needed as the query head that needs it
+        The engine turns it into attention weights as it does with products: it scales and caps them, adds the largest
+        count of the entry's tokens if a merger counts them, hides entries without a token, and normalizes them over
+        the entries. An entry is as needed as the query head that needs it
         most says.
 
         Args:

@@ -102,6 +102,7 @@ METHODS = [
     "full",
     "quest:read=8:page=2:dense=1",
     "h2o+labels:read=6:channels=3:dense=0@0.5",
+    "h2o+compensate+quest:read=8:page=2:dense=0@0.5",
 ]
 OTHERS = [
     *(words("h2o", codec) for codec in CODECS if words("h2o", codec) not in METHODS),

@@ -73,11 +73,14 @@ def test_every_method_on_two_ranks(tmp_path: Path) -> None:
     _check(Heads(4, 2), 2, [*(words(*row) for row in star_of_three()), by_head, by_profile], tmp_path)
 
 
+READ = "h2o+compensate+quest:read=6:page=2:dense=0:resort=3@0.8"
+
+
 @pytest.mark.parametrize("heads", [Heads(4, 2), Heads(4, 1, replicas=2)])
 def test_mergers_on_two_ranks(heads: Heads, tmp_path: Path) -> None:
     """Ranks that hold the same KV head have different queries of it, and must still merge alike."""
     names = [name for name in MERGERS if name != "drop"]
-    _check(heads, 2, [*(words("snapkv", name) for name in names), words("h2o", "merge", "kivi")], tmp_path)
+    _check(heads, 2, [*(words("snapkv", name) for name in names), words("h2o", "merge", "kivi"), READ], tmp_path)
 
 
 @pytest.mark.full
