@@ -136,7 +136,8 @@ class PagedStore(LayerStore):
         pages = selected.head_pages + rows.tail.to(device)[:, None]
         if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
             pages = torch.where(idle.to(device)[:, None], self._pages_by_head() // self._pieces(rows), pages)
-        keys, values = pending.keys, pending.values
+        keys = pending.keys
+        values = pending.values
         if past is not None:  # a first prompt is not copied whole
             keys = torch.cat([past.keys, keys], 2)
             values = torch.cat([past.values, values], 2)

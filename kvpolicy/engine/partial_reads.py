@@ -59,7 +59,8 @@ class LayerReading(LayerSlots):
         coded = self.coded_view()
         if self.read_shape is None or not self.reads:
             self.link.whole((self.keys, self.values, self.codes))
-            exact, occupied = (self.keys, self.values), self.positions >= 0
+            exact = (self.keys, self.values)
+            occupied = self.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts)
         chosen = self._choose(q, self.reads, self.read_shape, transform)
         if coded is None:

@@ -90,7 +90,8 @@ class PendingPrompt(NamedTuple):
         occupied = self.flags[:, None].expand(-1, self.keys.shape[1], -1)
         if past is None:
             return Past(self.keys, self.values, occupied)
-        keys, values = torch.cat([past.keys, self.keys], 2), torch.cat([past.values, self.values], 2)
+        keys = torch.cat([past.keys, self.keys], 2)
+        values = torch.cat([past.values, self.values], 2)
         counts = None if past.counts is None else F.pad(past.counts, (0, self.keys.shape[2]))
         return Past(keys, values, torch.cat([past.occupied, occupied], -1), counts)
 

@@ -18,7 +18,9 @@ _INF_BITS = 0x7F800000
 _HIDDEN = -(2**31)
 """Below the bits of every number."""
 
-_NEWEST, _FIRST, _RECENT = 3, 2, 1
+_NEWEST = 3
+_FIRST = 2
+_RECENT = 1
 """Entries that are always read, by what they hold; of too many, the newest token's comes first."""
 
 
@@ -149,7 +151,8 @@ def entry_slots(shape: ReadShape, entries: Tensor) -> tuple[Tensor, Tensor]:
     for number, (start, size) in enumerate(shape.parts):
         offset = start - first * shape.page
         if not number:
-            base, end = offset, start + size
+            base = offset
+            end = start + size
         else:
             base = torch.where(entries >= first, offset, base)
             end = torch.where(entries >= first, start + size, end)

@@ -79,8 +79,10 @@ def attend_context(
     """
     if transform.softcap is not None or transform.sinks is not None:
         return attend(q, k, v, transform, past, valid, False)[0]
-    keys, values = torch.cat([past.keys, k], 2), torch.cat([past.values, v], 2)
-    new, held = k.shape[2], past.keys.shape[2]
+    keys = torch.cat([past.keys, k], 2)
+    values = torch.cat([past.values, v], 2)
+    new = k.shape[2]
+    held = past.keys.shape[2]
     seen = None
     if valid is not None:
         seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
@@ -179,7 +181,8 @@ def output_norms(values: Tensor, projection: Tensor) -> Tensor:
         values: [B, H, P, D].
         projection: [hidden, Hq * D].
     """
-    heads, dim = values.shape[1], values.shape[3]
+    heads = values.shape[1]
+    dim = values.shape[3]
     slices = projection.float().unflatten(1, (-1, dim)).permute(1, 2, 0)  # [Hq, D, hidden]
     # |W v|^2 = v (W^T W) v: D x D numbers for each query head, in place of a hidden vector for each token and head.
     gram = (slices @ slices.mT).unflatten(0, (heads, -1))

@@ -341,7 +341,8 @@ class LayerSlots:
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.columns, *(self.limits or ()))
-        exact, merged = (self.keys, self.values), (self.counts, self.merged)
+        exact = (self.keys, self.values)
+        merged = (self.counts, self.merged)
         return bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
 
     @property

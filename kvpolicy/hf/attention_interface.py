@@ -68,7 +68,8 @@ def attention_forward(
     """
     kwargs["dropout"] = dropout  # by its place: libraries that wrap every attention function give it so
     if policy_cache is None and (attention_mask is None or attention_mask.dim() == 4 or stock == "eager"):
-        mask, run = attention_mask, _stock_attention(stock, module)
+        mask = attention_mask
+        run = _stock_attention(stock, module)
         if stock == "eager" and (mask is None or mask.dim() == 2) and getattr(module, "is_causal", True):
             mask = _stock_mask(stock, query, key, mask)  # without one, eager attention would look ahead
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
@@ -100,7 +101,8 @@ def attention_forward(
                 "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
                 "call model.eval(), or train with use_cache=False."
             )
-        mask, run = _stock_mask(stock, query, key, attention_mask), _stock_attention(stock, module)
+        mask = _stock_mask(stock, query, key, attention_mask)
+        run = _stock_attention(stock, module)
         return run(module, query, key, value, mask, scaling=scaling, softcap=softcap, **kwargs)
     if query.dtype != value.dtype:  # under autocast, where the stock function would do the same
         query, key = query.to(value.dtype), key.to(value.dtype)

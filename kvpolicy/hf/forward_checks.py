@@ -126,7 +126,8 @@ def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, 
     """Learned position embeddings end: a lookup behind that fails on a CPU, and breaks a CUDA device."""
     if not any(isinstance(getattr(decoder, name, None), nn.Embedding) for name in TABLES):
         return
-    limit, end = int(config.max_position_embeddings), _end(cache, new, call)
+    limit = int(config.max_position_embeddings)
+    end = _end(cache, new, call)
     if end > limit:
         raise KVPolicyError(
             f"The model has learned {limit} positions, and this call needs position {end - 1}: end the text before, "
@@ -143,11 +144,9 @@ def exceeds(cache: PolicyCache, limit: int, new: int, call: dict[str, Any]) -> b
 
 def _end(cache: PolicyCache, new: int, call: dict[str, Any]) -> int:
     """The position behind the last one of a call."""
-    end, places, mask = (
-        cache.policy_layers[0].get_seq_length() + new,
-        call.get("position_ids"),
-        call.get("attention_mask"),
-    )
+    end = cache.policy_layers[0].get_seq_length() + new
+    places = call.get("position_ids")
+    mask = call.get("attention_mask")
     if places is not None:
         return int(places.max()) + 1
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == end:

@@ -126,7 +126,8 @@ class PolicyLayer(CacheLayerMixin):
 
     def release(self) -> tuple[PendingPrompt, Tensor | None]:
         """The prompt that waits and its massive tokens, which the layer lets go of."""
-        pending, massive = self.pending, self.massive
+        pending = self.pending
+        massive = self.massive
         assert pending is not None
         self.pending = self.massive = None
         return pending, massive

@@ -107,7 +107,8 @@ class ReplayCache(Cache):
 
         See `PolicyCache.attend`; nothing is stored.
         """
-        store, pending = self._held[layer_idx].store, self._held[layer_idx].pending
+        store = self._held[layer_idx].store
+        pending = self._held[layer_idx].pending
         heads = q.shape[1]
         if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))

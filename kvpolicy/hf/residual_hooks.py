@@ -17,7 +17,8 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
     The stream is seen where a norm after attention takes it in, if the block has one that cannot be mistaken; else
     what attention adds is put together from its output.
     """
-    scale, norm = residual_scale(site), next_norm(site)
+    scale = residual_scale(site)
+    norm = next_norm(site)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = running()

@@ -88,7 +88,8 @@ class D2O:
         keys = candidates.at_targets(candidates.keys)
         values = candidates.at_targets(candidates.values)
         number = torch.zeros_like(candidates.targets, dtype=torch.float32)
-        mixed_keys, mixed_values = torch.zeros_like(keys.float()), torch.zeros_like(values.float())
+        mixed_keys = torch.zeros_like(keys.float())
+        mixed_values = torch.zeros_like(values.float())
         for tile in tiles(candidates, "keys"):
             cosine = tile.nearest.cosine
             chosen = (tile.weights > 0) & (cosine >= state.threshold[..., None]) & (cosine > -torch.inf)

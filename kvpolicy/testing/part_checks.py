@@ -219,14 +219,16 @@ def check_layout(part: Codec) -> None:
 def check_reader(part: Reader) -> None:
     """Check how many slots a reader reads, and that an entry depends on the tokens in its own slots alone."""
     for slots in (1, 7, 64, _TOKENS, 100_000):
-        page, count = part.page_size(slots), part.count(slots)
+        page = part.page_size(slots)
+        count = part.count(slots)
         is_page = isinstance(page, int) and page >= 1  # pyright: ignore[reportUnnecessaryIsInstance]
         assert is_page, f"{part}: page_size must be an integer of at least 1, got {page!r} for {slots} slots"
         fits = count == slots or (0 < count < slots and count % page == 0)
         assert fits, f"{part}: count must be a multiple of the page, {page}, or all {slots} slots, got {count!r}"
     if part.count(_TOKENS) == _TOKENS:
         return
-    page, dim = part.page_size(_TOKENS), 16
+    page = part.page_size(_TOKENS)
+    dim = 16
     actual, planned = (
         [(list(each.shape), each.dtype) for each in tensors(part.alloc(2, 2, 5, dim, torch.float32, device))]
         for device in ("cpu", "meta")
