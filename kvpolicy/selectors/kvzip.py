@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ class KVzip:
     overlap: int = 8
     plus: bool = False
     decode: DecodeMode = "evict"
+    compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
