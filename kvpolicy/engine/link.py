@@ -42,7 +42,8 @@ class Link:
 
     def whole(self, parts: Any) -> None:
         """Count all of a tensor, or of each tensor in (nested) tuples."""
-        self._add(sum(t.nbytes for t in tensors(parts)))
+        if self._counts():
+            self.moved += sum(t.nbytes for t in tensors(parts))
 
     def rows(self, source: Tensor, slots: Tensor) -> Tensor:
         """Read vectors of slots.
@@ -62,8 +63,8 @@ class Link:
 
     def count_rows(self, source: Tensor, count: int) -> None:
         """Count the reading of `count` vectors of each head of `source` [B, H, S, ...]."""
-        if source.shape[2]:
-            self._add(source.nbytes // source.shape[2] * count)
+        if source.shape[2] and self._counts():
+            self.moved += source.nbytes // source.shape[2] * count
 
     def count_stage(self, codes: Any, size: int, count: int, group_size: int, page: int) -> None:
         """Count the decoding of `count` slots of each head from the codes of a stage.
@@ -87,6 +88,6 @@ class Link:
             else:
                 self.whole(tensor)
 
-    def _add(self, nbytes: int) -> None:
-        if not torch.compiler.is_compiling() and self._counting:
-            self.moved += nbytes
+    def _counts(self) -> bool:
+        # Asked first: a compiler cannot trace the bytes of a tensor.
+        return not torch.compiler.is_compiling() and self._counting

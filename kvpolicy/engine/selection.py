@@ -13,7 +13,7 @@ from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.replay import NOT_REPLAYED
-from kvpolicy.engine.state import empty_slots, join_states, map_slots, select_rows
+from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
 from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
 
 
@@ -97,7 +97,8 @@ def select_tokens(
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
-    before, state = state, selector.observe(state, seen, view)
+    before = state
+    state = _in_dtypes_of(before, selector.observe(before, seen, view))
     priority = finite_priority(selector.priority(state, view))
     head_pages = None if heads is None else heads.divide(priority, view)
     count = keep[:, None] if heads is None or head_pages is None else head_pages * heads.size[:, None]
@@ -118,6 +119,12 @@ def select_tokens(
 def finite_priority(priority: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
     return priority.nan_to_num(torch.finfo(priority.dtype).max, torch.inf, -torch.inf)
+
+
+def _in_dtypes_of(before: State, state: State) -> State:
+    """A state in the dtypes that were allocated: autocast may compute statistics in half precision."""
+    dtypes = (t.dtype for t in tensors(before))
+    return map_state(lambda t: t.to(next(dtypes)), state)
 
 
 def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_before: Tensor) -> tuple[Tensor, State]:

@@ -53,7 +53,7 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
         KVPolicyError: If the text is not a valid spec.
 
     >>> parse("pyramid:beta=10@512MiB")
-    ({'allocator': Pyramid(beta=10.0)}, '512MiB')
+    ({'allocator': Pyramid(beta=10.0, heads=None)}, '512MiB')
     """
     body, at, amount = text.partition("@")
     parts: dict[Kind, Any] = {}

@@ -196,7 +196,7 @@ def test_completion_has_a_script(
     [
         ("explain squeeze+kvc", ["squeeze+kvcrush"]),
         ("explain kvcrush/sn", ["kvcrush/snapkv"]),
-        ("explain kvcrush:split=0.5/k", ["kvcrush:split=0.5/kvcrush"]),
+        ("explain kvcrush:split=0.5/kvc", ["kvcrush:split=0.5/kvcrush"]),
         ("explain squeeze+h2o+s", ["squeeze+h2o+staircase"]),
         ("explain h2o pl", []),
         ("plan llama", ["llama-2-70b", "llama-3-70b"]),

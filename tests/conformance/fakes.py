@@ -146,7 +146,9 @@ class Fake:
             at = self.layout(tokens)
             return at.exact, list(at.coded)
 
-        fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name != "query_absmax"}
+        fields: dict[str, Any] = {
+            name: getattr(self, name) for name in Traits._fields if name not in ("query_absmax", "searches")
+        }
         return coding.Codec(
             layout=layout,
             coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.group_size, self.query_absmax),

@@ -50,7 +50,7 @@ def methods() -> list[str]:
     """All methods that have a page, in the order of the registry.
 
     >>> methods()[:4]
-    ['uniform', 'pyramid', 'squeeze', 'even']
+    ['uniform', 'pyramid', 'squeeze', 'full']
     """
     return [name for kind in registry.kinds() for name in registry.BUILT_IN[kind]]
 
@@ -81,8 +81,6 @@ def selection_policies(name: str) -> list[str]:
     >>> selection_policies("pyramid")[:2]
     ['window', 'pyramid+window']
     """
-    if name in registry.HEAD_ALLOCATORS:
-        return ["snapkv", f"uniform/{name}+snapkv"]
     if name in registry.MERGERS:
         pairs = ((base, base if name == "drop" else f"{base}+{name}") for base in MERGER_SELECTORS)
         return list(dict.fromkeys(policy for pair in pairs for policy in pair))
