@@ -192,8 +192,8 @@ class Noise(NamedTuple):
     gap: float = 3e-6
 
 
-_SOME = Noise(2e-3, 1e-3)
-ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": _SOME, "RotateKV": _SOME, "TurboQuant": _SOME}
+_SOME = Noise(5e-3, 1e-3)
+ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": _SOME, "RotateKV": _SOME, "TurboQuant": _SOME, "TokenWise": _SOME}
 """Codecs that round to fp16 what may be at a tie: ZipCache's root of a recoded token's largest number always is near
 one, and the others round so many numbers that one of them is."""
 
