@@ -48,7 +48,7 @@ class Head:
             return
         for c in range(len(self.mean)):
             xs = [float(x) for x in column(keys, c)]
-            mean = math.fsum(xs) / len(xs)
+            mean = float(np.float32(math.fsum(xs) / len(xs)))  # fp32, as a mean at a tie of fp16 may become either
             std = math.sqrt(math.fsum((x - mean) ** 2 for x in xs) / len(xs))
             std = std if half(std) > 0 and max(xs) > min(xs) else 1.0
             self.mean[c] = half(mean)
