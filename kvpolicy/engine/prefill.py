@@ -29,7 +29,6 @@ class PendingPrompt(NamedTuple):
         mean_rotation: The layer's rotary embedding at the mean of some positions, likewise.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32, if the codec needs it.
         forward: The arguments of the attention module, if the selector needs them.
-        wants_vectors: Whether the selector needs keys and values.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
         wants_vectors: Whether the selector needs keys and values.

@@ -12,13 +12,12 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
-from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.transcript import extended
 from kvpolicy.planning.memory import planned_resident, prefill_peak, resident_bytes
@@ -100,12 +99,7 @@ class PolicyCache(Cache):
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
-        heads = policy.heads
-        if heads is not None:
-            return PolicyLayer(lambda: PagedStore(index, policy.selector, policy.codec, policy.decode, heads))
-        return PolicyLayer(
-            lambda: LayerStore(index, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
-        )
+        return PolicyLayer(lambda: make_store(policy, index, rope))
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:

@@ -13,11 +13,20 @@ from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
+from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.errors import KVPolicyError
+
+
+def make_store(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerStore:
+    """The empty store of a layer under a policy; `rope` is needed if keys are ever unrotated."""
+    if policy.heads is not None:
+        return PagedStore(layer_idx, policy.selector, policy.codec, policy.decode, policy.heads)
+    return LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
 
 
 class PolicyLayer(CacheLayerMixin):

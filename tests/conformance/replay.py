@@ -195,7 +195,8 @@ class Noise(NamedTuple):
 _SOME = Noise(2e-3, 1e-3)
 ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": Noise(5e-3, 1e-3), "RotateKV": _SOME, "TurboQuant": _SOME}
 """Codecs that round to fp16 what may be at a tie: ZipCache's root of a recoded token's largest number always is near
-one, and the others round so many numbers that one of them is. A coefficient of CSR carries more of a key than a code does."""
+one, and the others round so many numbers that one of them is. A coefficient of CSR carries more of a key than a code
+does."""
 
 
 class Twin(NamedTuple):

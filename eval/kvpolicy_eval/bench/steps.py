@@ -21,6 +21,7 @@ from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.hf.layer import make_store
 from kvpolicy_eval.bench.decode import filled
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
@@ -96,15 +97,16 @@ class Layer:
         policy: Spec without the budget.
         slots: The budget.
         backend: Of `torch.compile`.
+        prompt: Tokens of the prompt; as many as the budget by default.
     """
 
-    def __init__(self, policy: str, slots: int, backend: str) -> None:
+    def __init__(self, policy: str, slots: int, backend: str, prompt: int | None = None) -> None:
         """Fill the layer."""
-        self.store = full_store(policy, slots)
+        self.store = full_store(policy, slots, prompt)
         generator = torch.Generator().manual_seed(1)
         self._q, self._k, self._v = (torch.randn(1, HEADS, 1, DIM, generator=generator) for _ in range(3))
         self._transform = ScoreTransform(DIM**-0.5)
-        self._compiled: Any = torch.compile(LayerStore.append, backend=backend, fullgraph=True, dynamic=False)
+        self._compiled: Any = torch.compile(type(self.store).append, backend=backend, fullgraph=True, dynamic=False)
         self._bytes = torch.ones(self.store.nbytes // 4)
 
     def eager(self) -> None:
@@ -120,26 +122,36 @@ class Layer:
         self._bytes.sum()
 
 
-def full_store(policy: str, slots: int) -> LayerStore:
-    """A layer whose budget is full; the statistics of its prompt are random, since computing them would take long."""
+def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore:
+    """A layer whose budget is full; the statistics of its prompt are random, since computing them would take long.
+
+    Args:
+        policy: Spec without the budget; its layer allocator does not matter.
+        slots: The budget.
+        prompt: Tokens of the prompt; as many as the budget by default.
+    """
+    count = prompt or slots
     parts = Policy.parse(f"{policy}@{slots}")
-    store = LayerStore(0, parts.selector, parts.codec, parts.decode)
+    store = make_store(parts, 0)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, HEADS, slots, DIM, generator=generator) for _ in range(3))
-    needs = parts.selector.needs
+    q, k, v = (torch.randn(1, HEADS, count, DIM, generator=generator) for _ in range(3))
+    needs = parts.selector.needs | parts.merger.needs
+    # The larger the power, the fewer tokens have much of a head's attention: heads differ.
+    powers = torch.arange(1, HEADS + 1).view(1, HEADS, 1)
     pending = PendingPrompt(
         keys=k,
         values=v,
         valid=None,
         transform=ScoreTransform(DIM**-0.5),
-        attn_sum=torch.rand(1, HEADS, slots, generator=generator) if needs.attn_sum else None,
+        attn_sum=torch.rand(1, HEADS, count, generator=generator) ** powers if needs.attn_sum else None,
         window=newest_queries(q, None, needs.window_queries) if needs.window_queries else None,
+        salience=torch.rand(1, HEADS, DIM, generator=generator) if parts.reader.traits.salience else None,
     )
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():
         store.initialize(k)
-        store.columns.add_(slots)
-        store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget))
+        store.columns.add_(count)
+        store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget, torch.tensor([2 * count])))
     return store
 
 

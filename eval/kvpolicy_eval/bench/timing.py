@@ -56,7 +56,7 @@ class Row(NamedTuple):
     @property
     def bar(self) -> str:
         """The limit as text."""
-        return "" if self.limit is None else f"<= {f'{self.limit:.3f}'.rstrip('0')}x"
+        return "" if self.limit is None else f"<= {self.limit:g}x"
 
     @property
     def verdict(self) -> str:

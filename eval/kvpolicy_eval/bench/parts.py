@@ -1,0 +1,163 @@
+"""`python -m kvpolicy_eval.bench.parts`: what head budgets, mergers, readers and a replay cost over a base policy.
+
+Steps are of one layer with random tokens, compiled; prompts are of a whole model. Both sides run alternately.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import kvpolicy
+from kvpolicy_eval.bench.models import llama, tokens
+from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
+from kvpolicy_eval.bench.steps import DIM, HEADS, Layer
+from kvpolicy_eval.bench.timing import Ratio, Row, compare
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+
+COLUMNS = ["what", "policy", "over", "bytes, ours over base", "time ratio, median (quartiles)", "bar", ""]
+LAYERS = 4
+PROMPT = 4096
+STEPS = 8
+
+
+class Case(NamedTuple):
+    """A policy and its base.
+
+    Attributes:
+        ours: Spec without the budget.
+        base: The same of the policy that it is compared with; empty for the stock model.
+        limit: Largest time ratio that passes; None if there is no limit.
+        sizes: Slots of a layer, for steps.
+        prompt: Tokens of the prompt for each slot, for steps: 1 if nothing has to be dropped.
+    """
+
+    ours: str
+    base: str
+    limit: float | None = None
+    sizes: tuple[int, ...] = (4096,)
+    prompt: int = 2
+
+
+def _reading(reader: str, limit: float | None = None) -> Case:
+    return Case(f"window+{reader}:read=0.05:dense=0", "window", limit, (16384, 65536), 1)
+
+
+STEP_CASES = {
+    "heads": [
+        Case("uniform/even+window", "window", 1.2, (4096, 16384)),
+        Case("uniform/adakv+h2o", "h2o", 1.4, (4096, 8192)),
+        Case("uniform/adakv+snapkv", "snapkv", 1.4, (8192,)),
+    ],
+    "mergers": [Case("h2o+merge", "h2o", 1.3), Case("h2o+d2o", "h2o"), Case("h2o+compensate", "h2o")],
+    "readers": [_reading("quest", 0.25), _reading("labels"), _reading("exact")],
+}
+"""Steps of one layer."""
+
+PROMPT_CASES = [
+    Case("uniform/adakv+snapkv", "snapkv", 1.03),
+    Case("expected", "window", 1.03),
+    Case("keydiff", "window", 1.03),
+    Case("scissorhands", "h2o"),
+    Case("snapkv+merge", "snapkv"),
+    Case("snapkv+regress", "snapkv"),
+    Case("kvzip", "", 3.0),
+]
+"""Prompts."""
+
+
+def measure_step(case: Case, slots: int, rounds: int, backend: str) -> tuple[Row, float]:
+    """Time compiled steps of a layer under a policy and its base; the second number is our bytes over the base's."""
+    torch.compiler.reset()
+    base, ours = (Layer(policy, slots, backend, case.prompt * slots) for policy in (case.base, case.ours))
+    with torch.no_grad():
+        ratio = compare(lambda: _steps(base), lambda: _steps(ours), rounds)
+    per_step = ratio._replace(base=ratio.base / STEPS, ours=ratio.ours / STEPS)
+    return Row(f"step, {slots:,} slots", case.ours, per_step, case.limit), ours.store.nbytes / base.store.nbytes
+
+
+def _steps(layer: Layer) -> None:
+    for _ in range(STEPS):
+        layer.compiled()
+        layer.store.count_step()
+
+
+def measure_prompt(case: Case, length: int, rounds: int) -> tuple[Row, float]:
+    """Time a prompt under a policy and its base; the second number is as in `measure_step`, but of the caches."""
+    base, ours = llama(LAYERS), llama(LAYERS)
+    ids = tokens(length)
+    with torch.inference_mode(), kvpolicy.attach(ours, f"{case.ours}@0.2"):
+        if not case.base:
+            ratio = _prompts(base, ours, ids, rounds)
+            held = 2 * LAYERS * length * HEADS * DIM * 4
+        else:
+            with kvpolicy.attach(base, f"{case.base}@0.2"):
+                ratio = _prompts(base, ours, ids, rounds)
+                held = _held(base, ids)
+        share = _held(ours, ids) / held
+    return Row(f"prompt, {length:,} tokens", case.ours, ratio, case.limit), share
+
+
+def _prompts(base: Any, ours: Any, ids: torch.Tensor, rounds: int) -> Ratio:
+    return compare(lambda: base(ids, logits_to_keep=1), lambda: ours(ids, logits_to_keep=1), rounds)
+
+
+def _held(model: Any, ids: torch.Tensor) -> int:
+    return model(ids, logits_to_keep=1).past_key_values.nbytes
+
+
+def line(row: Row, base: str, share: float) -> list[str]:
+    """One row of the table."""
+    ratio = row.ratio
+    times = f"{ratio.median:.3f}x ({ratio.low:.3f} to {ratio.high:.3f})"
+    over = f"`{base}`" if base else "the stock model"
+    return [row.what, f"`{row.policy}`", over, f"{share:.3f}x", times, row.bar, row.verdict]
+
+
+def lines(rounds: int, backend: str, quick: bool) -> dict[str, Callable[[], Iterator[list[str]]]]:
+    """Measures the rows of each part of the table."""
+
+    def steps(cases: list[Case]) -> Iterator[list[str]]:
+        for case in cases:
+            for slots in (256,) if quick else case.sizes:
+                yield line(*_with(case, measure_step(case, slots, rounds, backend)))
+
+    def prompts() -> Iterator[list[str]]:
+        for case in PROMPT_CASES:
+            yield line(*_with(case, measure_prompt(case, 256 if quick else PROMPT, rounds)))
+
+    return {name: lambda cases=cases: steps(cases) for name, cases in STEP_CASES.items()} | {"prompts": prompts}
+
+
+def _with(case: Case, measured: tuple[Row, float]) -> tuple[Row, str, float]:
+    row, share = measured
+    return row, case.base, share
+
+
+def main() -> None:
+    """Measure, print the table, and fill a page with it on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.parts", description=__doc__)
+    names = [*STEP_CASES, "prompts"]
+    parser.add_argument("which", nargs="*", help=f"{', '.join(names)}; all by default")
+    parser.add_argument("--quick", action="store_true", help="few slots and rounds, to see that it runs")
+    parser.add_argument("--rounds", type=int, default=15, help="repetitions of each comparison, at least 2")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    add_threads_argument(parser)
+    add_fill_argument(parser, "parts")
+    args = parser.parse_args()
+    for name in args.which:
+        if name not in names:
+            parser.error(f"there is no part {name}; choose from {', '.join(names)}")
+    set_threads(args.threads)
+    measures = lines(2 if args.quick else args.rounds, args.backend, args.quick)
+    rows = collect(row for name in args.which or names for row in measures[name]())
+    step = f"a step is one layer of {HEADS} KV heads of {DIM} channels, {args.backend}"
+    prompt = f"a prompt is of a Llama of {LAYERS} layers, budget 0.2"
+    publish(f"{table(COLUMNS, rows)}\n\nfp32; {step}; {prompt}; {torch_note()}.", "parts", args.fill)
+
+
+if __name__ == "__main__":
+    main()

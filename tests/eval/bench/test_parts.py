@@ -1,0 +1,36 @@
+"""The benchmark of a policy's parts runs, and its layers are as full as their bases."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpolicy_eval.bench import parts
+from kvpolicy_eval.bench.parts import Case
+from kvpolicy_eval.bench.steps import Layer
+
+
+def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table:parts -->\n<!-- /table -->\n")
+    monkeypatch.setattr(parts, "STEP_CASES", {"heads": [Case("uniform/adakv+h2o", "h2o", 1e9)]})
+    monkeypatch.setattr(parts, "PROMPT_CASES", [Case("kvzip", "", 1e9)])
+    monkeypatch.setattr(sys, "argv", ["parts", "--quick", "--backend", "eager", "--fill", str(page)])
+    parts.main()
+    rows = [line for line in page.read_text().splitlines() if "pass" in line]
+    assert len(rows) == 2 and "the stock model" in rows[1]
+    assert "| 1.000x |" in rows[0], "equal bytes"
+
+
+def test_heads_differ() -> None:
+    """Or the benchmark would not be one of heads of different size."""
+    counts = Layer("uniform/adakv+h2o", 64, "eager", 128).store.tokens_by_head()[0]
+    assert int(counts.sum()) == 64 * 8 and int(counts.max()) > int(counts.min())
+
+
+def test_a_merge_has_victims_and_targets() -> None:
+    store = Layer("h2o+merge:least=-1.0", 64, "eager", 128).store
+    torch.testing.assert_close(store.counts.exp().sum(-1), torch.full((1, 8), 128.0))
