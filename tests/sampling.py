@@ -68,6 +68,12 @@ def star(*axes: Sequence[Any], centers: Sequence[Row]) -> list[Row]:
     return [row for number, row in enumerate(rows) if row not in rows[:number]]
 
 
+def each_once(*axes: Sequence[Any]) -> list[Row]:
+    """The fewest rows in which each value of each axis stands: for axes that do not interact."""
+    rows = max(map(len, axes))
+    return [tuple(axis[row % len(axis)] for axis in axes) for row in range(rows)]
+
+
 class _Search:
     """A greedy search for a pairwise sample, by the places of values in their axes.
 

@@ -55,6 +55,7 @@ def test_it_prints_what_it_says(
     assert last(capsys.readouterr().out) == promised(script)
 
 
+@pytest.mark.slow
 def test_two_ranks_print_what_they_say() -> None:
     pytest.importorskip("deepspeed")
     script = EXAMPLES / "two_ranks.py"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.sampling import Row, cases, pairwise, product, star, wants_full
+from tests.sampling import Row, cases, each_once, pairwise, product, star, wants_full
 
 COLORS, SIZES, SHAPES = ["red", "green", "blue"], [1, 2, 3, 4], [[0], [0, 1]]
 DEFAULT = "not full and not slow and not gpu and not network"
@@ -53,6 +53,12 @@ def test_axes_that_are_apart_need_not_meet_and_all_others_do(seed: int) -> None:
     wanted = {pair for pair in pairs_of([*itertools.product(*axes)]) if (pair[0], pair[2]) != (1, 2)}
     assert wanted <= pairs_of(rows)
     assert len(rows) < 60, "the product of the two axes has 132 rows"
+
+
+def test_each_value_once() -> None:
+    rows = each_once(COLORS, SIZES, SHAPES)
+    assert len(rows) == 4
+    assert [[row[axis] for row in rows] for axis in range(3)] == [[*COLORS, "red"], SIZES, [*SHAPES, *SHAPES]]
 
 
 def test_one_axis_is_taken_whole() -> None:

@@ -16,6 +16,7 @@ from tests.conformance.access import coded_positions, kept_positions
 from tests.conformance.calibration import write
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
+from tests.sampling import each_once, product
 
 LARGEST = {"kivi": (128, 32), "gear": (64, 64), "staircase": (32, 32), "zipcache": (0, 100), "csr": (0, 32)}
 """Largest residual and block of codecs for which they are not 32 and 32."""
@@ -85,17 +86,18 @@ LENGTHS = [200, 96, 70, 9]
 TURNS = [200, *[1] * 12, 5, *[1] * 12]
 
 
-@pytest.mark.parametrize("selector", ["h2o", "window:decode=grow"])
-@pytest.mark.parametrize("name", [*SIZED[::3], pytest.param("all", marks=pytest.mark.full)])
+BOTH = ["h2o", "window:decode=grow"]
+
+
+@product(
+    "name,selector",
+    SIZED,
+    BOTH,
+    sample=each_once(SIZED[::3], BOTH),
+    allowed=lambda row: row[1] == "h2o" or row[0] not in ("mikv", "zipcache"),
+)
 def test_rows_of_a_batch_have_the_sizes_that_they_have_alone(name: str, selector: str) -> None:
-    """Rows of several lengths demote blocks of several sizes side by side."""
-    for each in SIZED if name == "all" else [name]:
-        if selector.startswith("window:") and each in ("mikv", "zipcache"):
-            continue  # need a selector that ranks tokens
-        _check_rows(each, selector)
-
-
-def _check_rows(name: str, selector: str) -> None:
+    """Rows of several lengths demote blocks of several sizes side by side; some codecs need a ranking of the tokens."""
     model = build("llama")
     ids, mask = make_batch(LENGTHS, TURNS)
     codec = made(name, **OPTIONS.get(name, {}))

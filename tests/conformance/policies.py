@@ -48,11 +48,6 @@ def every_pair() -> list[str]:
     return [words(*row, budget="1.0" if row[1] == "full" else "0.5") for row in rows]
 
 
-def star_of(selectors: Sequence[str] = SELECTORS, codecs: Sequence[str] = CODECS) -> list[tuple[str, str]]:
-    """Each selector with `plain`, and each codec with `h2o`."""
-    return star(selectors, codecs, centers=[("", "plain"), ("h2o", "")])
-
-
 def star_of_three(
     allocators: Sequence[str] = ALLOCATORS, selectors: Sequence[str] = SELECTORS, codecs: Sequence[str] = CODECS
 ) -> list[tuple[str, str, str]]:

@@ -1,9 +1,9 @@
 """Allocators x selectors x codecs x families x {one row, padded batch} x {fp32, bf16} against the reference.
 
 `-m full` runs every selector x codec x family, with an allocator, rows and a dtype that are drawn; all combinations
-would be 32,000, and grow with every method. By default, each family meets each allocator, both kinds of rows and both
-dtypes; and each selector and codec meets everything but each family. What a family has of its own, such as its rotary
-embedding, is tested with `ROTARY`.
+would be 32,000, and grow with every method. By default, each family, selector and codec meets each allocator, both
+kinds of rows and both dtypes. Every selector meets every codec in `test_layer`. What a family has of its own, such as
+its rotary embedding, is tested with `ROTARY`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ROTARY = [name for name in CODECS if lookup(name)[1]().traits.key_space == "unro
 
 
 def sample() -> list[Row]:
-    """A pairwise sample, but that families need not meet selectors, and meet `ROTARY` in place of each codec."""
-    rows = pairwise(*AXES, seed=2, apart=[(SELECTOR, FAMILY), (CODEC, FAMILY)])  # most cases in fp32, which is exact
+    """A pairwise sample, in which selectors, codecs and families need not meet; families meet one of `ROTARY`."""
+    rows = pairwise(*AXES, seed=2, apart=[(SELECTOR, CODEC), (SELECTOR, FAMILY), (CODEC, FAMILY)])
     met = {row[FAMILY] for row in rows if row[CODEC] in ROTARY}
     left = [family for family in AXES[FAMILY] if family not in met]
     return [*rows, *(("uniform", "h2o", codec, family, "padded", "fp32") for codec, family in zip(cycle(ROTARY), left))]

@@ -7,8 +7,8 @@ import torch
 
 from kvpolicy import Policy
 from tests.conformance.bench import Bench, draw, padding
-from tests.conformance.policies import CODECS, SELECTORS, star_of, words
-from tests.sampling import pairwise, product
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.sampling import each_once, pairwise, product
 
 BASES = [name for name in SELECTORS if name != "kvcrush"]
 ANCHORS = ["random", "mean", "alternate", "zeros", "ones"]
@@ -61,8 +61,7 @@ def test_kvcrush_in_full(base: str, anchor: str, buckets: str, pick: str, page: 
     converse(crush_words(base, anchor, buckets, pick, page, split, quantile, str(seed)), seed=seed, group=1 + seed)
 
 
-@pytest.mark.parametrize("page", [3, 16, 64])
-@pytest.mark.parametrize("base", BASES)
+@product("base,page", BASES, [3, 16, 64], sample=each_once(BASES, [3, 16, 64]))
 def test_the_smallest_budget_by_pages(base: str, page: int) -> None:
     """It holds the page of the newest token and what the base always keeps first; the slow reference agrees."""
     policy = f"kvcrush:page={page}/{base}"
@@ -108,7 +107,7 @@ def test_kivi(selector: str, bits: str, group: str, residual: str) -> None:
     bench.check()
 
 
-@product("selector,codec", MORE, CODECS, sample=star_of(MORE))
+@product("selector,codec", MORE, CODECS, sample=each_once(MORE, CODECS))
 def test_selection_does_not_depend_on_the_codec(selector: str, codec: str) -> None:
     """What a prompt keeps is chosen before anything is coded."""
     plain, coded = (Bench(words(selector, name), [12, 9]) for name in ("plain", codec))

@@ -20,7 +20,7 @@ from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, RANKED, SELECTORS, with_profile, words
 from tests.engine.live import stored_bytes
-from tests.sampling import pairwise, product, star
+from tests.sampling import each_once, pairwise, product
 
 PROMPT, NEW = 40, 9
 ROWS = {"one": [PROMPT], "padded": [PROMPT, 33, 20]}
@@ -86,7 +86,7 @@ def test_plan_is_what_is_stored(allocator: str, selector: str, codec: str, budge
     check("llama", words(allocator, selector, codec, budget=budget), ROWS[rows])
 
 
-@product("selector,codec", GROWING, CODECS, sample=star(GROWING, CODECS, centers=[("", "plain"), (GROWING[1], "")]))
+@product("selector,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
 def test_growing(selector: str, codec: str) -> None:
     """A cache that grows holds room for exactly the new tokens that it was told of."""
     budget = "1.0" if selector == "full" else "0.5"
@@ -127,19 +127,21 @@ def test_bytes_are_a_bound(allocator: str, selector: str, budget: str) -> None:
         assert tokens == PROMPT + NEW or run("llama", more, [PROMPT, 30]).nbytes > limit
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_generate(codec: str) -> None:
+GENERATED = ["h2o", "snapkv:decode=grow"]
+
+
+@product("selector,codec", GENERATED, CODECS, sample=each_once(GENERATED, CODECS))
+def test_generate(selector: str, codec: str) -> None:
     """`handle.plan` of a generate call, in which the number of new tokens is known."""
     model = build("llama")
     ids, mask = make_batch([PROMPT, 25], [PROMPT])
-    for selector in ("h2o", "snapkv:decode=grow"):
+    with kvpolicy.attach(model, words(selector, codec)) as handle:
+        model.generate(ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        assert handle.cache is not None and handle.plan is not None
+        assert stored_bytes(handle.cache) == handle.cache.nbytes == handle.plan.nbytes
         policy = words(selector, codec)
-        with kvpolicy.attach(model, policy) as handle:
-            model.generate(ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-            assert handle.cache is not None and handle.plan is not None
-            assert stored_bytes(handle.cache) == handle.cache.nbytes == handle.plan.nbytes
-            plan = kvpolicy.plan(model.config, policy, batch=2, prompt=[PROMPT, 25], new=NEW, dtype=torch.float32)
-            assert plan.nbytes == handle.plan.nbytes
+        plan = kvpolicy.plan(model.config, policy, batch=2, prompt=[PROMPT, 25], new=NEW, dtype=torch.float32)
+        assert plan.nbytes == handle.plan.nbytes
 
 
 def test_bytes_are_really_freed() -> None:

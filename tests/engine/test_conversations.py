@@ -12,14 +12,14 @@ import kvpolicy
 from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, star_of_three, words
-from tests.sampling import product
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.sampling import each_once, product
 
 TURNS = [24, *[1] * 8, 5, 1, 1]
 PARTS = (["uniform", "squeeze"], [*SELECTORS, "h2o:decode=grow"], CODECS)
 
 
-@product("allocator,selector,codec", *PARTS, sample=star_of_three(*PARTS))
+@product("allocator,selector,codec", *PARTS, sample=each_once(*PARTS))
 def test_interleaved(allocator: str, selector: str, codec: str) -> None:
     model, policy = build("llama"), words(allocator, selector, codec)
     one, two = make_batch([24, 11], TURNS, seed=1), make_batch([19], TURNS, seed=2)

@@ -12,9 +12,9 @@ from kvpolicy.protocols import View
 from tests.conformance.access import addresses, kept_positions, selector_state
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
-from tests.conformance.policies import CODECS, RANKED, SELECTORS, star_of, words
+from tests.conformance.policies import CODECS, RANKED, SELECTORS, words
 from tests.engine.parts import Ranking, Worth, generator, shuffled
-from tests.sampling import product, star
+from tests.sampling import each_once, product
 
 PROMPT = 30
 STEPS = [30, 200]
@@ -37,7 +37,7 @@ def run(policy: str, rows: list[int], steps: int) -> tuple[PolicyCache, list[lis
     return cache, [*places, addresses(cache)]
 
 
-MANY = [(*row, STEPS[0]) for row in star_of()]
+MANY = [(*row, STEPS[0]) for row in each_once(SELECTORS, CODECS)]
 
 
 @product("selector,codec,steps", SELECTORS, CODECS, STEPS, sample=[*MANY, ("h2o", "plain", 200), ("h2o", "kivi", 200)])
@@ -51,7 +51,7 @@ def test_nothing_is_allocated_again(selector: str, codec: str, steps: int) -> No
             assert all(len(head) == budget and head[-1] == length - 1 for head in row)
 
 
-@product("selector,codec", GROWING, CODECS, sample=star(GROWING, CODECS, centers=[("", "plain"), (GROWING[1], "")]))
+@product("selector,codec", GROWING, CODECS, sample=each_once(GROWING, CODECS))
 def test_room_for_what_was_announced(selector: str, codec: str) -> None:
     """A growing cache, too, is allocated once where it knows how many tokens will come."""
     budget = "1.0" if selector == "full" else "0.5"
@@ -73,7 +73,7 @@ def test_room_for_what_was_not_announced() -> None:
     assert kept_positions(cache.policy_layers[0])[0][0] == list(range(PROMPT + 300))
 
 
-SUNK = star(SINKS, CODECS, STEPS, centers=[("", "kivi", STEPS[0]), (SINKS[0], "", STEPS[0]), (SINKS[0], "kivi", 0)])
+SUNK = [*((*row, STEPS[0]) for row in each_once(SINKS, CODECS)), (SINKS[0], "kivi", STEPS[1])]
 
 
 @product("base,codec,steps", SINKS, CODECS, STEPS, sample=SUNK)

@@ -10,8 +10,8 @@ from kvpolicy import PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, star_of, words
-from tests.sampling import product
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.sampling import each_once, product
 
 CHOSEN = [*SELECTORS, "kvcrush:pick=random:buckets=distance/h2o"]
 Kept = list[list[list[list[int]]]]
@@ -25,7 +25,7 @@ def kept(policy: str) -> Kept:
     return [kept_positions(layer) for layer in cache.policy_layers]
 
 
-@product("selector,codec", CHOSEN, CODECS, sample=star_of(CHOSEN))
+@product("selector,codec", CHOSEN, CODECS, sample=each_once(CHOSEN, CODECS))
 def test_twice_the_same(selector: str, codec: str) -> None:
     policy = words("squeeze", selector, codec)
     first = kept(policy)

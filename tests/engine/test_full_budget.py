@@ -13,7 +13,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, SELECTORS, words
-from tests.sampling import product
+from tests.sampling import each_once, product
 
 SHORT = [TURNS[0], 1, 1, 1]
 
@@ -28,8 +28,7 @@ def test_equals_the_stock_cache(policy: str, family: str, rows: str) -> None:
     assert (ours - stock)[mask.bool()].abs().max() < 3e-5
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS)
-@pytest.mark.parametrize("selector", SELECTORS)
+@product("allocator,selector", ALLOCATORS, SELECTORS, sample=each_once(ALLOCATORS, SELECTORS))
 def test_every_method(allocator: str, selector: str) -> None:
     model = build("llama")
     ids, mask = make_batch([26, 11])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,15 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from tests.conformance.access import Attend, attending
-from tests.conformance.policies import CODECS, SELECTORS, star_of, with_profile, words
+from tests.conformance.policies import CODECS, SELECTORS, with_profile, words
 from tests.engine.live import Alive, stored_bytes
-from tests.sampling import product
+from tests.sampling import each_once, product
 
 LAYERS, TOKENS = 6, 512
 
 
 CHOSEN = [*SELECTORS, "kvcrush:page=16/h2o"]
-PADDED_STAR = [(*row, padded) for row in star_of(CHOSEN) for padded in (False, True)]
+PADDED = [(*row, bool(number % 2)) for number, row in enumerate(each_once(CHOSEN, CODECS))]
 
 
 def llama() -> Any:
@@ -86,7 +85,7 @@ ONE_LAYER = 2 * 2 * TOKENS * 64 * 4
 """Keys and values of one layer's prompt, two rows, fp32."""
 
 
-@product("selector,codec,padded", CHOSEN, CODECS, [False, True], sample=PADDED_STAR)
+@product("selector,codec,padded", CHOSEN, CODECS, [False, True], sample=PADDED)
 def test_peak(selector: str, codec: str, padded: bool) -> None:
     peak, cache = prefill(words(selector, codec, budget="0.25"), padded=padded)
     assert stored_bytes(cache) == cache.nbytes
@@ -106,7 +105,7 @@ def test_peak_of_squeeze_online() -> None:
     assert stored_bytes(cache) == cache.nbytes < 0.3 * LAYERS * ONE_LAYER
 
 
-@pytest.mark.parametrize("selector", [*SELECTORS])
+@product("selector", SELECTORS, sample=[("window",), ("h2o",), ("snapkv",), ("expected",), ("kvzip",)])
 def test_whole_peak(selector: str) -> None:
     """Everything that a prefill allocates, beside what the same prefill takes without any cache."""
     model = llama()

@@ -65,8 +65,9 @@ METHODS = [
     "h2o+kivi@0.5",
     "full",
 ]
-TURNS = [(policy, bool(number % 2)) for number, policy in enumerate(METHODS)]
-"""Every other policy with padding."""
+LOOKING = [words(name) for name in ("expected", "h2o", "kvcrush", "kvzip", "probe", "scissorhands")]
+TURNS = [(policy, bool(number % 2)) for number, policy in enumerate([*LOOKING, "h2o+kivi@0.5"])]
+"""What looks at attention in a way of its own, every other one with padding."""
 
 
 @product("policy,padded", METHODS, [False, True], sample=TURNS)

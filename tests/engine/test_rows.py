@@ -10,8 +10,8 @@ from kvpolicy import Policy, PolicyCache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, make_batch, talk
-from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, star_of_three, words
-from tests.sampling import product
+from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
+from tests.sampling import each_once, product
 
 LENGTHS = [26, 15, 6]
 
@@ -35,7 +35,7 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
                 assert int(mine.budget) == int(ours.budget[row])
 
 
-@product("allocator,selector,codec", ALLOCATORS, SELECTORS, CODECS, sample=star_of_three())
+@product("allocator,selector,codec", ALLOCATORS, SELECTORS, CODECS, sample=each_once(ALLOCATORS, SELECTORS, CODECS))
 def test_methods(allocator: str, selector: str, codec: str) -> None:
     check(words(allocator, selector, codec), "llama", LENGTHS)
 

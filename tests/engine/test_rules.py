@@ -14,11 +14,11 @@ from kvpolicy.engine.state import tensors
 from tests.conformance.access import kept_positions, selector_state
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import TURNS, forward, make_batch, talk
-from tests.conformance.policies import CODECS, SELECTORS, star_of, words
-from tests.sampling import product
+from tests.conformance.policies import CODECS, SELECTORS, words
+from tests.sampling import each_once, product
 
 
-@product("selector,codec", SELECTORS, CODECS, sample=star_of())
+@product("selector,codec", SELECTORS, CODECS, sample=each_once(SELECTORS, CODECS))
 def test_a_query_attends_to_the_budget(selector: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rule 1: to the budget exactly, the current token counted, in every step and head."""
     from kvpolicy.engine import partial_reads

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
+@functools.cache
 def version(kind: str, name: str) -> Any:
     """The module with the slow version of a method.
 

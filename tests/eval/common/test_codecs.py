@@ -61,6 +61,7 @@ def test_bits_are_those_of_the_formulas() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_line_of_the_frontier() -> None:
     """The same bytes hold more tokens of fewer bits."""
     evaluator = TaskEvaluator(1, 512, torch.bfloat16)

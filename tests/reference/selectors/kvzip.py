@@ -83,12 +83,14 @@ def scores_after_replay(
     chunk, count = config["chunk"], len(keys)
     scores = [0.0] * count
     assert [text.number for text in replays] == list(range(math.ceil(count / chunk))), "every chunk is replayed once"
+    whole_keys = keys.double()
     for text in replays:
+        own_keys = text.keys[head].double()
         start, stop = text.number * chunk, min((text.number + 1) * chunk, count)
         shown = list(range(min(config["sinks"], start))) + list(range(start, stop))
         for hq in group:
             for r, query in enumerate(text.queries[hq].double()):
-                seen = [keys[j].double() for j in shown] + [text.keys[head][i].double() for i in range(r + 1)]
+                seen = [whole_keys[j] for j in shown] + [own_keys[i] for i in range(r + 1)]
                 logits = [float(query @ key) * scale for key in seen]
                 if softcap is not None:
                     logits = [softcap * math.tanh(x / softcap) for x in logits]
