@@ -126,7 +126,8 @@ def note(bench: Bench, tasks: Sequence[str]) -> str:
         f"{', '.join(tasks)}. inside: the question is part of the compressed prompt; after: it is fed to the "
         "compressed cache; second: a second question is, after the first one was compressed with the prompt. Held: "
         "the most bytes of the three, of the full cache's. Moved: the planned bytes that a step reads, of those that "
-        f"the full cache's step reads. {str(bench.dtype).removeprefix('torch.')}."
+        "the full cache's step reads. The last token of what is asked is fed by itself to readers, and of few_shot's "
+        f"question inside, so that a step answers. {str(bench.dtype).removeprefix('torch.')}."
     )
 
 
