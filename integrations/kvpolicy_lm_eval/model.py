@@ -6,6 +6,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +44,8 @@ class KVPolicyLM(HFLM):
         budget: Overrides the budget of the policy.
         holdback: The number of tokens at the end of a scored context that are fed with the answer, instead of being
             compressed with the context. With 0, the first token of an answer is predicted by the uncompressed prefill,
-            as in generation.
+            as in generation. If the document of a request has a text `held_back`, with which its prompt ends, at least
+            that text is held back, in generation too.
         rolling_chunk: Tokens per forward pass of a rolling log-likelihood; the cache is compressed after each.
         tp: The number of ranks over which the model is sharded. Each is a process, started by `torchrun` or
             `deepspeed`.
@@ -70,6 +72,7 @@ class KVPolicyLM(HFLM):
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
+        self._held_back = 0  # tokens that the documents of the requests in progress hold back
         self._auto_batch: int | None = None
         if pretrained is None:
             pretrained = str(_EMBEDDED)
@@ -188,20 +191,54 @@ class KVPolicyLM(HFLM):
         """Answer the requests of each task separately, so that each task has its own tally."""
         if self.sharding.tp > 1:
             ranks.check_same_requests(kind, requests)
-        tasks: defaultdict[str, list[int]] = defaultdict(list)
+        groups: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
-            tasks[getattr(request, "task_name", None) or "unknown"].append(index)
+            task = getattr(request, "task_name", None) or "unknown"
+            groups[task, self._tokens_held_back(kind, request)].append(index)
         if self.world_size > 1:
-            # Processes wait for each other while they answer, and may have requests of different tasks.
-            tasks = defaultdict(list, {"+".join(sorted(tasks)): list(range(len(requests)))})
+            groups = self._without_tasks(groups)
         answers: list[Any] = [None] * len(requests)
-        for task, indices in tasks.items():
+        for (task, held_back), indices in groups.items():
             self.stats.current = f"{task}/{kind}"
             self.stats.now.requests += len(indices)
+            self._held_back = held_back
             task_answers = answer([requests[index] for index in indices], disable_tqdm=quiet)
             for index, task_answer in zip(indices, task_answers, strict=True):
                 answers[index] = task_answer
+        self._held_back = 0
         return answers
+
+    def _without_tasks(self, groups: dict[tuple[str, int], list[int]]) -> defaultdict[tuple[str, int], list[int]]:
+        """Join the tasks: processes wait for each other while they answer, and may have requests of different tasks."""
+        if self.batch_size == "auto" and any(held_back for _, held_back in groups):
+            raise KVPolicyError(
+                "batch_size must be a number for tasks whose question is fed later, if several processes answer them, "
+                "because each would measure it a different number of times, got auto; try batch_size=1."
+            )
+        tasks = "+".join(sorted({task for task, _ in groups}))
+        joined: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for (_, held_back), indices in groups.items():
+            joined[tasks, held_back] += indices
+        return joined
+
+    def _tokens_held_back(self, kind: str, request: Any) -> int:
+        """Return how many tokens at the end of a prompt its document holds back, until the rest is compressed."""
+        document = getattr(request, "doc", None)
+        text = document.get("held_back") if isinstance(document, dict) else None
+        if not text or kind == "loglikelihood_rolling":
+            return 0
+        # lm-eval scores the white space at the end of a context with the answer. A chat template ends the prompt.
+        prompt = request.args[0].rstrip() if kind == "loglikelihood" else request.args[0]
+        start = prompt.rfind(text.rstrip())
+        if start < 0:
+            raise KVPolicyError(
+                f"held_back must be a text of the prompt, got {text!r} and a prompt without it; try to end the prompt "
+                "with it."
+            )
+        tokens = self.tok_encode(prompt)
+        # A token at the border may contain the end of the context and the begin of the text. It is held back.
+        pairs = zip(tokens, self.tok_encode(prompt[:start]), strict=False)
+        return len(tokens) - sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     # Scoring
 
@@ -215,7 +252,7 @@ class KVPolicyLM(HFLM):
             if not self.is_full:
                 return self._score(requests, rolling, override_bs, disable_tqdm)
             answers = super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
-        for length in reported_lengths(split(requests, self.max_length, self.holdback), rolling):
+        for length in reported_lengths(split(requests, self.max_length, self._holdback), rolling):
             self._add_full_cache(length)
         return answers
 
@@ -240,7 +277,7 @@ class KVPolicyLM(HFLM):
             yield from scorer.stream(some, self.rolling_chunk)
 
     def _score_answers(self, requests: Sequence[Any], batch: int) -> Iterator[tuple[int, Answer]]:
-        groups = split(requests, self.max_length, self.holdback)
+        groups = split(requests, self.max_length, self._holdback)
         without_prefix = groups.pop((), [])
         scorer = self._scorer(self.policy)
         for some in _batches(list(groups), batch):
@@ -249,6 +286,11 @@ class KVPolicyLM(HFLM):
         full = self._scorer(Policy())
         for some in _batches(without_prefix, batch):
             yield from full.stream(some, 2 * self.max_length)
+
+    @property
+    def _holdback(self) -> int:
+        """Tokens at the end of a scored context that are fed with the answer, in the requests in progress."""
+        return max(self.holdback, self._held_back)
 
     def _scorer(self, policy: Policy) -> Scorer:
         def add_cache(rows: int, cache: Any) -> None:
@@ -293,14 +335,20 @@ class KVPolicyLM(HFLM):
         mask = kwargs.get("attention_mask")
         columns = context.shape[1]
         lengths = (torch.ones_like(context) if mask is None else mask).sum(-1)
-        prompt = lengths.repeat_interleave(kwargs.get("num_beams") or 1)  # `generate` repeats a row for each beam
+        beams = kwargs.get("num_beams") or 1  # `generate` repeats a row for each beam
+        prompt = lengths.repeat_interleave(beams)
         generate = super()._model_generate
         with self.stats.clock(self.device) as tally:
             if self.is_full:
                 out = generate(context, max_length, stop, **kwargs)
             else:
+                held_back = max(min(self._held_back, int(lengths.min()) - 1), 0)
                 with kvpolicy.attach(self.model, self.policy):
-                    cache = kvpolicy.PolicyCache(self.model, self.policy, prompt=prompt, new=max_length - columns)
+                    cache = kvpolicy.PolicyCache(
+                        self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
+                    )
+                    if held_back:
+                        self._prefill(context, mask, columns - held_back, beams, cache)
                     out = generate(context, max_length, stop, **kwargs, past_key_values=cache)
                 tally.add_cache(len(prompt), cache.nbytes, cache.full_nbytes)
         tally.prompt_tokens += int(lengths.sum())
@@ -309,6 +357,21 @@ class KVPolicyLM(HFLM):
             for length in prompt.tolist():
                 self._add_full_cache(length + out.shape[1] - columns - 1)  # the last token is not in the cache
         return out
+
+    def _prefill(self, context: torch.Tensor, mask: Any, columns: int, beams: int, cache: Any) -> None:
+        """Fill a cache with the first columns of a batch; `generate` continues with the others."""
+        ids = context.repeat_interleave(beams, 0)
+        valid = torch.ones_like(ids) if mask is None else mask.repeat_interleave(beams, 0)
+        dtype = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            self.model(
+                input_ids=ids[:, :columns],
+                attention_mask=valid[:, :columns],
+                position_ids=(valid.cumsum(-1) - 1).clamp(min=0)[:, :columns],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
 
 
 def _batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

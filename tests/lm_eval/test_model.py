@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.models import huggingface
 from transformers import LlamaConfig
 
+import kvpolicy
 from kvpolicy_eval.data import prompts
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.model import KVPolicyLM
@@ -164,6 +166,50 @@ def test_budget_overrides_that_of_the_policy(make):
     assert str(lm.policy) == "h2o@0.25"
     with pytest.raises(ValueError, match="selector"):
         make("full", budget=0.2)
+
+
+def held_back(requests: list[Instance]) -> list[Instance]:
+    """The same requests, with documents that hold back the question."""
+    return [
+        dataclasses.replace(one, doc={"held_back": prompts.split(one.args[0])[1]}) if "\n?" in one.args[0] else one
+        for one in requests
+    ]
+
+
+def test_a_question_of_a_document_is_scored_after_the_rest_was_compressed(make, choices):
+    scored = answers(make("streaming@0.5", batch_size=2), held_back(choices[:6]))
+    assert scored == answers(make("streaming@0.5", batch_size=2, holdback=3), choices[:6])
+    assert scored != answers(make("streaming@0.5", batch_size=2), choices[:6])
+
+
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}])
+def test_a_question_of_a_document_is_fed_after_the_rest_was_compressed(make, tiny, questions, more: dict[str, int]):
+    model, tokenizer = tiny
+    requests = held_back(questions)
+    for request in requests:
+        prompt, options = cast("tuple[str, dict[str, Any]]", request.args)
+        request.arguments = (prompt, options | more)
+    found = answers(make("snapkv@0.4", batch_size=3), requests)
+    assert found != answers(make("snapkv@0.4", batch_size=3), questions)  # which sees the question
+    for request, text in zip(requests, found, strict=True) if not more else ():
+        document, question = prompts.split(request.args[0])
+        context = tokenizer(document, return_tensors="pt").input_ids
+        asked = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+        with torch.no_grad(), kvpolicy.attach(model, "snapkv@0.4"):
+            cache = kvpolicy.PolicyCache(model)
+            model(context, past_key_values=cache)
+            logits = model(asked, past_key_values=cache).logits
+            tokens: list[int] = []
+            for _ in range(6):
+                tokens.append(int(logits[0, -1].argmax()))
+                logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits
+        assert text == tokenizer.decode(tokens).split("\n")[0]
+
+
+def test_a_text_that_is_held_back_is_part_of_the_prompt(make, questions):
+    request = dataclasses.replace(questions[0], doc={"held_back": "?nothing="})
+    with pytest.raises(ValueError, match=r"held_back must be a text of the prompt, got '\?nothing=' .*try to end"):
+        make(HARSH).generate_until([request])
 
 
 @pytest.mark.parametrize(("name", "value"), [("holdback", -1), ("rolling_chunk", 1), ("holdback", 0.5)])

@@ -30,6 +30,21 @@ def test_group_is_complete(group):
     assert {task.OUTPUT_TYPE for task in group.values()} == kinds
 
 
+@pytest.mark.parametrize(("mode", "without"), [("after", {"text"}), ("second", {"text", "passkey"})])
+def test_questions_have_other_places(mode: str, without: set[str], group):
+    tasks = manager(docs=3).load([f"kvpolicy_{mode}"])["tasks"]
+    assert sorted(tasks) == [f"kvpolicy_{name}_{mode}" for name in TASKS if name not in without]
+    for name, task in tasks.items():
+        inside = group[name.removesuffix(f"_{mode}")]
+        task.build_all_requests(limit=1)
+        assert task.instances[0].args[0].endswith(task.instances[0].doc["held_back"])
+        known = {doc["prompt"] for doc in inside.test_docs()}
+        assert task.config.metadata["seed"] == inside.config.metadata["seed"]
+        for doc in task.test_docs():
+            assert doc["prompt"].endswith(doc["held_back"]) and doc["held_back"].count("\n") == (mode == "second")
+            assert doc["prompt"] not in known  # a request cache has one answer of each prompt
+
+
 def test_documents_are_the_same_every_time(group):
     again = manager().load(["kvpolicy"])["tasks"]
     assert {n: list(t.test_docs()) for n, t in group.items()} == {n: list(t.test_docs()) for n, t in again.items()}

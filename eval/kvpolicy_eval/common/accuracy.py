@@ -1,36 +1,44 @@
 """Accuracy of the embedded model on its tasks under a policy.
 
-Every prompt ends with its question, is compressed to the budget, and is answered greedily. An answer is right if all of
-its digits, or its label, are. Rows run in padded batches, and bytes are those of the whole batch.
+A prompt is compressed to the budget, and is answered greedily. Its question is part of it, or is fed to the compressed
+cache afterwards (`kvpolicy_eval.data.modes`). An answer is right if all of its digits, or its label, are. Rows run in
+padded batches, and bytes are those of the whole batch.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from random import Random
 from typing import Any
 
 import torch
 
 import kvpolicy
-from kvpolicy_eval.data.prompts import Prompt
+from kvpolicy_eval.data.modes import Placed, place, second_question
 from kvpolicy_eval.data.tasks import tasks
 
 BATCH = 16
 HELD_BACK = {"few_shot": 1}
-"""Tokens at the end of a task's prompts that are fed after the rest has been compressed.
+"""Tokens at the end of a task's prompts that are fed after the rest has been compressed, with the question inside.
 
 The first token of an answer is computed from the full prompt, so that a policy could not change an answer of a single
 token.
 """
 
 
-def held_back(task: str, policy: str) -> int:
-    """Tokens at the end of a task's prompts that are fed after the rest.
+def held_back(task: str, policy: str, mode: str = "inside") -> int:
+    """Tokens at the end of what is asked that are fed after the rest.
 
     A reader changes steps alone, so the first token of an answer must come from one.
+
+    Args:
+        task: Name of the task.
+        policy: Spec of the policy.
+        mode: The place of the question.
     """
     reads_all = isinstance(kvpolicy.Policy.parse(policy).reader, kvpolicy.ReadAll)
-    return max(HELD_BACK.get(task, 0), 0 if reads_all and policy != "all" else 1)
+    return max(HELD_BACK.get(task, 0) if mode == "inside" else 0, 0 if reads_all and policy != "all" else 1)
 
 
 class TaskEvaluator:
@@ -50,23 +58,28 @@ class TaskEvaluator:
             name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()
         }
 
-    def accuracy(self, policy: str, byte_share: float | None = None) -> tuple[dict[str, float], float]:
+    def accuracy(
+        self, policy: str, byte_share: float | None = None, mode: str = "inside", only: Collection[str] = ()
+    ) -> tuple[dict[str, float], float]:
         """Share of right answers of each task, and the bytes held, as a share of the full cache's.
 
         Args:
             policy: Spec of the policy; without a budget if `byte_share` is given.
             byte_share: Budget as a share of the full cache's bytes.
+            mode: The place of the question. Tasks without a second question are left out of `second`.
+            only: Names of tasks; all by default.
         """
         right: dict[str, float] = {}
         held_bytes = 0
         full_bytes = 0
         with kvpolicy.attach(self.model, policy), torch.inference_mode():
             for name, prompts in self.prompts.items():
+                if (only and name not in only) or (mode == "second" and second_question(prompts[0]) is None):
+                    continue
                 hits = 0
-                for start in range(0, len(prompts), BATCH):
-                    batch = prompts[start : start + BATCH]
+                for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
                     batch_hits, batch_held, batch_full = self._answer(
-                        batch, held_back(name, policy), policy, byte_share
+                        batch, fed, held_back(name, policy, mode), policy, byte_share
                     )
                     hits += batch_hits
                     held_bytes += batch_held
@@ -74,39 +87,58 @@ class TaskEvaluator:
                 right[name] = hits / len(prompts)
         return right, held_bytes / full_bytes
 
+    def _batches(self, prompts: list[Placed]) -> Iterator[tuple[list[Placed], int]]:
+        """Batches in which equally many tokens are fed after the compression, and how many these are."""
+        by_fed: defaultdict[int, list[Placed]] = defaultdict(list)
+        for prompt in prompts:
+            by_fed[len(self.tokenizer(prompt.fed, add_special_tokens=False).input_ids)].append(prompt)
+        for fed, rows in by_fed.items():
+            for start in range(0, len(rows), BATCH):
+                yield rows[start : start + BATCH], fed
+
     def _answer(
-        self, prompts: list[Prompt], held_back: int, policy: str, byte_share: float | None
+        self, prompts: list[Placed], fed: int, held_back: int, policy: str, byte_share: float | None
     ) -> tuple[int, int, int]:
         """Answer one batch.
 
+        Args:
+            prompts: Rows of the batch.
+            fed: Tokens at their ends that are fed to the compressed cache.
+            held_back: Tokens at their ends that are fed after all others.
+            policy: Spec of the policy, which is attached.
+            byte_share: Budget as a share of the full cache's bytes.
+
         Returns:
-            Right answers, bytes held after the prompt, and bytes that the full cache holds of the same batch.
+            Right answers, bytes held at the end, and bytes that the full cache holds of the same batch.
         """
-        texts = [prompt for prompt, _ in prompts]
-        answers = [answer for _, answer in prompts]
+        texts = [prompt.compressed + prompt.fed for prompt in prompts]
+        answers = [prompt.answer for prompt in prompts]
         batch: Any = self.tokenizer(texts, return_tensors="pt", padding=True)
         ids = batch["input_ids"]
         mask = batch["attention_mask"]
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        columns = ids.shape[1]
         longest = max(len(self.tokenizer(answer, add_special_tokens=False).input_ids) for answer in answers)
-        first_part = ids.shape[1] - held_back
         full_bytes = kvpolicy.plan(
-            self.model.config, "full", batch=len(ids), prompt=ids.shape[1] + longest - 1, dtype=self.model.dtype
+            self.model.config, "full", batch=len(ids), prompt=columns + longest - 1, dtype=self.model.dtype
         ).full_nbytes
         sized = None if byte_share is None else f"{policy}@{int(byte_share * full_bytes)}B"
-        cache = kvpolicy.PolicyCache(self.model, sized, prompt=mask[:, :first_part].sum(-1), new=longest + held_back)
-        if held_back:
-            # `generate` below continues from this cache and feeds the tokens that were held back.
-            positions = (mask.cumsum(-1) - 1).clamp_min(0)[:, :first_part]
+        # Where forward passes end: after what is compressed, and before what is held back. `generate` feeds the rest.
+        ends = sorted({columns - tokens for tokens in (fed, held_back) if tokens})
+        first_part = ends[0] if ends else columns
+        new = longest + columns - first_part
+        cache = kvpolicy.PolicyCache(self.model, sized, prompt=mask[:, :first_part].sum(-1), new=new)
+        for start, end in zip([0, *ends], ends, strict=False):
             self.model(
-                ids[:, :first_part],
-                attention_mask=mask[:, :first_part],
-                position_ids=positions,
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
                 past_key_values=cache,
             )
         out = self.model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, past_key_values=cache
         )
-        completions = self.tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+        completions = self.tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
         hits = sum(text.strip().startswith(answer) for text, answer in zip(completions, answers, strict=True))
         return hits, cache.nbytes, full_bytes
 

@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy import registry
 from kvpolicy_eval.common.markdown import publish
-from kvpolicy_eval.methods.measure import Bench
+from kvpolicy_eval.common.measure import Bench
 from kvpolicy_eval.methods.plan import methods
 from kvpolicy_eval.methods.tables import budget_tables, codec_table, reader_table
 

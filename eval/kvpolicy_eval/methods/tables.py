@@ -5,7 +5,7 @@ from __future__ import annotations
 import kvpolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.methods.measure import Bench, Result
+from kvpolicy_eval.common.measure import Bench, Result
 from kvpolicy_eval.methods.plan import BUDGETS, READS, at_read, codec_policies, reader_policies, selection_policies
 
 TASK_BUDGET = 0.2

@@ -1,6 +1,8 @@
 """Documents of kvpolicy's tasks. They need no network access, and are the same on every machine.
 
 lm-eval calls each function with the metadata of the task, merged with the arguments of the model, which `**_` ignores.
+`mode` is the place of the question, see `kvpolicy_eval.data.modes`: the model `kvpolicy` feeds the text `held_back` of
+a document after it has compressed what precedes it.
 """
 
 from __future__ import annotations
@@ -15,37 +17,56 @@ from datasets import Dataset
 
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.data import prompts
+from kvpolicy_eval.data.modes import place
 from kvpolicy_eval.data.text import held_out
 
 Splits = dict[str, Dataset]
+
+_OWN_DOCUMENTS = 5_000
+"""Added to the seeds of documents whose question is not inside.
+
+Equal prompts would have equal keys in lm-eval's request cache, which would answer them alike in every mode.
+"""
 
 _SHOT = re.compile(r"[a-z]+\W+([A-Z])\W*")
 """An example of the few-shot task: a word and its label."""
 
 
-def recall(docs: int, seed: int, records: int, digits: int = 4, **_: Any) -> Splits:
+def recall(docs: int, seed: int, records: int, digits: int = 4, mode: str = "inside", **_: Any) -> Splits:
     """Prompts that ask for one of many records."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits)))
+    return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits), mode))
 
 
-def multi_query(docs: int, seed: int, records: int, queries: int, digits: int = 4, **_: Any) -> Splits:
+def multi_query(
+    docs: int, seed: int, records: int, queries: int, digits: int = 4, mode: str = "inside", **_: Any
+) -> Splits:
     """Prompts with several questions about many records; the last one is to be answered."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits)))
+    return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits), mode))
 
 
-def passkey(docs: int, seed: int, chars: int, digits: int = 5, **_: Any) -> Splits:
+def passkey(docs: int, seed: int, chars: int, digits: int = 5, mode: str = "inside", **_: Any) -> Splits:
     """Prompts that ask for a key hidden in source code."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.passkey(rng, chars, digits)))
+    return _splits(_rows(docs, seed, lambda rng: prompts.passkey(rng, chars, digits), mode))
 
 
-def hot_keys(docs: int, seed: int, records: int, hot: int, asks: int, fresh: int, digits: int = 4, **_: Any) -> Splits:
+def hot_keys(
+    docs: int,
+    seed: int,
+    records: int,
+    hot: int,
+    asks: int,
+    fresh: int,
+    digits: int = 4,
+    mode: str = "inside",
+    **_: Any,
+) -> Splits:
     """Prompts that ask for a record that was asked for often, followed by many new records."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits)))
+    return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits), mode))
 
 
-def few_shot(docs: int, seed: int, classes: int, shots: int, chars: int, **_: Any) -> Splits:
+def few_shot(docs: int, seed: int, classes: int, shots: int, chars: int, mode: str = "inside", **_: Any) -> Splits:
     """Prompts that ask for the label of a word, after examples at the start."""
-    rows = _rows(docs, seed, lambda rng: prompts.few_shot(rng, classes, shots, chars))
+    rows = _rows(docs, seed, lambda rng: prompts.few_shot(rng, classes, shots, chars), mode)
     return _splits([row | _choices(row) for row in rows])
 
 
@@ -59,9 +80,13 @@ def held_out_text(docs: int, chars: int, **_: Any) -> Splits:
     return _splits([{"text": text[start : start + chars]} for start in starts])
 
 
-def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt]) -> list[dict[str, Any]]:
-    pairs = [draw(Random(seed * 10_000 + doc)) for doc in range(docs)]  # the first documents do not depend on `docs`
-    return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+def _rows(docs: int, seed: int, draw: Callable[[Random], prompts.Prompt], mode: str) -> list[dict[str, Any]]:
+    start = seed * 10_000 + (0 if mode == "inside" else _OWN_DOCUMENTS)
+    pairs = [draw(Random(start + doc)) for doc in range(docs)]  # the first documents do not depend on `docs`
+    if mode == "inside":
+        return [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+    placed = [place(pair, mode) for pair in pairs]
+    return [{"prompt": one.compressed + one.fed, "answer": one.answer, "held_back": one.fed} for one in placed]
 
 
 def _splits(rows: list[dict[str, Any]]) -> Splits:

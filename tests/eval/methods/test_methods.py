@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy import registry
-from kvpolicy_eval.methods import measure
+from kvpolicy_eval.common import measure
+from kvpolicy_eval.common.measure import Bench
 from kvpolicy_eval.methods.__main__ import main
-from kvpolicy_eval.methods.measure import Bench
 from kvpolicy_eval.methods.plan import BUDGETS, at_read, codec_policies, methods, reader_policies, selection_policies
 from kvpolicy_eval.methods.tables import at
 

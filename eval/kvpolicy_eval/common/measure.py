@@ -42,19 +42,25 @@ class Bench:
         self._evaluator: TaskEvaluator | None = None
         self._held_out: HeldOutText | None = None
 
-    def result(self, policy: str) -> Result:
-        """The result of a policy, measured now unless it is known."""
+    def result(self, policy: str, **options: Any) -> Result:
+        """The result of a policy, measured now unless it is known.
+
+        Args:
+            policy: Spec of the policy.
+            **options: Arguments of `TaskEvaluator.accuracy` other than their defaults.
+        """
         key = f"{policy} n={self.docs} {self.dtype} text={self.text} kvpolicy={kvpolicy.__version__}"
+        key += "".join(f" {name}={value}" for name, value in sorted(options.items()))
         if key not in self.known:
-            self.known[key] = {"key": key, **self._measure(policy)}
+            self.known[key] = {"key": key, **self._measure(policy, **options)}
             print(json.dumps(self.known[key]), file=sys.stderr, flush=True)
             self._keep(self.known[key])
         return self.known[key]
 
-    def _measure(self, policy: str) -> Result:
+    def _measure(self, policy: str, **options: Any) -> Result:
         if self._evaluator is None:
             self._evaluator = TaskEvaluator(self.docs, 512, self.dtype)
-        accuracy, byte_share = self._evaluator.accuracy(policy)
+        accuracy, byte_share = self._evaluator.accuracy(policy, **options)
         result: Result = {"tasks": accuracy, "share": byte_share}
         if self.text:
             if self._held_out is None:

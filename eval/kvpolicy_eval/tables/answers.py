@@ -1,0 +1,152 @@
+"""`python -m kvpolicy_eval.tables.answers`: answers at equal bytes, by the place of the question.
+
+Selectors, the same with budgets by head, mergers, and readers on the embedded model. The question is inside the prompt
+that is compressed, or is fed to the compressed cache, or is a second one: see `kvpolicy_eval.data.modes`. Selectors and
+mergers get the same fraction of the full cache's bytes, with everything counted; readers hold every token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import kvpolicy
+from kvpolicy_eval.common.accuracy import mean
+from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
+from kvpolicy_eval.common.measure import Bench, Result
+from kvpolicy_eval.data.modes import MODES
+
+BASES = ["snapkv", "h2o", "kvzip"]
+MERGERS = ["merge", "regress", "d2o", "compensate"]
+READERS = ["exact", "quest", "quest:dense=0", "labels", "labels:dense=0"]
+READS = [0.1, 0.05]
+"""Fractions of the slots that readers read."""
+BYTE_SHARES = [0.2, 0.5]
+"""Budgets, as fractions of the full cache's bytes."""
+TASKS = ["recall", "multi_query", "needles", "few_shot", "hot_keys"]
+"""Tasks with a second question."""
+SHOWN = ["recall", "needles"]
+"""Tasks with columns of their own."""
+LENGTH = 512
+"""Rough prompt length in tokens, of the tasks and of the plan of the bytes that a step moves."""
+
+
+def selections() -> list[str]:
+    """Policies that keep a part, without a budget.
+
+    >>> selections()[:3]
+    ['snapkv', 'uniform/adakv+snapkv', 'h2o']
+    """
+    heads = [policy for base in BASES for policy in (base, f"uniform/adakv+{base}")]
+    return [*heads, *(f"snapkv+{merger}" for merger in MERGERS)]
+
+
+def readings() -> list[str]:
+    """Policies that keep everything, and read a part.
+
+    >>> readings()[:2]
+    ['full+exact:read=0.1', 'full+exact:read=0.05']
+    """
+    return [f"full+{reader}:read={read}" for reader in READERS for read in READS]
+
+
+def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str]) -> list[str]:
+    """The row of a policy.
+
+    Args:
+        bench: Measures it.
+        policy: Spec without a budget.
+        byte_share: Budget as a fraction of the full cache's bytes; None for a policy that keeps everything.
+        tasks: Names of the tasks.
+
+    Raises:
+        ValueError: If the smallest layout of the policy exceeds the bytes.
+    """
+    given = {} if byte_share is None else {"byte_share": byte_share}
+    only = {"only": tuple(tasks)}
+    results: list[Result] = [
+        bench.result(policy, **given, **only, **({} if mode == "inside" else {"mode": mode})) for mode in MODES
+    ]
+    columns = [[result["tasks"][task] for result in results] for task in SHOWN if task in tasks]
+    columns.append([mean(result["tasks"]) for result in results])
+    held = [result["share"] for result in results]
+    return [
+        f"`{policy}`",
+        *(f"{answers:.2f}" for column in columns for answers in column),
+        f"{max(held):.2f}",
+        f"{_moved(policy, byte_share):.2f}",
+    ]
+
+
+def _moved(policy: str, byte_share: float | None) -> float:
+    """Bytes that a step reads, over those of the full cache."""
+    full = kvpolicy.plan("tiny", "full", prompt=LENGTH)
+    sized = policy if byte_share is None else f"{policy}@{int(byte_share * full.full_nbytes)}B"
+    return kvpolicy.plan("tiny", sized, prompt=LENGTH).moved / full.moved
+
+
+def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str]) -> str:
+    """A table of policies, after the full cache.
+
+    Args:
+        bench: Measures them.
+        policies: Specs without a budget.
+        byte_share: Budget as a fraction of the full cache's bytes; None for policies that keep everything.
+        tasks: Names of the tasks.
+    """
+    title = "every token held" if byte_share is None else f"{byte_share:.0%} of the bytes"
+    shown = [*(task for task in SHOWN if task in tasks), "all"]
+    names = [title, *(f"{task}, {mode}" for task in shown for mode in MODES), "held", "moved"]
+    lines = [line(bench, "full", None, tasks)]
+    for policy in policies:
+        try:
+            lines.append(line(bench, policy, byte_share, tasks))
+        except ValueError as error:
+            print(f"{policy} at {title}: {error}", file=sys.stderr)
+    return table(names, lines)
+
+
+def page(bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str]) -> str:
+    """All tables, and how they were measured."""
+    readers = [spec for spec in policies if not isinstance(kvpolicy.Policy.parse(spec).reader, kvpolicy.ReadAll)]
+    others = [policy for policy in policies if policy not in readers]
+    parts = [answers(bench, others, share, tasks) for share in byte_shares if others]
+    parts += [answers(bench, readers, None, tasks)] if readers else []
+    return "\n\n".join([*parts, note(bench, tasks)])
+
+
+def note(bench: Bench, tasks: Sequence[str]) -> str:
+    """How the numbers were measured."""
+    return (
+        f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
+        f"{', '.join(tasks)}. inside: the question is part of the compressed prompt; after: it is fed to the "
+        "compressed cache; second: a second question is, after the first one was compressed with the prompt. Held: "
+        "the most bytes of the three, of the full cache's. Moved: the planned bytes that a step reads, of those that "
+        "the full cache's step reads. The last token of what is asked is fed by itself to readers, and of few_shot's "
+        f"question inside, so that a step answers. {str(bench.dtype).removeprefix('torch.')}."
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables, and fill a page with them on request."""
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.answers", description=__doc__)
+    parser.add_argument("--n", type=int, default=32, help="prompts per task")
+    parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets to measure instead of all")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, choices=TASKS, help="tasks; all by default")
+    parser.add_argument(
+        "--shares", nargs="+", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
+    )
+    parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
+    add_fill_argument(parser, "answers")
+    args = parser.parse_args(argv)
+    bench = Bench(args.n, torch.float32, args.cache)
+    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks)
+    publish(text, "answers", args.fill)
+
+
+if __name__ == "__main__":
+    main()
