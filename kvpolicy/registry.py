@@ -79,6 +79,7 @@ READERS = {
     "exact": "kvpolicy.readers.exact:ExactTopK",
     "quest": "kvpolicy.readers.quest:Quest",
     "labels": "kvpolicy.readers.labels:DoubleSparsity",
+    "reuse": "kvpolicy.readers.reuse:Reuse",
 }
 ALIASES = {"keepall": "full"}
 

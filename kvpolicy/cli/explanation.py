@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
-from kvpolicy.engine.reading import read_shape
+from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
@@ -291,7 +291,12 @@ def of_reader(case: Case) -> list[str]:
     if not any(parts):
         return [f"Here: each decode step reads every kept token of every layer, {size(all_bytes)} in all."]
     last = next(shape for shape in reversed(parts) if shape is not None)
-    whole = [layer.layer_idx for layer, shape in zip(layers, parts, strict=True) if shape is None]
+    reads_all = [reader.traits.choosers_read_all and chooses(reader, layer.layer_idx) for layer in layers]
+    own = zip(layers, parts, reads_all, strict=True)
+    whole = [layer.layer_idx for layer, shape, everything in own if shape is None or everything]
+    sources = [reader.traits.source(layer.layer_idx) for layer in layers]
+    choosers = [layer.layer_idx for layer, source in zip(layers, sources, strict=True) if source == layer.layer_idx]
+    shared = len(choosers) < len(layers) - sources.count(None)
     chosen = f"{last.chosen:,} of {counted(last.entries, 'page')} of {last.page} slots"
     if last.page == 1:
         chosen = f"{last.chosen:,} of {counted(last.entries, 'slot')}"
@@ -300,6 +305,7 @@ def of_reader(case: Case) -> list[str]:
     return [
         f"Here: each KV head reads {chosen} in a step{buffer}.",
         f"All slots are read in layers {ranges(whole)}." if whole else "No layer reads all slots.",
+        *([f"The layers behind layers {ranges(choosers)} read what these choose."] if shared else []),
         f"A step moves {size(case.planned.moved)} instead of {size(all_bytes)}; the index takes {size(index)} in "
         "addition to what is kept.",
     ]

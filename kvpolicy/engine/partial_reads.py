@@ -11,24 +11,32 @@ from kvpolicy.engine.attention import ScoreTransform, attend_slots
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import (
+    Board,
+    Choice,
     Chosen,
     ReadShape,
     ReadState,
     alloc_reads,
     channel_salience,
+    choice_size,
     choose,
+    chooses,
     count_step,
     entries_of,
     entry_slots,
+    every_slot,
+    follow,
     key_codes,
     largest_counts,
     read_shape,
     row_entries,
+    show,
 )
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
+from kvpolicy.protocols import Needs
 
 REBUILD_SLOTS = 8192
 """Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
@@ -43,6 +51,9 @@ class LayerReading(LayerSlots):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make an empty store; see `LayerSlots`."""
         super().__init__(*args, **kwargs)
+        # Set by the owner of a cache whose layers read what others choose.
+        self.board: Board | None = None
+        self._same_slots = False
         self._index_is_current = False  # while a prompt is placed, entries wait until all slots are written
         self._steps_unsorted = 0
 
@@ -57,12 +68,12 @@ class LayerReading(LayerSlots):
         """
         self.link.whole((self.positions, self.counts))
         coded = self.coded_view()
-        if self.read_shape is None or not self.reads:
+        chosen = self._read(q, transform)
+        if chosen is None or self.read_shape is None:
             self.link.whole((self.keys, self.values, self.codes))
             exact = (self.keys, self.values)
             occupied = self.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts)
-        chosen = self._choose(q, self.reads, self.read_shape, transform)
         if coded is None:
             buffer = self.link.rows(self.keys, chosen.slots), self.link.rows(self.values, chosen.slots)
             part = None
@@ -73,6 +84,29 @@ class LayerReading(LayerSlots):
         counts = None if self.log_counts is None else self._of_read(self.log_counts, chosen)
         out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
         return out, None if weights is None else self._to_slots(weights, chosen)
+
+    def _read(self, q: Tensor, transform: ScoreTransform) -> Chosen | None:
+        """The slots that a step reads besides a codec's full-precision buffer; None for all slots."""
+        shape = self.read_shape
+        if not self.reads:
+            return None
+        if shape is not None and shape.followed:
+            board: Any = self.board  # not asserted to be one, since a compiler would trace the assertion
+            self.link.whole(board.choice)
+            return self._follow(shape, self.reads, board.choice)
+        chosen = None if shape is None else self._choose(q, self.reads, shape, transform)
+        if self.reads.choice:
+            shown = every_slot(self.layout, self.positions) if chosen is None else chosen
+            show(self.reads.choice, shown, self.positions)
+        return None if self._reads_all else chosen
+
+    def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Chosen:
+        return follow(shape, reads.limit, choice, self.positions, self.length, self._same_slots)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether the layer reads everything after it has chosen for the layers behind it."""
+        return self.reader.traits.choosers_read_all and chooses(self.reader, self.layer_idx)
 
     def _choose(self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform) -> Chosen:
         """The slots that a step reads besides a codec's full-precision buffer."""
@@ -141,6 +175,8 @@ class LayerReading(LayerSlots):
             self.codes,
             self.layout.coded,
             self.codec.traits.group_size,
+            None if self.board is None else self.board.choice,
+            reads_all=self._reads_all,
         )
         return expected.moved
 
@@ -157,25 +193,48 @@ class LayerReading(LayerSlots):
             return
         shape = read_shape(self.reader, self.codec, self.layout, self.layer_idx)
         batch, heads, _, dim = self.keys.shape
-        if shape != self.read_shape:
+        shown = choice_size(self.reader, self.codec, self.layout, self.layer_idx)
+        held = self.reads.choice.slots.shape[-1] if self.reads.choice else 0
+        if shape != self.read_shape or shown != held:
             self.read_shape = shape
             old = self.reads
-            self.reads = alloc_reads(self.reader, shape, batch, heads, dim, self.keys.dtype, self.keys.device)
+            like = self.keys.dtype, self.keys.device
+            self.reads = alloc_reads(self.reader, shape, batch, heads, dim, *like, self.layer_idx, shown)
             # What was fitted to the first prompt does not depend on the number of entries.
             for new, held in zip(tensors(self.reads), tensors(old), strict=True):
                 if new.shape == held.shape:
                     new.copy_(held)
-        if first is not None and salience is not None:
+        if first is not None and salience is not None and self.reads.index:
             self.reader.fit(self.reads.index, salience, first)
         self._index_is_current = True
         self._steps_unsorted = 0
+        self._show()
         if shape is None:
             return
+        self._same_slots = shape.followed > 0 and self._holds_the_same()
         self._set_limit(shape, self.reads)
         step = max(REBUILD_SLOTS // shape.page, 1)
         for start in range(0, shape.entries, step):
             entries = torch.arange(start, min(start + step, shape.entries), device=self.keys.device)
             self._refresh(shape, self.reads, entries.expand(batch, heads, -1))
+
+    def _show(self) -> None:
+        """Show the layers behind this one where its choice and its positions are; they may be new tensors."""
+        if self.board is not None and self.reads and self.reads.choice:
+            self.board.choice = self.reads.choice
+            self.board.positions = self.positions
+
+    def _holds_the_same(self) -> bool:
+        """Whether this layer and the one that chooses for it hold the same tokens in the same slots, and will.
+
+        Tokens that a selector keeps for their position alone are the same in every layer from then on.
+        """
+        shown = None if self.board is None else self.board.positions
+        return self.selector.needs == Needs() and shown is not None and torch.equal(shown, self.positions)
+
+    def _fix_addresses(self) -> None:
+        super()._fix_addresses()
+        self._show()
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
@@ -194,8 +253,15 @@ class LayerReading(LayerSlots):
 
     def _salience(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
         """The salience of the channels in a prompt, [B, H, D] fp32, if the reader needs it."""
-        wanted = bool(self.reads) and self.reader.traits.salience
-        return channel_salience(q, k.detach(), valid, self.ranks) if wanted else None
+        traits = self.reader.traits
+        if not (self.reads and self.reads.index and traits.salience):
+            return None
+        if not traits.calibrated:
+            return channel_salience(q, k.detach(), valid, self.ranks)
+        # `load_salience` is no part of the protocol, since only readers with `ReaderTraits.calibrated` have it.
+        reader: Any = self.reader
+        salience: Tensor = reader.load_salience(self.layer_idx, self.ranks.held)
+        return salience.to(q.device).expand(q.shape[0], -1, -1)
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""

@@ -32,11 +32,13 @@ class ReadShape(NamedTuple):
         chosen: Entries that each head reads.
         parts: The first slot and the slots of each part that is divided into entries: all slots in full precision, or
             the stages of a codec. An entry lies in one part.
+        followed: Slots of an entry in the layer that chooses for this one; 0 if it chooses for itself.
     """
 
     page: int
     chosen: int
     parts: tuple[tuple[int, int], ...]
+    followed: int = 0
 
     @property
     def entries(self) -> int:
@@ -49,16 +51,46 @@ class ReadShape(NamedTuple):
         return self.chosen * self.page
 
 
+class Choice(NamedTuple):
+    """What a layer chose in a step, for the layers behind it.
+
+    Attributes:
+        positions: Of the tokens, the most needed first, -1 for none, [B, H, n] int32.
+        slots: Of these tokens, [B, H, n] int32.
+    """
+
+    positions: Tensor
+    slots: Tensor
+
+
 class ReadState(NamedTuple):
     """The tensors of a layer that does not read everything.
 
     Attributes:
         limit: Entries that each row reads, [B] int64: as many as it would alone.
         index: The reader's index.
+        choice: What the layer chose; the empty tuple if no other layer reads it.
     """
 
     limit: Tensor
     index: Index
+    choice: Choice | tuple[()] = ()
+
+
+class Board:
+    """Where a layer of a cache that chooses shows its tensors to the layers behind it.
+
+    The tensors belong to the layer that chooses, which counts their bytes, and writes its choice in place.
+
+    Attributes:
+        choice: What it chose in the running step; the empty tuple before a prompt.
+        positions: Of its slots, [B, H, S] int32; None before a prompt.
+    """
+
+    def __init__(self) -> None:
+        """Show nothing before a prompt."""
+        self.choice: Choice | tuple[()] = ()
+        self.positions: Tensor | None = None
 
 
 class Chosen(NamedTuple):
@@ -74,14 +106,28 @@ class Chosen(NamedTuple):
 
 
 def reads_part(reader: Reader, layer_idx: int) -> bool:
-    """Whether a layer may read less than everything, and so has an index."""
-    return layer_idx >= reader.traits.dense
+    """Whether a layer may read less than everything."""
+    return reader.traits.source(layer_idx) is not None
+
+
+def chooses(reader: Reader, layer_idx: int) -> bool:
+    """Whether a layer chooses what it reads, and so may have an index."""
+    return reader.traits.source(layer_idx) == layer_idx
 
 
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
-    """What a step reads of a layer; None if it reads everything."""
+    """What a step reads of a layer, or what it chooses if it then reads everything; None if nothing is chosen."""
+    shape = _chosen_shape(reader, codec, layout) if reads_part(reader, layer_idx) else None
+    if shape is None or chooses(reader, layer_idx):
+        return shape
+    # Single tokens: another layer may hold the same tokens in other slots.
+    followed = ReadShape(1, shape.slots, shape.parts, shape.page)
+    return None if followed.chosen >= followed.entries else followed
+
+
+def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | None:
     slots = _paged_slots(layout)
-    if not reads_part(reader, layer_idx) or not slots:
+    if not slots:
         return None
     wanted = reader.count(slots)
     if wanted >= slots:
@@ -107,11 +153,20 @@ def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int
         tokens: The most tokens that each row may hold.
     """
     counts = [reader.count(max(_paged_slots(codec.layout(most)), 1)) for most in tokens]
-    return [min(-(-count // shape.page), shape.chosen) for count in counts]
+    page = shape.followed or shape.page
+    return [min(-(-count // page) * page // shape.page, shape.chosen) for count in counts]
 
 
 def _paged_slots(layout: Layout) -> int:
     return sum(layout.coded) or layout.exact
+
+
+def choice_size(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> int:
+    """Tokens of each head that a layer shows to the layers behind it, at most; 0 if it chooses for none."""
+    if not reader.traits.shares(layer_idx):
+        return 0
+    shape = read_shape(reader, codec, layout, layer_idx)
+    return _paged_slots(layout) if shape is None else shape.slots
 
 
 def alloc_reads(
@@ -122,11 +177,29 @@ def alloc_reads(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    layer_idx: int,
+    shown: int = 0,
 ) -> ReadState:
-    """The tensors of a layer that may read less than everything; without a shape there is no entry yet."""
+    """The tensors of a layer that may read less than everything; without a shape there is no entry yet.
+
+    Args:
+        reader: The reader.
+        shape: What is read of the layer.
+        batch: Number of rows.
+        heads: Number of KV heads.
+        head_dim: Size of a key.
+        dtype: Of the keys.
+        device: Device of the tensors.
+        layer_idx: Index of the layer.
+        shown: Tokens that it shows to the layers behind it; see `choice_size`.
+    """
     entries = 0 if shape is None else shape.entries
     limit = torch.zeros(batch, dtype=torch.int64, device=device)
-    return ReadState(limit, reader.alloc(batch, heads, entries, head_dim, dtype, device))
+    index = reader.alloc(batch, heads, entries, head_dim, dtype, device) if chooses(reader, layer_idx) else ()
+    if not reader.traits.shares(layer_idx):
+        return ReadState(limit, index)
+    positions, slots = (torch.zeros(batch, heads, shown, dtype=torch.int32, device=device) for _ in range(2))
+    return ReadState(limit, index, Choice(positions, slots))
 
 
 def by_entry(shape: ReadShape, positions: Tensor) -> Tensor:
@@ -228,6 +301,51 @@ def choose(
     return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2))
 
 
+def show(choice: Choice, chosen: Chosen, positions: Tensor) -> None:
+    """Write what a layer chose of its slots, with `positions` [B, H, S] int32, where the layers behind it read it."""
+    choice.positions.copy_(positions.gather(-1, chosen.slots).masked_fill(~chosen.chosen, -1))
+    choice.slots.copy_(chosen.slots)
+
+
+def every_slot(layout: Layout, positions: Tensor) -> Chosen:
+    """All slots that a reader divides, of a layer with `positions` [B, H, S] int32; the newest tokens first."""
+    start = layout.exact if sum(layout.coded) else 0
+    slots = positions[..., start:].sort(-1, descending=True).indices + start
+    return Chosen(slots, torch.ones_like(slots, dtype=torch.bool))
+
+
+def follow(
+    shape: ReadShape, limit: Tensor, choice: Choice, positions: Tensor, length: Tensor, same_slots: bool
+) -> Chosen:
+    """The slots of the tokens that another layer chose, as far as this one holds them, and of the newest token.
+
+    Args:
+        shape: What is read of this layer.
+        limit: Slots that each row reads, [B] int64.
+        choice: What the other layer chose.
+        positions: Of all slots of this layer, [B, H, S] int32.
+        length: Tokens that each row has seen, [B] int64.
+        same_slots: Whether both layers hold the same tokens in the same slots.
+    """
+    within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
+    if same_slots and choice.slots.shape[-1] == shape.chosen:
+        slots = choice.slots.long()
+        # Compared nevertheless, so that no other token is ever read in the place of the chosen one.
+        found = (choice.positions >= 0) & (positions.gather(-1, slots) == choice.positions)
+        return Chosen(slots, found & within)
+    held = by_entry(shape, positions).squeeze(-1).contiguous()
+    wanted, order = choice.positions.sort(-1)
+    place = torch.searchsorted(wanted, held).clamp_max(wanted.shape[-1] - 1)
+    found = (wanted.gather(-1, place) == held) & (held >= 0)
+    rank = order.gather(-1, place).masked_fill(~found, BEYOND)
+    # Where layers differ in size, the other one may hold it in a codec's full-precision buffer, which it does not show.
+    rank = rank.masked_fill((held == length[:, None, None] - 1) & (held >= 0), -1)
+    # A head holds a position once, so there are no ties but of slots that are not read.
+    top = rank.topk(shape.chosen, -1, largest=False)
+    slots, inside = entry_slots(shape, top.indices)
+    return Chosen(slots.flatten(2), inside.flatten(2) & (top.values < BEYOND) & within)
+
+
 def channel_salience(q: Tensor, k: Tensor, valid: Tensor | None, ranks: Ranks) -> Tensor:
     """Mean absolute query times mean absolute key of each channel, over all pairs of a prompt, [B, H, D] fp32.
 
@@ -259,6 +377,9 @@ def count_step(
     codes: tuple[Any, ...],
     coded: tuple[int, ...],
     group_size: int,
+    choice: Any,
+    *,
+    reads_all: bool,
 ) -> None:
     """Count what a decode step reads of a layer, of tensors that may be on the device meta.
 
@@ -272,21 +393,31 @@ def count_step(
         codes: The codes of each stage.
         coded: Slots of each stage.
         group_size: Slots that share parameters.
+        choice: The `Choice` of the layer that chooses for this one; not looked at if it chooses for itself.
+        reads_all: Whether the layer reads everything after it has chosen.
     """
     link.whole(per_slot)
     if shape is None:
         link.whole((buffer, codes))
         return
-    link.whole(reads.index)
+    scans = reader.traits.scans_keys and not shape.followed
+    link.whole(choice if shape.followed else reads.index)
+    if reads_all:
+        if scans:
+            link.whole(key_codes(codes) if any(coded) else buffer[0])
+        if reads.index and not any(coded):
+            link.count_rows(buffer[0], shape.page)
+        link.whole((buffer, codes))
+        return
     if any(coded):
         link.whole(buffer)
-        if reader.traits.scans_keys:
+        if scans:
             link.whole(key_codes(codes))
         for own, size in zip(codes, coded, strict=True):
             if size:
                 link.count_stage(own, size, min(shape.slots, size), group_size, shape.page)
         return
-    if reader.traits.scans_keys:
+    if scans:
         link.whole(buffer[0])
     if reads.index:  # the entry of the new token is recomputed
         link.count_rows(buffer[0], shape.page)

@@ -168,7 +168,7 @@ class LayerSlots:
         self.expected_len = [0] * batch
         self.schedule.start(batch)
         if reads_part(self.reader, self.layer_idx):
-            self.reads = alloc_reads(self.reader, None, batch, heads, dim, keys.dtype, device)
+            self.reads = alloc_reads(self.reader, None, batch, heads, dim, keys.dtype, device, self.layer_idx)
         self.is_initialized = True
 
     def check_compatible(self, keys: Tensor, values: Tensor) -> None:

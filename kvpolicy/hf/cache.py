@@ -13,6 +13,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.attachment import attachment_of
@@ -73,6 +74,7 @@ class PolicyCache(Cache):
         self.attachment = attachment_of(model)
         self.policy: Policy = self.attachment.policy if policy is None else Policy.of(policy)
         self.attachment.check(self.policy)
+        self._boards: dict[int, Board] = {}
         super().__init__(layers=[self._make_layer(index) for index in range(self.attachment.layers)])
         self.prompt, self.new = expected(prompt, new)
         self.plan: CachePlan | None = None
@@ -99,7 +101,9 @@ class PolicyCache(Cache):
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
         policy = self.policy
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
-        return PolicyLayer(lambda: make_store(policy, index, rope))
+        chooser = policy.reader.traits.source(index)
+        board = None if chooser is None else self._boards.setdefault(chooser, Board())
+        return PolicyLayer(lambda: make_store(policy, index, rope), board)
 
     @property
     def policy_layers(self) -> list[PolicyLayer]:

@@ -13,6 +13,7 @@ from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
@@ -49,14 +50,20 @@ class PolicyLayer(CacheLayerMixin):
     values: Tensor = property(lambda self: getattr(self.store, "values", None))  # pyright: ignore
     is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
 
-    def __init__(self, make_store: Callable[[], LayerStore]) -> None:
-        """Make an empty layer; `make_store` is called again for every reset."""
+    def __init__(self, make_store: Callable[[], LayerStore], board: Board | None = None) -> None:
+        """Make an empty layer; `make_store` is called again for every reset.
+
+        `board` is where a layer shows what it chose to read, to the layers behind it that read the same.
+        """
         self._make_store = make_store
+        self._board = board
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
         self.store = self._make_store()
+        # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
+        self.store.board = self._board
         self.pending: PendingPrompt | None = None
         self.massive: Tensor | None = None
         self.transcript: Transcript | None = None

@@ -11,7 +11,7 @@ import torch
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.pages import Pages
-from kvpolicy.engine.reading import ReadShape, alloc_reads, count_step, read_shape, reads_part
+from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses, count_step, read_shape, reads_part
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
@@ -56,7 +56,8 @@ def _tensors(policy: Policy, batch: int, shape: LayerShape, layout: Layout, laye
     what = read_shape(policy.reader, policy.codec, layout, layer_idx)
     reads: Any = ()
     if reads_part(policy.reader, layer_idx):
-        reads = alloc_reads(policy.reader, what, batch, heads, dim, shape.dtype, "meta")
+        shown = choice_size(policy.reader, policy.codec, layout, layer_idx)
+        reads = alloc_reads(policy.reader, what, batch, heads, dim, shape.dtype, "meta", layer_idx, shown)
     return _Tensors((exact, exact), codes, positions, state, (counters, *(rows or ())), counts, merged, what, reads)
 
 
@@ -69,9 +70,24 @@ def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, l
 
 
 @lru_cache(maxsize=4096)
-def step_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> int:
-    """Bytes that a decode step will read of a layer: keys, values, codes, positions, counts and a reader's index."""
+def step_bytes(
+    policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0, source: Layout | None = None
+) -> int:
+    """Bytes that a decode step will read of a layer: keys, values, codes, positions, counts and a reader's index.
+
+    Args:
+        policy: The policy.
+        batch: Number of rows.
+        shape: Shape of the layer.
+        layout: Layout of the layer.
+        layer_idx: Index of the layer.
+        source: Layout of the layer that chooses for this one; None if it chooses for itself.
+    """
     layer = _tensors(policy, batch, shape, layout, layer_idx)
+    chooser = policy.reader.traits.source(layer_idx)
+    choice: Any = ()
+    if source is not None and chooser is not None:
+        choice = _tensors(policy, batch, shape, source, chooser).reads.choice
     link = Link()
     link.start()
     count_step(
@@ -84,6 +100,8 @@ def step_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, la
         layer.codes,
         layout.coded,
         policy.codec.traits.group_size,
+        choice,
+        reads_all=policy.reader.traits.choosers_read_all and chooses(policy.reader, layer_idx),
     )
     return link.moved
 

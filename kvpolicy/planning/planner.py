@@ -194,15 +194,18 @@ def plan_layers(
         batch: Number of rows.
     """
     plans: list[LayerPlan] = []
+    layouts = {index: policy.codec.layout(most) for index, most in zip(indices, tokens.most, strict=True)}
     for number, (index, most, shape) in enumerate(zip(indices, tokens.most, shapes, strict=True)):
-        layout = policy.codec.layout(most)
+        layout = layouts[index]
         pages = pages_of(policy, tokens, number, shape)
         if pages is not None:
             sizes = dict(paged_bytes(policy, batch, shape, pages))
             moved = sum(sizes[kind] for kind in READ_KINDS)
         else:
             sizes = dict(layer_bytes(policy, batch, shape, layout, index))
-            moved = step_bytes(policy, batch, shape, layout, index)
+            chooser = policy.reader.traits.source(index)
+            source = None if chooser in (None, index) else layouts.get(chooser)
+            moved = step_bytes(policy, batch, shape, layout, index, source)
         if not plans:
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch

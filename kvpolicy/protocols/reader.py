@@ -24,7 +24,13 @@ class ReaderTraits(NamedTuple):
             their positions.
         resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
         salience: Whether `fit` needs the salience of the channels in the prompt.
+        calibrated: Whether the salience is that of a calibration instead, which the reader's `load_salience(layer_idx,
+            heads)` returns, [H, D] fp32.
         scans_keys: Whether `score` reads every key, by `products`.
+        every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
+            chose. 1: every layer chooses for itself.
+        choosing: The layers that choose, ascending, instead of `every`.
+        choosers_read_all: Whether a layer that chooses reads every slot itself.
     """
 
     dense: int = 0
@@ -32,7 +38,33 @@ class ReaderTraits(NamedTuple):
     ordered: bool = False
     resort: int = 256
     salience: bool = False
+    calibrated: bool = False
     scans_keys: bool = False
+    every: int = 1
+    choosing: tuple[int, ...] = ()
+    choosers_read_all: bool = False
+
+    def source(self, layer_idx: int) -> int | None:
+        """The layer whose choice a layer reads: itself, an earlier one, or None if it reads everything.
+
+        Examples:
+            >>> [ReaderTraits(dense=1, every=2).source(layer_idx) for layer_idx in range(5)]
+            [None, 1, 1, 3, 3]
+        """
+        if layer_idx < self.dense:
+            return None
+        if self.choosing:
+            return max((chooser for chooser in self.choosing if chooser <= layer_idx), default=None)
+        return layer_idx - (layer_idx - self.dense) % self.every
+
+    def shares(self, layer_idx: int) -> bool:
+        """Whether a layer chooses for the next one too.
+
+        Examples:
+            >>> ReaderTraits(every=2).shares(2), ReaderTraits(every=2).shares(3), ReaderTraits().shares(2)
+            (True, False, False)
+        """
+        return self.source(layer_idx) == layer_idx == self.source(layer_idx + 1)
 
 
 @runtime_checkable

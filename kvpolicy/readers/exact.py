@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Index, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, check_reader, slots_read
+from kvpolicy.protocols import Index, ReaderTraits
+from kvpolicy.readers._common import Amount, TokenReader, check_reader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExactTopK:
+class ExactTopK(TokenReader):
     """Read every key, and the values of the tokens with the largest attention weights.
 
     A decode step computes all scores, and attends to the `read` tokens that a KV head's query heads weight most. It
@@ -51,29 +50,6 @@ class ExactTopK:
     def traits(self) -> ReaderTraits:
         """Every key is read."""
         return ReaderTraits(dense=self.dense, recent=self.recent, scans_keys=True)
-
-    def page_size(self, slots: int) -> int:
-        """Single slots."""
-        return 1
-
-    def count(self, slots: int) -> int:
-        """The slots that each KV head reads; see `Reader.count`."""
-        return slots_read(self.read, slots)
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
-
-    def alloc(
-        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> Index:
-        """No index."""
-        return ()
-
-    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
-        """No index."""
-
-    def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """No index."""
 
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products with every key, [B, H, G, S] fp32."""

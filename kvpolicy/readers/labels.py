@@ -9,12 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs import _files
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
-from kvpolicy.protocols import ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, check_reader, slots_read
+from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
+from kvpolicy.readers._common import Amount, TokenReader, check_reader
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import AutoInt
+
+METHOD = "channels"
+"""The method of a calibration folder that this reader takes."""
 
 _MOST = 16
 """Channels of a label by default, at most."""
@@ -33,7 +37,7 @@ class Labels(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DoubleSparsity:
+class DoubleSparsity(TokenReader):
     """Read the tokens whose keys have the largest product with the query in a few channels.
 
     A few channels of a key carry most of its products. The index holds these channels of every key, its label. A step
@@ -45,6 +49,8 @@ class DoubleSparsity:
         channels: Channels of a label; `auto`: 16, or all of a smaller head dimension.
         dense: How many of the model's first layers read everything.
         recent: The newest tokens that are always read; the newest one and the first kept one always are.
+        calibration: Folder of a calibration, which `kvpolicy calibrate channels` writes, and which says how salient
+            each channel is. None: the first prompt says so.
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
@@ -55,43 +61,65 @@ class DoubleSparsity:
         50
 
     Source: Double Sparsity (Yang et al., 2024, arXiv:2408.07092), Section 3, and its authors' code, commit b0575e6.
-    Differences: the channels of a row are chosen from its own first prompt, and not offline: those with the largest
-    mean absolute query times mean absolute key, the mean over all pairs of a query and a key of the absolute product in
-    the channel, over the query heads of a KV head too. Labels have the dtype of the keys; the authors quantize label
-    and query to 4 bits. One set of tokens per KV head: a token is as needed as the query head says that weights it
-    most, after a softmax over the tokens. The newest token and the first kept one are always read. Ties go to the
-    earlier position, and of equally salient channels the first ones are chosen.
+    Differences: without a calibration, the channels of a row are chosen from its own first prompt, and not offline.
+    They are those with the largest mean absolute query times mean absolute key, the mean over all pairs of a query and
+    a key of the absolute product in the channel, over the query heads of a KV head too. A calibration has these means
+    over windows of text; the authors choose by queries, keys or their products, and we by the products. Labels have the
+    dtype of the keys; the authors quantize label and query to 4 bits. One set of tokens per KV head: a token is as
+    needed as the query head says that weights it most, after a softmax over the tokens. The newest token and the first
+    kept one are always read. Ties go to the earlier position, and of equally salient channels the first ones are
+    chosen.
     """
 
     read: Amount = 256
     channels: AutoInt = "auto"
     dense: int = 2
     recent: int = 1
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_reader(self, channels=1, dense=0, recent=1)
+        if self.calibration is not None and not (isinstance(self.calibration, str) and self.calibration):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyError(
+                f"DoubleSparsity.calibration must be a folder or None, got {self.calibration!r}; try None."
+            )
 
     @property
     def traits(self) -> ReaderTraits:
-        """The channels are chosen from the prompt."""
-        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True)
-
-    def page_size(self, slots: int) -> int:
-        """Single slots."""
-        return 1
-
-    def count(self, slots: int) -> int:
-        """The slots that each KV head reads; see `Reader.count`."""
-        return slots_read(self.read, slots)
+        """The channels are chosen from the prompt, or from a calibration."""
+        calibrated = self.calibration is not None
+        return ReaderTraits(dense=self.dense, recent=self.recent, salience=True, calibrated=calibrated)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError if a key has fewer channels than a label."""
+        """Raise KVPolicyError if a key has fewer channels than a label, or the calibration is of another model."""
         if self.channels != "auto" and self.channels > model.head_dim:
             raise KVPolicyError(
                 f"DoubleSparsity.channels must be at most the head dimension of {model.head_dim}, got {self.channels}; "
                 f"try {min(_MOST, model.head_dim)}."
             )
+        if self.calibration is None:
+            return
+        _files.check_model(_files.load(self.calibration, METHOD), self.calibration, model)
+        for layer_idx in model.indices:
+            shape = self.load_salience(layer_idx).shape
+            if shape != (model.heads, model.head_dim):
+                raise KVPolicyError(
+                    f"The calibration {self.calibration!r} must be for {model.heads} KV heads of dimension "
+                    f"{model.head_dim}, as the model has, got {list(shape)} in layer {layer_idx}; try kvpolicy "
+                    f"calibrate {METHOD} on this model."
+                )
+
+    def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
+        """The calibrated salience of the channels of a layer; see `ReaderTraits.calibrated`."""
+        folder = str(self.calibration)
+        found = _files.load(folder, METHOD).tensors.get(f"salience.{layer_idx}")
+        if found is None:
+            raise KVPolicyError(
+                f"The calibration {folder!r} must contain the salience of layer {layer_idx}, got none; try kvpolicy "
+                f"calibrate {METHOD} on this model."
+            )
+        return found.float()[heads]
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str

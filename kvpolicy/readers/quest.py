@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
-from kvpolicy.protocols import Index, ModelInfo, ReaderTraits
-from kvpolicy.readers._common import Amount, check_reader, slots_read
+from kvpolicy.protocols import ReaderTraits
+from kvpolicy.readers._common import Amount, TokenReader, check_reader
 from kvpolicy.spec.validation import AutoInt
 
 _LONG = 4096
@@ -31,7 +31,7 @@ class QuestIndex(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quest:
+class Quest(TokenReader):
     """Read the pages of tokens whose keys may have the largest product with the query.
 
     The slots are divided into pages. Of each page, the index holds the largest and the smallest number of every key
@@ -90,21 +90,11 @@ class Quest:
             return 4 if slots < _LONG else 16
         return self.page
 
-    def count(self, slots: int) -> int:
-        """The slots that each KV head reads; see `Reader.count`."""
-        return slots_read(self.read, slots, self.page_size(slots))
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
-
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuestIndex:
         """Bounds of zero."""
         return QuestIndex(torch.zeros(batch, heads, entries, 2 * head_dim, dtype=dtype, device=device))
-
-    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
-        """Nothing is fitted."""
 
     def refresh(self, index: QuestIndex, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Compute the bounds of some pages from their keys; see `Reader.refresh`."""

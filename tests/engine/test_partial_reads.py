@@ -21,7 +21,8 @@ from tests.readers.bench import DIM, HEADS, Layer, draw
 from tests.reference.versions import small
 from tests.sampling import product
 
-READERS = [name for name in names("reader") if name != "all"]
+READERS = [name for name in names("reader") if name not in ("all", "reuse")]
+"""`reuse` takes two layers: tests/readers/test_reuse.py."""
 INDEXED = [name for name in READERS if name != "exact"]
 EVICTING = ["snapkv", "h2o", "snapkv+merge", "h2o+compensate", "h2o+d2o"]
 BASES = ["full", *EVICTING, "tokenwise:block_size=3:residual_length=2", "kivi:group_size=4:residual_length=3"]

@@ -44,6 +44,7 @@ POOLED = [
     "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",
+    "snapkv:window=6:kernel=3+reuse:every=2:dense=0/exact:read=5@0.8",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

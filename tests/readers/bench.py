@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.partial_reads import LayerReading
-from kvpolicy.engine.reading import Chosen
+from kvpolicy.engine.reading import Board, Chosen
 from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.reference.readers import Held
 
@@ -35,10 +35,13 @@ class Layer:
         new: int = 0,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        layer_idx: int = 0,
+        board: Board | None = None,
     ) -> None:
         self.policy = Policy.parse(policy)
         parts = self.policy
-        self.store = LayerStore(0, parts.selector, parts.codec, parts.decode, None, parts.merger, parts.reader)
+        self.store = LayerStore(layer_idx, parts.selector, parts.codec, parts.decode, None, parts.merger, parts.reader)
+        self.store.board = board
         self.budgets = budgets
         self.new = new
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
@@ -57,16 +60,20 @@ class Layer:
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in one token, and note what was read for it."""
         store: Any = self.store
-        choose = LayerReading._choose
+        choose, follow = LayerReading._choose, LayerReading._follow
 
         def note(*given: Any) -> Chosen:
             self.read = choose(store, *given)
             return self.read
 
+        def note_followed(*given: Any) -> Chosen:
+            self.read = follow(store, *given)
+            return self.read
+
         self.read = None
-        store._choose = note
+        store._choose, store._follow = note, note_followed
         out = store.append(q, k, v, valid, self.transform)
-        del store._choose
+        del store._choose, store._follow
         return out
 
     def between(self) -> None:

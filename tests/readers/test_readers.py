@@ -16,7 +16,8 @@ from tests.reference.readers import chosen
 from tests.reference.versions import small, version
 from tests.sampling import product
 
-READERS = [name for name in names("reader") if name != "all"]
+READERS = [name for name in names("reader") if name not in ("all", "reuse")]
+"""`reuse` takes two layers: tests/readers/test_reuse.py."""
 BASES = {
     "full": "full",
     "snapkv": "snapkv",

@@ -37,6 +37,13 @@ def count_of(read: float | int, slots: int, page: int) -> int:
 
 
 def chosen(
+    name: str, config: dict[str, Any], parts: Sequence[Sequence[Held | None]], queries: Sequence[Vector], **more: Any
+) -> set[int]:
+    """The positions that one head reads of the slots that are divided into entries; see `ranked`."""
+    return set(ranked(name, config, parts, queries, **more))
+
+
+def ranked(
     name: str,
     config: dict[str, Any],
     parts: Sequence[Sequence[Held | None]],
@@ -47,8 +54,8 @@ def chosen(
     scale: float,
     group_size: int = 1,
     channels: Sequence[int] = (),
-) -> set[int]:
-    """The positions that one head reads of the slots that are divided into entries.
+) -> list[int]:
+    """The positions that one head reads of the slots that are divided into entries, the most needed entry first.
 
     Args:
         name: Of the reader.
@@ -67,7 +74,7 @@ def chosen(
     page = method.page(full, slots)
     allowed = count_of(full["read"], slots, page)
     if allowed >= slots:
-        return {held.position for part in parts for held in part if held}
+        return sorted((held.position for part in parts for held in part if held), reverse=True)
     if page > 1:
         page = math.ceil(page / group_size) * group_size
     entries: list[list[Held]] = []
@@ -76,7 +83,7 @@ def chosen(
             entries.append([held for held in part[start : start + page] if held])
     entries = [entry for entry in entries if entry]
     if not entries:
-        return set()
+        return []
     weight = [0.0] * len(entries)
     for query in queries:
         scores = [scale * method.estimate(full, [held.key for held in entry], query, channels) for entry in entries]
@@ -99,4 +106,4 @@ def chosen(
 
     order = sorted(range(len(entries)), key=place)
     best = order[: math.ceil(allowed / page)]
-    return {held.position for number in best for held in entries[number]}
+    return [held.position for number in best for held in entries[number]]
