@@ -1,5 +1,6 @@
-"""Calibration: parameters that codecs need for a model, learned from its keys and values."""
+"""Calibration: parameters that codecs and readers need for a model, learned from its keys and values."""
 
+from kvpolicy.calibration.channels import calibrate_channels as calibrate_channels
 from kvpolicy.calibration.collect import Samples as Samples
 from kvpolicy.calibration.collect import collect as collect
 from kvpolicy.calibration.corpus import read_texts as read_texts

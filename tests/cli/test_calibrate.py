@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvpolicy
-from kvpolicy.calibration import model_info
+from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
 from kvpolicy.codecs.csr import CSR
 from kvpolicy.codecs.kvquant import KVQuant
+from tests.reference.readers.labels import salience
 
 
 def words(tmp_path: Path, codec: str, *more: str, model: str = "tiny") -> list[str]:
@@ -35,6 +41,49 @@ def test_kvquant(tmp_path: Path) -> None:
     more = ["--bits", "2", "--no-fisher", "--length", "64", "--windows", "2"]
     assert main(words(tmp_path, "kvquant", *more)) == 0
     assert not load(str(tmp_path / "out"), "kvquant").meta["fisher"]
+
+
+def test_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The salience of one head is that of the slow version, and the reader takes it from the folder."""
+    line = words(tmp_path, "channels", "--length", "100", "--windows", "2", "--dtype", "float32")
+    assert main(line) == 0
+    out = tmp_path / "out"
+    assert f"labels:calibration={out}" in capsys.readouterr().out
+    found = load(str(out), "channels").tensors
+    assert sorted(found) == [f"salience.{layer}" for layer in range(8)]
+    model, tokenizer = kvpolicy.tiny()
+    model = copy.deepcopy(model).float()
+    windows = token_windows(tokenizer, read_texts([tmp_path / "text.txt"]), 100, 2, 0)
+    want = salience([vectors(model, ids, layer=0, head=1) for ids in windows])
+    assert torch.allclose(found["salience.0"][1].double(), torch.tensor(want).double(), rtol=1e-4)
+    policy = kvpolicy.Policy.parse(f"labels:channels=3:read=4:dense=0:calibration={out}")
+    with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
+        model(windows[0][None, :50])
+        assert handle.cache is not None
+        reads: Any = handle.cache.policy_layers[0].store.reads
+    best = sorted(range(len(want)), key=lambda channel: -want[channel])[:3]
+    assert reads.index.channels[0, 1].tolist() == sorted(best)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight.normal_()
+    with pytest.raises(ValueError, match="made for another model"):
+        kvpolicy.attach(model, policy)
+    with pytest.raises(ValueError, match="must be a folder"):
+        kvpolicy.plan(model.config, "labels:calibration=nowhere")
+
+
+def vectors(model: Any, ids: Tensor, layer: int, head: int) -> tuple[list[list[list[float]]], list[list[float]]]:
+    """Queries of the two query heads of a KV head, and its keys, of every token."""
+    attention = model.model.layers[layer].self_attn
+    seen: dict[str, Any] = {}
+    hook = attention.register_forward_pre_hook(lambda _, args, given: seen.update(given), with_kwargs=True)
+    with torch.no_grad():
+        model(ids[None])
+        hidden = seen["hidden_states"]
+        shape = (1, len(ids), -1, 32)
+        q, k = (project(hidden).view(shape).transpose(1, 2) for project in (attention.q_proj, attention.k_proj))
+        q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
+    hook.remove()
+    return q[0, 2 * head : 2 * head + 2].tolist(), k[0, head].tolist()
 
 
 def test_a_finished_folder_needs_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`kvpolicy calibrate`: compute the calibration that a codec needs, from a model and text."""
+"""`kvpolicy calibrate`: compute the calibration that a codec or a reader takes, from a model and text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.model_names import TINY
 
-app = typer.Typer(help="Calibrate a codec for a model.", rich_markup_mode=None)
+app = typer.Typer(help="Calibrate a codec or a reader for a model.", rich_markup_mode=None)
 
 Model = Annotated[
     str,
@@ -153,6 +153,28 @@ def kvquant(
         force=force,
     )
     print(f"Wrote {out}. Use it with kvquant:calibration={out}")
+
+
+@app.command()
+def channels(
+    model: Model,
+    text: Text,
+    out: Out,
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 64,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+) -> None:
+    """Measure how salient each key channel is, for the reader labels."""
+    from kvpolicy.calibration import calibrate_channels
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    calibrate_channels(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
+    print(f"Wrote {out}. Use it with labels:calibration={out}")
 
 
 def _prepare(
