@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def test_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = load(str(out), "channels").tensors
     assert sorted(found) == [f"salience.{layer}" for layer in range(8)]
     model, tokenizer = kvpolicy.tiny()
-    model = copy.deepcopy(model).float()
+    model = model.float()
     windows = token_windows(tokenizer, read_texts([tmp_path / "text.txt"]), 100, 2, 0)
     want = salience([vectors(model, ids, layer=0, head=1) for ids in windows])
     assert torch.allclose(found["salience.0"][1].double(), torch.tensor(want).double(), rtol=1e-4)

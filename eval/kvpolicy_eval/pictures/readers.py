@@ -21,7 +21,7 @@ from kvpolicy_eval.pictures.style import VERMILION, Draw, blank
 READ = 0.1
 """Fraction of the slots that is read."""
 
-_OWN = {"all": "full", "exact": f"exact:read={READ}"}
+_OWN = {"all": "full", "exact": f"exact:read={READ}", "reuse": f"reuse:every=3/exact:read={READ}"}
 """Policies of the pictures; others read this fraction, and everything in as many layers as by default."""
 
 
@@ -37,14 +37,16 @@ def read(policy: str) -> tuple[Tensor, int]:
     model, _ = embedded()
     ids = scene().ids
     chosen: dict[int, Chosen] = {}
-    choose = LayerReading._choose  # pyright: ignore[reportPrivateUsage]
+    find = LayerReading._read  # pyright: ignore[reportPrivateUsage]
 
-    def note(self: LayerReading, *given: Any) -> Chosen:
-        chosen[self.layer_idx] = choose(self, *given)
-        return chosen[self.layer_idx]
+    def note(self: LayerReading, *given: Any) -> Chosen | None:
+        found = find(self, *given)
+        if found is not None:
+            chosen[self.layer_idx] = found
+        return found
 
     watched: Any = LayerReading
-    watched._choose = note
+    watched._read = note
     try:
         with kvpolicy.attach(model, policy):
             cache = kvpolicy.PolicyCache(model, new=1)
@@ -56,7 +58,7 @@ def read(policy: str) -> tuple[Tensor, int]:
                     share[layer.layer_idx] = _share(layer.positions[0], chosen[layer.layer_idx], ids.shape[1])
             report = cache.report()
     finally:
-        watched._choose = choose
+        watched._read = find
     return share, round(100 * report.moved / report.all_moved)
 
 
