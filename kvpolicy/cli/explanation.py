@@ -305,7 +305,7 @@ def of_reader(case: Case) -> list[str]:
     return [
         f"Here: each KV head reads {chosen} in a step{buffer}.",
         f"All slots are read in layers {ranges(whole)}." if whole else "No layer reads all slots.",
-        *([f"The layers behind layers {ranges(choosers)} read what these choose."] if shared else []),
+        *([f"Layers {ranges(choosers)} choose for those behind them."] if shared else []),
         f"A step moves {size(case.planned.moved)} instead of {size(all_bytes)}; the index takes {size(index)} in "
         "addition to what is kept.",
     ]

@@ -275,6 +275,7 @@ def attend_slots(
     transform: ScoreTransform,
     want_weights: bool,
     counts: Tensor | None = None,
+    scanned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend from one token per row to slots.
 
@@ -286,12 +287,15 @@ def attend_slots(
         transform: From products to attention weights.
         want_weights: Whether to return the attention weights.
         counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one.
+        scanned: Products of the queries with the keys of the coded slots, or of all slots if none is coded, [B, H, G,
+            n] fp32, if they are known; changed in place.
 
     Returns:
         The output [B, Hq, 1, D], and the attention weights [B, H, G, S] fp32, or None.
     """
     grouped = q.squeeze(2).unflatten(1, (occupied.shape[1], -1))  # [B, H, G, D]: the group takes the queries' place
     plain = not want_weights and transform.softcap is None and transform.sinks is None and coded is None
+    plain = plain and scanned is None
     # The mask of the fused function has the dtype of the queries, in which bf16 would round the counts.
     if plain and (counts is None or q.dtype == torch.float32):
         visible = occupied if counts is None else counts.masked_fill(~occupied, -torch.inf)
@@ -301,9 +305,11 @@ def attend_slots(
     # Scored and mixed part by part: joining keys would copy the whole cache in every step, and torch 2.13's inductor
     # then loses the write of the new token (eager and aot_eager do not).
     keys, values = exact
-    score = transform.scores(grouped, keys)
+    known = None if scanned is None else transform.finish(scanned)
+    score = known if known is not None and coded is None else transform.scores(grouped, keys)
     if coded is not None:
-        score = torch.cat([score, *map(transform.finish, coded.score(grouped))], -1)
+        rest = map(transform.finish, coded.score(grouped)) if known is None else [known]
+        score = torch.cat([score, *rest], -1)
     if counts is not None:
         score = score + counts[:, :, None]
     weights = transform.weights(score.masked_fill(~occupied[:, :, None], -torch.inf))

@@ -31,6 +31,7 @@ from kvpolicy.engine.reading import (
     read_shape,
     row_entries,
     show,
+    unscanned,
 )
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
@@ -68,12 +69,13 @@ class LayerReading(LayerSlots):
         """
         self.link.whole((self.positions, self.counts))
         coded = self.coded_view()
-        chosen = self._read(q, transform)
+        chosen, scanned = self._read(q, transform)
         if chosen is None or self.read_shape is None:
-            self.link.whole((self.keys, self.values, self.codes))
             exact = (self.keys, self.values)
+            codes = self.codes if coded is not None else ()
+            self.link.whole((exact, self.codes) if scanned is None else unscanned(exact, codes))
             occupied = self.positions >= 0
-            return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts)
+            return attend_slots(q, exact, coded, occupied, transform, want_weights, self.log_counts, scanned)
         if coded is None:
             buffer = self.link.rows(self.keys, chosen.slots), self.link.rows(self.values, chosen.slots)
             part = None
@@ -85,20 +87,28 @@ class LayerReading(LayerSlots):
         out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
         return out, None if weights is None else self._to_slots(weights, chosen)
 
-    def _read(self, q: Tensor, transform: ScoreTransform) -> Chosen | None:
-        """The slots that a step reads besides a codec's full-precision buffer; None for all slots."""
+    def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
+        """What a step reads, of a layer that may read less than everything, and shows to the layers behind it.
+
+        Returns:
+            The slots that are read besides a codec's full-precision buffer, or None for all slots; and the products of
+            `_products` if they were computed to choose, and all slots are read then.
+        """
         shape = self.read_shape
         if not self.reads:
-            return None
+            return None, None
         if shape is not None and shape.followed:
             board: Any = self.board  # not asserted to be one, since a compiler would trace the assertion
             self.link.whole(board.choice)
-            return self._follow(shape, self.reads, board.choice)
-        chosen = None if shape is None else self._choose(q, self.reads, shape, transform)
+            return self._follow(shape, self.reads, board.choice), None
+        scanned = None
+        if shape is not None and self._reads_all and self.reader.traits.scans_keys:
+            scanned = self._products(self._queries(q))
+        chosen = None if shape is None else self._choose(q, self.reads, shape, transform, scanned)
         if self.reads.choice:
             shown = every_slot(self.layout, self.positions) if chosen is None else chosen
             show(self.reads.choice, shown, self.positions)
-        return None if self._reads_all else chosen
+        return None if self._reads_all else chosen, scanned
 
     def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Chosen:
         return follow(shape, reads.limit, choice, self.positions, self.length, self._same_slots)
@@ -108,11 +118,22 @@ class LayerReading(LayerSlots):
         """Whether the layer reads everything after it has chosen for the layers behind it."""
         return self.reader.traits.choosers_read_all and chooses(self.reader, self.layer_idx)
 
-    def _choose(self, q: Tensor, reads: ReadState, shape: ReadShape, transform: ScoreTransform) -> Chosen:
-        """The slots that a step reads besides a codec's full-precision buffer."""
-        queries = q.squeeze(2).unflatten(1, (self.positions.shape[1], -1))  # [B, H, G, D]
+    def _queries(self, q: Tensor) -> Tensor:
+        """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
+        return q.squeeze(2).unflatten(1, (self.positions.shape[1], -1))
+
+    def _choose(
+        self,
+        q: Tensor,
+        reads: ReadState,
+        shape: ReadShape,
+        transform: ScoreTransform,
+        scanned: Tensor | None = None,
+    ) -> Chosen:
+        """The slots that a step reads besides a codec's full-precision buffer; `scanned` are known products."""
+        products = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
         self.link.whole(reads.index)
-        score = transform.finish(self.reader.score(reads.index, queries, self._products))
+        score = transform.finish(self.reader.score(reads.index, self._queries(q), products))
         if self.log_counts is not None:
             # As attention adds them: a slot that stands for many tokens is needed more than its key says.
             score = score + largest_counts(shape, self.log_counts, self.positions)[:, :, None]

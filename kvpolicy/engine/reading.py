@@ -402,9 +402,7 @@ def count_step(
         return
     scans = reader.traits.scans_keys and not shape.followed
     link.whole(choice if shape.followed else reads.index)
-    if reads_all:
-        if scans:
-            link.whole(key_codes(codes) if any(coded) else buffer[0])
+    if reads_all:  # keys that were scanned to choose are not read again
         if reads.index and not any(coded):
             link.count_rows(buffer[0], shape.page)
         link.whole((buffer, codes))
@@ -427,9 +425,18 @@ def count_step(
 
 def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The tensors of codes that scores are computed from: all but those of values, by the names of their fields."""
-    return tuple(
-        tensor
-        for stage in codes
-        for name, tensor in zip(getattr(stage, "_fields", ()), stage, strict=False)
-        if "value" not in name
-    )
+    return tuple(tensor for name, tensor in _named(codes) if "value" not in name)
+
+
+def unscanned(buffer: tuple[Tensor, Tensor], codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """What is read of a layer besides the keys that were scanned to choose: those of its codes, if it has some."""
+    if not codes:
+        return (buffer[1],)
+    return (*buffer, *(tensor for name, tensor in _named(codes) if "value" in name))
+
+
+def _named(codes: tuple[Any, ...]) -> list[tuple[str, Tensor]]:
+    """The tensors of codes with the names of their fields."""
+    return [
+        (name, tensor) for stage in codes for name, tensor in zip(getattr(stage, "_fields", ()), stage, strict=False)
+    ]

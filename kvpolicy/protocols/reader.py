@@ -26,7 +26,7 @@ class ReaderTraits(NamedTuple):
         salience: Whether `fit` needs the salience of the channels in the prompt.
         calibrated: Whether the salience is that of a calibration instead, which the reader's `load_salience(layer_idx,
             heads)` returns, [H, D] fp32.
-        scans_keys: Whether `score` reads every key, by `products`.
+        scans_keys: Whether `score` reads every key, by one call of `products` with the queries that it got.
         every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
             chose. 1: every layer chooses for itself.
         choosing: The layers that choose, ascending, instead of `every`.

@@ -57,8 +57,7 @@ class Reuse:
     all slots first. Choosing layers are at regular distances by default. TidalDecode names two of 32 (`2_13`, `2_9` for
     other models), OmniKV three that it finds offline (`2_8_18`). OmniKV reads everything in one more layer behind each
     choosing one, to hide a copy from host memory, and all generated tokens; here they compete like those of the prompt.
-    Keys and values that are not read stay on the device. A choosing layer that reads everything computes the products
-    of `exact` twice.
+    Keys and values that are not read stay on the device.
     """
 
     base: Reader = field(default_factory=ExactTopK)

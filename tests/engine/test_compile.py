@@ -103,7 +103,7 @@ METHODS = [
     *ALONE,
     "full",
     "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
-    "h2o+reuse:every=2:dense=0/labels:read=6:channels=3:dense=0@0.5",
+    "h2o+reuse:every=2:dense=0/exact:read=6@0.5",
 ]
 MERGED = [words("h2o", name) for name in MERGERS if lookup(name)[1]().traits.when == "always"]
 OTHERS = [

@@ -198,7 +198,9 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
     for layer in (one, other):
         layer.prompt(*draw(26, 1))
     for step in range(STEPS):
-        assert torch.equal(one.step(*draw(1, 20 + step)), other.step(*draw(1, 20 + step)))
+        # `exact` looks at all products first, so that attention is not one fused call.
+        assert torch.allclose(one.step(*draw(1, 20 + step)), other.step(*draw(1, 20 + step)), atol=1e-6)
+    assert one.store.link.moved == other.store.link.moved
 
 
 @pytest.mark.parametrize("field", [{"every": 1}, {"layers": "2_1"}, {"layers": "2,3"}, {"layers": "1", "dense": 2}])

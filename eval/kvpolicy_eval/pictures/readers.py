@@ -39,10 +39,10 @@ def read(policy: str) -> tuple[Tensor, int]:
     chosen: dict[int, Chosen] = {}
     find = LayerReading._read  # pyright: ignore[reportPrivateUsage]
 
-    def note(self: LayerReading, *given: Any) -> Chosen | None:
+    def note(self: LayerReading, *given: Any) -> tuple[Chosen | None, Tensor | None]:
         found = find(self, *given)
-        if found is not None:
-            chosen[self.layer_idx] = found
+        if found[0] is not None:
+            chosen[self.layer_idx] = found[0]
         return found
 
     watched: Any = LayerReading
