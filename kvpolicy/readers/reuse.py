@@ -119,7 +119,8 @@ class Reuse:
         for layer_idx in (*self._choosing, *managed):
             chooser = self.traits.source(layer_idx)
             if chooser is not None and chooser not in managed:
-                some = "_".join(map(str, [idx for idx in managed if idx >= self.traits.dense][:2])) or "0"
+                able = [idx for idx in managed if idx >= self.traits.dense] or [*managed]
+                some = "_".join(map(str, sorted({able[0], able[len(able) // 2]})))
                 raise KVPolicyError(
                     f"Reuse.layers must name layers that the policy manages, got {self.layers!r}, by which layer "
                     f"{chooser} chooses; the model has {model.layers} such layers; try layers={some}."
