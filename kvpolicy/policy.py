@@ -252,9 +252,10 @@ class Policy:
                 f"The selector must rank tokens by statistics of slots alone to be combined with {heads}, got "
                 f"{self.selector}, which looks at keys; try snapkv or h2o."
             )
-        if self.codec.stages:
+        if self.codec.stages and not (self.codec.traits.fits_pages and len(self.codec.stages) == 1):
             raise KVPolicyError(
-                f"A policy with {heads} must store tokens in full precision, got the codec {self.codec}; remove one."
+                f"The codec must encode every token by itself to be combined with {heads}, which moves tokens between "
+                f"pages, got {self.codec}; try tokenwise or bfp."
             )
         if self.merger.traits.when != "never":
             raise KVPolicyError(f"A policy with {heads} must drop tokens, got the merger {self.merger}; remove one.")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import matmul, products
-from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.kernels.slot_writes import put as put
 from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
 
 CHUNK_SLOTS = 1024
@@ -45,26 +46,6 @@ def is_empty_head(write_mask: Tensor, occupied: Tensor) -> Tensor:
     return (write_mask.any(-1) & ~occupied.any(-1))[..., None, None]
 
 
-def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None:
-    """Write tokens into slots, in place; tokens outside `write_mask` are not written.
-
-    Args:
-        target: The tensor to write to, [B, H, C, ...], contiguous.
-        data: The tokens, [B, H, n, ...], in the dtype of `target`.
-        slots: The slot of each token, [B, H, n] int64.
-        write_mask: Which tokens are written, [B, H, n] bool.
-    """
-    if not data.shape[2]:
-        return
-    # A write cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
-    # of the first token of its head that is written. In a head without any, all tokens write back what they read.
-    first = write_mask.int().argmax(-1, keepdim=True)
-    token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
-    slots = slots.gather(-1, token)
-    is_written = write_mask.any(-1).reshape(*slots.shape[:2], *[1] * (data.dim() - 2))
-    write_slots(target, slots, torch.where(is_written, take(data, token), take(target, slots)))
-
-
 def take(t: Tensor, at: At) -> Tensor:
     """Read slots.
 
@@ -77,8 +58,7 @@ def take(t: Tensor, at: At) -> Tensor:
     """
     if isinstance(at, slice):
         return t[:, :, at]
-    index = at.reshape(*at.shape, *[1] * (t.dim() - 3))
-    return t.gather(2, index.expand(*at.shape, *t.shape[3:]))
+    return gather_slots(t, at)
 
 
 def to_groups(at: At, size: int) -> At:

@@ -94,7 +94,7 @@ class BFP:
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-        return Traits(block=block, residual=residual)
+        return Traits(block=block, residual=residual, per_head=("order",))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

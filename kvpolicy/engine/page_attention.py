@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.pages import for_pages, owned_by
-from kvpolicy.kernels.products import matmul
+from kvpolicy.engine.pages import as_pages, buffer_pages, for_pages, from_pages, owned_by
+from kvpolicy.kernels.products import matmul, products
+
+
+class StoredPages(Protocol):
+    """Keys and values in pages, as a step attends to them."""
+
+    def score(self, queries: Tensor) -> Tensor:
+        """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
+        ...
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
+        ...
+
+
+class ExactPages(NamedTuple):
+    """Pages in full precision: keys and values, [B, NB, P, D] each."""
+
+    keys: Tensor
+    values: Tensor
+
+    def score(self, queries: Tensor) -> Tensor:
+        """See `StoredPages.score`."""
+        return products(queries, self.keys)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """See `StoredPages.mix`."""
+        return matmul(weights.to(self.values.dtype), self.values).float()
 
 
 def attend_pages(
-    q: Tensor, keys: Tensor, values: Tensor, occupied: Tensor, owner: Tensor, heads: int, transform: ScoreTransform
+    q: Tensor,
+    pages: StoredPages,
+    occupied: Tensor,
+    owner: Tensor,
+    heads: int,
+    transform: ScoreTransform,
+    buffer: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from one token per row to the pages of each head. Traceable, no host sync.
 
@@ -20,21 +55,33 @@ def attend_pages(
 
     Args:
         q: [B, Hq, 1, D].
-        keys: [B, NB, P, D].
-        values: [B, NB, P, D].
-        occupied: Which slots hold a token, [B, NB, P] bool; at least one of each head.
-        owner: [B, NB].
+        pages: NB pages of P slots.
+        occupied: Which slots hold a token, [B, NB, P] bool; at least one of each head. The pages of the buffer follow.
+        owner: [B, NB], likewise.
         heads: H.
         transform: From products to attention weights.
+        buffer: Keys and values of each head's full-precision buffer besides, [B, H, E, D] each; None without.
 
     Returns:
-        The output [B, Hq, 1, D], and the attention weights [B, NB, G, P] fp32.
+        The output [B, Hq, 1, D], and the attention weights [B, NB, G, P] fp32, those of the buffer's pages last.
     """
     grouped = q.squeeze(2).unflatten(1, (heads, -1))
+    size = occupied.shape[-1]
+    number = owner.shape[1]
+    behind: Tensor | None = None
+    if buffer is not None:
+        slots = buffer[0].shape[2]
+        number -= heads * buffer_pages(slots, size)
+        behind = transform.scores(grouped, buffer[0])
+        behind = behind.masked_fill(~from_pages(occupied[:, number:], heads, slots)[:, :, None], -torch.inf)
+        owner = owner[:, :number]
+        occupied = occupied[:, :number]
     mine = owned_by(owner, heads)
-    score = transform.scores(for_pages(grouped, owner), keys).masked_fill(~occupied[:, :, None], -torch.inf)
+    score = transform.finish(pages.score(for_pages(grouped, owner))).masked_fill(~occupied[:, :, None], -torch.inf)
     # A head's largest score; [B, H, NB, G] is small beside the slots.
     top = score.amax(-1)[:, None].masked_fill(~mine[..., None], -torch.inf).amax(2)
+    if behind is not None:
+        top = torch.maximum(top, behind.amax(-1))
     if transform.sinks is not None:
         top = torch.maximum(top, transform.sinks.float().view(heads, -1))
     # A row without any token has no score but -inf, and -inf minus -inf is NaN.
@@ -42,10 +89,20 @@ def attend_pages(
     weights = torch.exp(score - for_pages(top, owner)[..., None])
     member = mine.to(torch.float32)
     total = member @ weights.sum(-1)  # [B, H, G]
+    mixed = pages.mix(weights)
+    out = (member @ mixed.flatten(2)).unflatten(2, mixed.shape[2:])
+    if behind is not None and buffer is not None:
+        behind = torch.exp(behind - top[..., None])
+        total = total + behind.sum(-1)
+        out = out + matmul(behind.to(buffer[1].dtype), buffer[1]).float()
     if transform.sinks is not None:
         total = total + torch.exp(transform.sinks.float().view(heads, -1) - top)
-    mixed = matmul(weights.to(values.dtype), values).float()
     total = total.clamp_min(torch.finfo(torch.float32).tiny)  # 1 or more, but for a row without any token
-    out = (member @ mixed.flatten(2)).unflatten(2, mixed.shape[2:]) / total[..., None]
     weights = weights / for_pages(total, owner)[..., None]
-    return out.to(values.dtype).flatten(1, 2).unsqueeze(2), weights
+    if behind is not None:
+        # [B, H, G, E] -> pages [B, H * n, G, P]: the group takes the place of the row while slots become pages.
+        group = behind.shape[2]
+        paged = as_pages((behind / total[..., None]).flatten(1, 2), size)
+        paged = paged.unflatten(1, (heads, group, -1)).transpose(2, 3).flatten(1, 2)
+        weights = torch.cat([weights, paged], 1)
+    return (out / total[..., None]).to(q.dtype).flatten(1, 2).unsqueeze(2), weights

@@ -15,25 +15,21 @@ from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.page_attention import attend_pages
+from kvpolicy.engine.page_attention import ExactPages, attend_pages
 from kvpolicy.engine.pages import (
-    PageTable,
     RowPages,
     best_slot,
-    for_pages,
-    head_slots,
     lowest_of_head,
     owned_by,
-    page_owners,
     page_table,
+    place_tokens,
     row_pages,
-    take_for_pages,
 )
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.selection import HeadBudgets, finite_priority, select_tokens
+from kvpolicy.engine.selection import HeadBudgets, Selection, finite_priority, select_tokens
 from kvpolicy.engine.state import map_slots
 from kvpolicy.engine.store import LayerStore, RowBudget
-from kvpolicy.engine.token_batch import BEYOND, TokenBatch
+from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import (
     SINGLE_RANK,
@@ -44,6 +40,7 @@ from kvpolicy.protocols import (
     Layout,
     Ranks,
     Selector,
+    State,
     View,
     alloc_state,
 )
@@ -52,8 +49,8 @@ from kvpolicy.protocols import (
 class PagedStore(LayerStore):
     """The slots of one layer in pages, each of which belongs to one KV head; see `kvpolicy.engine.pages`.
 
-    The tensors have the shape [B, NB, P, ...] where those of `LayerStore` have [B, H, S, ...]. The codec stores every
-    token in full precision.
+    The tensors have the shape [B, NB, P, ...] where those of `LayerStore` have [B, H, S, ...]. Every token is stored in
+    full precision; see `kvpolicy.engine.coded_pages` for codes.
 
     Attributes:
         head_allocator: Divides the pages of a row among its heads, after each prompt.
@@ -106,71 +103,84 @@ class PagedStore(LayerStore):
             massive: Unused: nothing is pinned in pages.
             rope_offset: Unused: keys are stored rotated.
         """
-        assert budget.last is not None, "pages depend on all tokens that will come"
         seen_before = self.length
         self.length = pending.lengths(seen_before)
         first = seen_before == 0  # such a row has no pages, whether it got a token now or not
         idle = None if pending.idle is None else (pending.idle & ~first).cpu()
-        rows = self._budget_pages(budget, idle)
+        rows, last = self._budget_pages(budget, idle)
         device = self.positions.device
         size = rows.size.to(device)
-        self.average = rows.body.to(device) // self._all_heads * size
-        table = page_table(self.owner, self.heads)
-        held = table.occupied(self.positions)
-        past = self._read(table, held) if held.shape[-1] else None
-        most = torch.maximum(-(-budget.last.to(device) // size), rows.body.to(device) // self._all_heads)
+        body = rows.body.to(device)
+        each = body // self._all_heads
+        self.average = each * size
+        positions, state = self._held_slots()
+        past = self.past() if pending.reads_past else None
         selected = select_tokens(
             self.selector,
-            held,
-            map_slots(table.slots, self.state),
+            positions,
+            state,
             pending,
-            past if pending.reads_past else None,
+            past,
             seen_before=seen_before,
             length=self.length,
             keep=self.average,
             layer_idx=self.layer_idx,
             ranks=self.ranks,
-            heads=HeadBudgets(self.head_allocator, rows.body.to(device), size, most),
+            heads=HeadBudgets(self.head_allocator, body, size, torch.maximum(-(-last.to(device) // size), each)),
         )
         assert selected.head_pages is not None
         pages = selected.head_pages + rows.tail.to(device)[:, None]
         if idle is not None:  # a row without a new token keeps the pages that it has, whatever was divided
-            pages = torch.where(idle.to(device)[:, None], self._pages_by_head() // self._pieces(rows), pages)
+            pages = torch.where(idle.to(device)[:, None], self._pages_by_head() // self._pieces(self._rows), pages)
+        self._rows = rows
+        self._set_expected(budget, idle)
+        # A page of a row is cut to the smallest page of the batch, which is a divisor, as all are powers of two.
+        smallest = int(rows.size.min())
+        counts = pages * (rows.size // smallest).to(device)[:, None]
+        self._place_selected(pending, selected, past, counts, smallest)
+        self._set_layout()
+        self._fix_addresses()
+        self.demote()
+
+    def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> tuple[RowPages, Tensor]:
+        """The pages of each row, and `budget.last`; a row without a new token keeps those that it has."""
+        assert budget.last is not None, "pages depend on all tokens that will come"
+        rows = row_pages(budget.keep.cpu(), budget.extra.cpu(), budget.last.cpu(), self._all_heads)
+        if idle is not None:
+            rows = RowPages(*(torch.where(idle, old, new) for old, new in zip(self._rows, rows, strict=True)))
+        return rows, budget.last
+
+    def _held_slots(self) -> tuple[Tensor, State]:
+        """Positions [B, H, n] of the slots of each head, -1 for an empty one, and the selector's state of them."""
+        table = page_table(self.owner, self.heads)
+        return table.occupied(self.positions), map_slots(table.slots, self.state)
+
+    def _place_selected(
+        self, pending: PendingPrompt, selected: Selection, past: Past | None, counts: Tensor, size: int
+    ) -> None:
+        """Lay out the selected tokens in pages.
+
+        Args:
+            pending: The prompt.
+            selected: The selection among the slots, as `_held_slots` has them, and the tokens of the prompt.
+            past: The slots, decoded, if they were read.
+            counts: Pages of each head, [B, H].
+            size: Slots of a page.
+        """
         keys = pending.keys
         values = pending.values
-        if past is not None:  # a first prompt is not copied whole
+        if self.owner.shape[1]:  # a first prompt is not copied whole
+            past = past or self.past()
+            assert past is not None
             keys = torch.cat([past.keys, keys], 2)
             values = torch.cat([past.values, values], 2)
-        self._rows = rows
-        self._place_pages(TokenBatch(keys, values, selected.positions, selected.state, selected.chosen, ()), pages)
-        self._set_expected(budget, idle)
-        self._fix_addresses()
-        self._free_steps = self._count_free_steps()
-
-    def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> RowPages:
-        """The pages of each row; a row without a new token keeps those that it has."""
-        assert budget.last is not None
-        rows = row_pages(budget.keep.cpu(), budget.extra.cpu(), budget.last.cpu(), self._all_heads)
-        if idle is None:
-            return rows
-        return RowPages(*(torch.where(idle, old, new) for old, new in zip(self._rows, rows, strict=True)))
-
-    def _place_pages(self, batch: TokenBatch, pages: Tensor) -> None:
-        """Lay out the chosen tokens of each head in `pages` [B, H] pages of the rows' own sizes."""
-        size = int(self._rows.size.min())
-        # A page of a row is cut to the smallest page of the batch, which is a divisor, as all are powers of two.
-        counts = pages * (self._rows.size // size).to(pages.device)[:, None]
-        self.owner = page_owners(counts, self.heads, int(counts.sum(-1).max()))
-        rank = head_slots(counts, self.owner, size)
-        order = batch.by_position()
-        index = take_for_pages(order, self.owner, rank.clamp_max(order.shape[-1] - 1))
-        taken = for_pages(batch.chosen.sum(-1), self.owner)[..., None]
-        empty = (rank >= taken) | (self.owner == self.heads)[..., None]
+        placed = place_tokens(selected.positions, selected.chosen, counts, size)
+        self.owner = placed.owner
         # Empty slots have a weight of 0, and 0 times an arbitrary number of padding might be NaN.
-        self.keys = take_for_pages(batch.keys, self.owner, index).masked_fill_(empty[..., None], 0)
-        self.values = take_for_pages(batch.values, self.owner, index).masked_fill_(empty[..., None], 0)
-        self.positions = take_for_pages(batch.positions, self.owner, index).masked_fill_(empty, -1)
-        self.state = map_slots(lambda t: take_for_pages(t, self.owner, index).masked_fill_(empty, 0), batch.state)
+        self.keys = placed.take(keys).masked_fill_(placed.empty[..., None], 0)
+        self.values = placed.take(values).masked_fill_(placed.empty[..., None], 0)
+        self.positions = placed.take(selected.positions).masked_fill_(placed.empty, -1)
+        self.state = map_slots(lambda t: placed.take(t).masked_fill_(placed.empty, 0), selected.state)
 
     def _set_expected(self, budget: RowBudget, idle: Tensor | None) -> None:
         """Record the budget of each row, and the tokens that it has slots for."""
@@ -182,6 +192,9 @@ class PagedStore(LayerStore):
         most = (budget.keep + budget.extra).to(self.budget.device)
         self._set_budget(most if idle is None else torch.where(idle.to(most.device), self.budget, most))
         self.complete = self._find_complete()
+
+    def _set_layout(self) -> None:
+        """Note the slots of an average head."""
         self.layout = Layout(-(-self.positions[0].numel() // max(1, self.heads)))
 
     # reading and writing
@@ -191,10 +204,7 @@ class PagedStore(LayerStore):
         if not self.owner.shape[1]:
             return None
         table = page_table(self.owner, self.heads)
-        return self._read(table, table.occupied(self.positions))
-
-    def _read(self, table: PageTable, positions: Tensor) -> Past:
-        return Past(table.slots(self.keys), table.slots(self.values), positions >= 0)
+        return Past(table.slots(self.keys), table.slots(self.values), table.occupied(self.positions) >= 0)
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
         # All pages of a row as one long row of slots, in which `slots` are counted.
@@ -215,7 +225,8 @@ class PagedStore(LayerStore):
     def _attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         self._count_read(self.link)
         occupied = self.positions >= 0
-        out, weights = attend_pages(q, self.keys, self.values, occupied, self.owner, self.heads, transform)
+        pages = ExactPages(self.keys, self.values)
+        out, weights = attend_pages(q, pages, occupied, self.owner, self.heads, transform)
         return out, weights if want_weights else None
 
     def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
@@ -225,11 +236,14 @@ class PagedStore(LayerStore):
             has_free = (owned_by(self.owner, self.heads) & free.any(-1)[:, None]).any(-1).all(-1)
             fine = self.complete | has_free
             assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
+        # An empty slot is taken before any token.
+        return best_slot(torch.where(free > 0, free, self._victims(view)), self.owner, self.heads)
+
+    def _victims(self, view: View) -> Tensor:
+        """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted."""
         priority = finite_priority(self.selector.priority(self.state, view)).masked_fill(~view.valid, torch.inf)
         low = lowest_of_head(priority, self.owner, self.heads)
-        # Of tied tokens the latest is evicted; an empty slot is taken before any token.
-        victims = view.positions.masked_fill(priority != low[..., None], -1)
-        return best_slot(torch.where(free > 0, free, victims), self.owner, self.heads)
+        return view.positions.masked_fill(priority != low[..., None], -1)
 
     @property
     def moved(self) -> int:
@@ -291,8 +305,9 @@ class PagedStore(LayerStore):
         self._add_pages(wanted)
         self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
         self.complete = self._find_complete()
+        self._set_layout()
         self._fix_addresses()
-        self._free_steps = self._count_free_steps()
+        self.demote()
         return self.capacity - old
 
     def _evicting_pages(self, row: int) -> Tensor:
@@ -307,7 +322,7 @@ class PagedStore(LayerStore):
     def _add_pages(self, wanted: Tensor) -> None:
         """Give heads more pages, [B, H] of the rows' own sizes; pages that a row does not use come first."""
         new = (wanted * self._pieces(self._rows).cpu() - self._pages_by_head().cpu()).tolist()
-        owners = self.owner.tolist()
+        owners = self._body_owner.tolist()
         for row, heads in zip(owners, new, strict=True):
             asked = [head for head, count in enumerate(heads) for _ in range(count)]
             for page, head in enumerate(row):
@@ -315,14 +330,17 @@ class PagedStore(LayerStore):
                     row[page] = asked.pop(0)
             row.extend(asked)
         pages = max(map(len, owners))
-        added = pages - self.owner.shape[1]
-        self.owner = self.owner.new_tensor([row + [self.heads] * (pages - len(row)) for row in owners])
+        self._lengthen_pages(self.owner.new_tensor([row + [self.heads] * (pages - len(row)) for row in owners]))
+
+    def _lengthen_pages(self, owner: Tensor) -> None:
+        """Have pages of these owners [B, NB], of which the first ones hold what they held."""
+        added = owner.shape[1] - self.owner.shape[1]
+        self.owner = owner
         if added:
             self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, added))
             self.values = F.pad(self.values, (0, 0, 0, 0, 0, added))
             self.positions = F.pad(self.positions, (0, 0, 0, added), value=-1)
             self.state = map_slots(lambda t: F.pad(t, (0, 0, 0, added)), self.state)
-        self.layout = Layout(-(-self.positions[0].numel() // max(1, self.heads)))
 
     # sizes
 
@@ -336,9 +354,14 @@ class PagedStore(LayerStore):
         size = self.positions.shape[-1] or 1
         return (rows.size.clamp_min(size) // size).to(self.owner.device)[:, None]
 
+    @property
+    def _body_owner(self) -> Tensor:
+        """The owners of the pages that the head allocator divides, [B, NB]."""
+        return self.owner
+
     def _pages_by_head(self) -> Tensor:
         """[B, H] int64."""
-        return owned_by(self.owner, self.heads).sum(-1)
+        return owned_by(self._body_owner, self.heads).sum(-1)
 
     def tokens_by_head(self) -> Tensor:
         """Tokens that each head holds, [B, H] int64."""
@@ -349,12 +372,19 @@ class PagedStore(LayerStore):
         """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
         return page_table(self.owner, self.heads).occupied(self.positions)
 
+    def describe(self) -> str:
+        """Sizes of an initialized store, as a `repr` shows them."""
+        rows, pages = self._body_owner.shape
+        buffer = f", exact={self.layout.exact}" if self.layout.coded else ""
+        held = f"pages={pages} of {self.positions.shape[-1]} slots{buffer}"
+        return f"layer_idx={self.layer_idx}, rows={rows}, heads={self.heads}, {held}"
+
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, counters."""
         if not self.is_initialized:
             return {}
-        counters = (self.length, self.budget, self.average, self.complete, self.columns)
-        kinds = bytes_by_kind((self.keys, self.values), (), self.positions, self.state, counters, (), ())
+        counters = (self.length, self.budget, self.average, self.complete, self.columns, *(self.limits or ()))
+        kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters)
         kinds["positions"] += self.owner.nbytes
         return kinds
 

@@ -3,6 +3,10 @@
 With head budgets, the slots of a row are `NB` pages of `P` slots. Each page belongs to one KV head, its `owner`, and a
 head has as many pages as its budget says. `NB` follows from the layer's budget alone, so no shape depends on the
 prompt. Every tensor that is [B, H, S, ...] without head budgets is [B, NB, P, ...] with them.
+
+With a codec, pages hold codes. Every head has a full-precision buffer besides, [B, H, E, D], which all heads have
+equally large. In positions, owners and the selector's state it appears as whole pages behind the others, the last of
+which has slots that are never used: they have `NB + H * ceil(E / P)` pages.
 """
 
 from __future__ import annotations
@@ -10,8 +14,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.kernels.slot_writes import put
 from kvpolicy.spec.page_sizes import page_size
 
 
@@ -113,6 +120,42 @@ def take_for_pages(t: Tensor, owner: Tensor, index: Tensor) -> Tensor:
     return t[rows, owner.clamp_max(t.shape[1] - 1)[..., None], index]
 
 
+class Placed(NamedTuple):
+    """Where the pages of each head take its tokens from.
+
+    Attributes:
+        owner: [B, NB].
+        source: Index of the token of each slot, [B, NB, P] int64.
+        empty: Slots without a token, [B, NB, P] bool; their source is any.
+    """
+
+    owner: Tensor
+    source: Tensor
+    empty: Tensor
+
+    def take(self, t: Tensor) -> Tensor:
+        """What the slots hold of `t` [B, H, n, ...], [B, NB, P, ...]."""
+        return take_for_pages(t, self.owner, self.source)
+
+
+def place_tokens(positions: Tensor, chosen: Tensor, counts: Tensor, size: int) -> Placed:
+    """Lay out the chosen tokens of each head in its pages, by position.
+
+    Args:
+        positions: [B, H, n], n at least 1.
+        chosen: Which tokens are placed, [B, H, n] bool; no more than fit.
+        counts: Pages of each head, [B, H].
+        size: P.
+    """
+    heads = counts.shape[1]
+    owner = page_owners(counts, heads, int(counts.sum(-1).max()))
+    rank = head_slots(counts, owner, size)
+    order = torch.where(chosen, positions, BEYOND).argsort(dim=-1, stable=True)
+    source = take_for_pages(order, owner, rank.clamp_max(order.shape[-1] - 1))
+    taken = for_pages(chosen.sum(-1), owner)[..., None]
+    return Placed(owner, source, (rank >= taken) | (owner == heads)[..., None])
+
+
 class PageTable(NamedTuple):
     """Where the pages of each head are, for reading them as [B, H, S, ...].
 
@@ -154,7 +197,61 @@ def page_table(owner: Tensor, heads: int) -> PageTable:
     return PageTable(order, torch.arange(order.shape[-1], device=owner.device) < counts[..., None])
 
 
+def buffer_pages(slots: int, size: int) -> int:
+    """Pages of `size` slots in which a head's full-precision buffer of `slots` slots appears."""
+    return -(-slots // size) if slots else 0
+
+
+def as_pages(t: Tensor, size: int, fill: int = 0) -> Tensor:
+    """Slots of each head as whole pages, head by head, [B, H, E] -> [B, H * ceil(E / size), size]."""
+    return F.pad(t, (0, -t.shape[-1] % size), value=fill).unflatten(-1, (-1, size)).flatten(1, 2)
+
+
 # one decode step, traceable
+
+
+def from_pages(t: Tensor, heads: int, slots: int) -> Tensor:
+    """The inverse of `as_pages`, [B, H * n, P] -> [B, H, E] for E `slots`."""
+    return t.unflatten(1, (heads, t.shape[1] // heads)).flatten(2)[..., :slots]
+
+
+def first_free(positions: Tensor, owner: Tensor, heads: int, count: int) -> Tensor:
+    """The first `count` empty slots of each head, counted over all pages, [B, H, count]; 0 beyond those that it has.
+
+    Args:
+        positions: [B, NB, P].
+        owner: [B, NB].
+        heads: H.
+        count: How many of each head.
+
+    Examples:
+        >>> first_free(torch.tensor([[[7, -1], [-1, 3], [-1, -1]]]), torch.tensor([[0, 1, 0]]), 2, 2).tolist()
+        [[[1, 4], [2, 0]]]
+    """
+    free = (positions < 0) & (owner < heads)[..., None]
+    each = free.sum(-1)
+    up_to = (owned_by(owner, heads) * each[:, None]).cumsum(-1)  # [B, H, NB]
+    before = up_to.gather(1, owner.clamp_max(heads - 1)[:, None]).squeeze(1) - each
+    rank = before[..., None] + free.cumsum(-1) - 1
+    # Slots that are not asked for are scattered to an extra entry, which is cut off.
+    entry = torch.where(free & (rank < count), owner[..., None] * count + rank, heads * count).flatten(1)
+    found = torch.zeros(entry.shape[0], heads * count + 1, dtype=torch.int64, device=entry.device)
+    slots = torch.arange(entry.shape[1], device=entry.device).expand_as(entry)
+    return found.scatter(1, entry, slots)[:, :-1].unflatten(1, (heads, count))
+
+
+def write_pages(target: Tensor, slots: Tensor, data: Tensor, write_mask: Tensor) -> None:
+    """Write tokens of each head into slots, in place; see `put`, with slots counted over all pages.
+
+    Args:
+        target: [B, NB, P, ...], contiguous.
+        slots: [B, H, n] int64, of masked tokens anything.
+        data: [B, H, n, ...].
+        write_mask: Which tokens are written, [B, H, n] bool.
+    """
+    batch, pages, size, *vector = target.shape
+    row = target.view(batch, 1, pages * size, *vector)
+    put(row, data.flatten(1, 2)[:, None], slots.flatten(1, 2)[:, None], write_mask.flatten(1, 2)[:, None])
 
 
 def lowest_of_head(values: Tensor, owner: Tensor, heads: int) -> Tensor:

@@ -36,7 +36,8 @@ class RowLimits(NamedTuple):
             block is demoted, [B, 1] int64.
         block: Tokens that are demoted at a time, [B, 1] int64; empty if they are the same for any row, `Traits.block`.
         residual: The newest tokens that are never demoted, [B, 1] int64; empty as `block` is.
-        stage_capacity: Slots of each stage that the row may use, [B, stages] int64.
+        stage_capacity: Slots of each stage that the row may use, [B, stages] int64; empty in pages, which have a slot
+            for every token of their head.
         pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
         rope_offset: What the rotary embedding adds to a row's positions, [B] int64; empty unless keys are unrotated.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32; empty unless the codec needs it.
@@ -51,7 +52,20 @@ class RowLimits(NamedTuple):
     query_absmax: Tensor
 
 
-def alloc_limits(codec: Codec, batch: int, heads: int, head_dim: int, device: torch.device | str) -> RowLimits | None:
+def buffer_slots(codec: Codec, tokens: int) -> int:
+    """Slots of a head's full-precision buffer if its codes are in pages: those of the residual and of one block.
+
+    Args:
+        codec: The codec.
+        tokens: The most tokens of a row.
+    """
+    traits = traits_for(codec, tokens)
+    return traits.residual + traits.block
+
+
+def alloc_limits(
+    codec: Codec, batch: int, heads: int, head_dim: int, device: torch.device | str, *, paged: bool = False
+) -> RowLimits | None:
     """Limits before any budget is known; None for a codec without stages."""
     traits = codec.traits
     stages = len(codec.stages)
@@ -65,7 +79,7 @@ def alloc_limits(codec: Codec, batch: int, heads: int, head_dim: int, device: to
         flush_threshold=torch.full((batch, 1), BEYOND, dtype=torch.int64, device=device),
         block=torch.full((sized, 1), traits.block, dtype=torch.int64, device=device),
         residual=torch.full((sized, 1), traits.residual, dtype=torch.int64, device=device),
-        stage_capacity=torch.zeros(batch, stages, dtype=torch.int64, device=device),
+        stage_capacity=torch.zeros(0 if paged else batch, stages, dtype=torch.int64, device=device),
         pins=torch.full((batch, pin_heads, traits.pinned), -1, dtype=torch.int32, device=device),
         rope_offset=torch.zeros(batch if unrotated else 0, dtype=torch.int64, device=device),
         query_absmax=torch.zeros(batch if traits.query_absmax else 0, heads, head_dim, device=device),
@@ -81,6 +95,9 @@ def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: in
         tokens: The most tokens of each row.
         reserved: Dictionary slots.
     """
+    if not limits.stage_capacity.shape[0]:
+        threshold = [[buffer_slots(codec, count)] for count in tokens]
+        return _with_sizes(limits, codec, tokens)._replace(flush_threshold=limits.flush_threshold.new_tensor(threshold))
     layouts = [codec.layout(count) for count in tokens]
     has_dictionary = (limits.pins[:, 0] >= 0).any(-1).tolist() if reserved else [False] * len(layouts)
     threshold = [
@@ -88,17 +105,23 @@ def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: in
         [layout.exact - reserved * own if sum(layout.coded) else BEYOND]
         for layout, own in zip(layouts, has_dictionary, strict=True)
     ]
-    if limits.block.shape[0]:
-        sizes = [traits_for(codec, count) for count in tokens]
-        limits = limits._replace(
-            block=limits.block.new_tensor([[traits.block] for traits in sizes]),
-            residual=limits.residual.new_tensor([[traits.residual] for traits in sizes]),
-        )
+    limits = _with_sizes(limits, codec, tokens)
     stages = limits.stage_capacity.shape[1]
     capacity = [[*layout.coded, *[0] * (stages - len(layout.coded))] for layout in layouts]
     return limits._replace(
         flush_threshold=limits.flush_threshold.new_tensor(threshold),
         stage_capacity=limits.stage_capacity.new_tensor(capacity),
+    )
+
+
+def _with_sizes(limits: RowLimits, codec: Codec, tokens: list[int]) -> RowLimits:
+    """The limits with the block and the residual of rows that may hold `tokens` each."""
+    if not limits.block.shape[0]:
+        return limits
+    sizes = [traits_for(codec, count) for count in tokens]
+    return limits._replace(
+        block=limits.block.new_tensor([[traits.block] for traits in sizes]),
+        residual=limits.residual.new_tensor([[traits.residual] for traits in sizes]),
     )
 
 

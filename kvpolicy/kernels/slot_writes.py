@@ -33,3 +33,29 @@ def flat_slots(slots: Tensor, size: int) -> Tensor:
     heads = slots.shape[0] * slots.shape[1]
     first = torch.arange(0, heads * size, size, device=slots.device)
     return (first[:, None] + slots.reshape(heads, -1)).flatten()
+
+
+def gather_slots(t: Tensor, slots: Tensor) -> Tensor:
+    """Read slots [B, H, n] of each head of `t` [B, H, S, ...], [B, H, n, ...]."""
+    index = slots.reshape(*slots.shape, *[1] * (t.dim() - 3))
+    return t.gather(2, index.expand(*slots.shape, *t.shape[3:]))
+
+
+def put(target: Tensor, data: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+    """Write tokens into slots, in place; tokens outside `write_mask` are not written, wherever their slots are.
+
+    Args:
+        target: The tensor to write to, [B, H, S, ...], contiguous.
+        data: The tokens, [B, H, n, ...], in the dtype of `target`.
+        slots: The slot of each token, [B, H, n] int64.
+        write_mask: Which tokens are written, [B, H, n] bool.
+    """
+    if not data.shape[2]:
+        return
+    # A write cannot skip a token, and a masked token may point to a slot in use. So a masked token repeats the write
+    # of the first token of its head that is written. In a head without any, all tokens write back what they read.
+    first = write_mask.int().argmax(-1, keepdim=True)
+    token = torch.where(write_mask, torch.arange(write_mask.shape[-1], device=write_mask.device), first)
+    slots = slots.gather(-1, token)
+    is_written = write_mask.any(-1).reshape(*slots.shape[:2], *[1] * (data.dim() - 2))
+    write_slots(target, slots, torch.where(is_written, gather_slots(data, token), gather_slots(target, slots)))

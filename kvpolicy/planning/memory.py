@@ -10,7 +10,8 @@ import torch
 
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.pages import Pages
+from kvpolicy.engine.page_codes import alloc_codes
+from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses, count_step, read_shape, reads_part
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import tensors
@@ -107,16 +108,34 @@ def step_bytes(
 
 
 @lru_cache(maxsize=4096)
-def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages) -> dict[str, int]:
-    """Bytes by kind that a layer will hold whose heads have budgets of their own."""
-    exact = torch.empty(batch, *pages, shape.head_dim, dtype=shape.dtype, device="meta")
-    positions = torch.empty(batch, *pages, dtype=torch.int32, device="meta")
-    owner = torch.empty(batch, pages.number, dtype=torch.int64, device="meta")
-    state = alloc_state(policy.selector, batch, *pages, "meta", shape.head)
+def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buffer: int = 0) -> dict[str, int]:
+    """Bytes by kind that a layer will hold whose heads have budgets of their own.
+
+    Args:
+        policy: The policy.
+        batch: Number of rows.
+        shape: The layer's shape.
+        pages: The pages that its heads share.
+        buffer: Slots of each head's full-precision buffer, if the pages hold codes.
+    """
+    codec = policy.codec
+    dim = shape.head_dim
+    exact = torch.empty(batch, *pages, dim, dtype=shape.dtype, device="meta")
+    codes: tuple[Any, ...] = ()
+    rows: tuple[torch.Tensor, ...] = ()
+    every = pages
+    if codec.stages:
+        exact = torch.empty(batch, shape.heads, buffer, dim, dtype=shape.dtype, device="meta")
+        codes = (alloc_codes(codec, batch, shape.heads, *pages, dim, "meta"),)
+        rows = alloc_limits(codec, batch, shape.heads, dim, "meta", paged=True) or ()
+        every = Pages(pages.number + shape.heads * buffer_pages(buffer, pages.size), pages.size)
+    positions = torch.empty(batch, *every, dtype=torch.int32, device="meta")
+    owner = torch.empty(batch, every.number, dtype=torch.int64, device="meta")
+    state = alloc_state(policy.selector, batch, *every, "meta", shape.head)
     # The length, the budget and the budget of an average head of each row, and the columns seen.
     counters = torch.empty(3 * batch + 1, dtype=torch.int64, device="meta")
     complete = torch.empty(batch, dtype=torch.bool, device="meta")
-    kinds = bytes_by_kind((exact, exact), (), positions, state, (counters, complete), (), ())
+    kinds = bytes_by_kind((exact, exact), codes, positions, state, (counters, complete, *rows))
     kinds["positions"] += owner.nbytes
     return kinds
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
+from kvpolicy.engine.coded_pages import paged_layout
 from kvpolicy.engine.pages import Pages, row_pages
+from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes, step_bytes
 from kvpolicy.planning.result import READ_KINDS, LayerPlan
 from kvpolicy.policy import Policy
@@ -199,7 +201,10 @@ def plan_layers(
         layout = layouts[index]
         pages = pages_of(policy, tokens, number, shape)
         if pages is not None:
-            sizes = dict(paged_bytes(policy, batch, shape, pages))
+            buffer = buffer_slots(policy.codec, most) if policy.codec.stages else 0
+            if buffer:
+                layout = paged_layout(buffer, *pages, shape.heads)
+            sizes = dict(paged_bytes(policy, batch, shape, pages, buffer))
             moved = sum(sizes[kind] for kind in READ_KINDS)
         else:
             sizes = dict(layer_bytes(policy, batch, shape, layout, index))

@@ -84,6 +84,10 @@ class Traits(NamedTuple):
             full.
         query_absmax: Whether the codec needs the largest absolute query of each channel in the prompt.
         searches: Whether `Stage.score` hides most slots, and so is a reader by itself.
+        per_head: Names of the fields of the codes with one entry per head, [B, H, X, ...], where X does not depend on
+            the slots; every other one has one entry per slot, which depends on nothing but its own token and the
+            entries of its head. Such slots may lie in pages of heads with budgets of their own. None if slots share
+            anything else, or if calibrated tensors differ by head.
     """
 
     block: int = 0
@@ -96,6 +100,19 @@ class Traits(NamedTuple):
     recode_all: bool = False
     query_absmax: bool = False
     searches: bool = False
+    per_head: tuple[str, ...] | None = None
+
+    @property
+    def fits_pages(self) -> bool:
+        """Whether tokens can be encoded in pages, each of which belongs to one head.
+
+        Examples:
+            >>> Traits(block=4, per_head=()).fits_pages, Traits(block=4).fits_pages
+            (True, False)
+        """
+        alone = self.per_head is not None and self.group_size == 1 and self.pins == "none"
+        ordinary = self.key_space == "rotated" and self.demote_by == "age"
+        return alone and ordinary and not (self.recode_all or self.query_absmax or self.searches)
 
 
 class StageStore(NamedTuple):

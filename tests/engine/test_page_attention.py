@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.page_attention import attend_pages
+from kvpolicy.engine.page_attention import ExactPages, attend_pages
 
 ROWS, HEADS, PAGES, SIZE, DIM = 2, 3, 9, 4, 8
 SINKS = torch.tensor([0.5, -1.0, 30.0, 2.0, -40.0, 0.0])
@@ -28,16 +29,23 @@ def pages(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def slow(
-    q: Tensor, keys: Tensor, values: Tensor, occupied: Tensor, owner: Tensor, group: int, transform: ScoreTransform
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    occupied: Tensor,
+    owner: Tensor,
+    group: int,
+    transform: ScoreTransform,
+    pages: int = PAGES,
 ) -> tuple[Tensor, Tensor]:
     """The softmax of each query head over the slots of its own KV head, number by number."""
     out = torch.zeros(*q.shape, dtype=torch.float64)
-    weights = torch.zeros(ROWS, PAGES, group, SIZE, dtype=torch.float64)
+    weights = torch.zeros(ROWS, pages, group, SIZE, dtype=torch.float64)
     for b in range(ROWS):
         for hq in range(q.shape[1]):
             places = [
                 (page, slot)
-                for page in range(PAGES)
+                for page in range(pages)
                 for slot in range(SIZE)
                 if int(owner[b, page]) == hq // group and bool(occupied[b, page, slot])
             ]
@@ -64,8 +72,30 @@ def test_pages_are_attended_to_as_heads(group: int, transform: dict[str, Any], s
     how = ScoreTransform(0.4, **transform)
     given = pages(seed)
     q = 4 * torch.randn(ROWS, HEADS * group, 1, DIM, generator=torch.Generator().manual_seed(seed + 99))
-    out, weights = attend_pages(q, *given, HEADS, how)
+    out, weights = attend_pages(q, ExactPages(*given[:2]), *given[2:], HEADS, how)
     expected, rows = slow(q, *given, group, how)
+    torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weights, rows.float(), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "sinks": True}], ids=str)
+def test_a_buffer_of_each_head_is_one_page_more(transform: dict[str, Any]) -> None:
+    """Of 6 slots, which are a page of 4 and one that is used in part."""
+    if "sinks" in transform:
+        transform = transform | {"sinks": SINKS}
+    keys, values, occupied, owner = pages(3)
+    how = ScoreTransform(0.4, **transform)
+    more = torch.randn(2, ROWS, HEADS, 6, DIM, generator=torch.Generator().manual_seed(3))
+    there = torch.tensor([1, 0, 1, 1, 0, 1, 0, 0]).bool().view(1, 2, SIZE).repeat(ROWS, HEADS, 1)
+    q = 4 * torch.randn(ROWS, HEADS * 2, 1, DIM, generator=torch.Generator().manual_seed(9))
+    occupied = torch.cat([occupied, there], 1)
+    owner = torch.cat([owner, torch.tensor([0, 0, 1, 1, 2, 2]).expand(ROWS, -1)], 1)
+    out, weights = attend_pages(q, ExactPages(keys, values), occupied, owner, HEADS, how, (more[0], more[1]))
+    every = [
+        torch.cat([t, F.pad(tail, (0, 0, 0, 2)).view(ROWS, 2 * HEADS, SIZE, DIM)], 1)
+        for t, tail in zip((keys, values), more, strict=True)
+    ]
+    expected, rows = slow(q, every[0], every[1], occupied, owner, 2, how, PAGES + 2 * HEADS)
     torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(weights, rows.float(), atol=1e-6, rtol=1e-4)
 
@@ -74,7 +104,7 @@ def test_a_row_without_a_token_is_no_nan() -> None:
     keys, values, occupied, owner = pages(0)
     occupied[1] = False
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, weights = attend_pages(q, keys, values, occupied, owner, HEADS, ScoreTransform(1.0))
+    out, weights = attend_pages(q, ExactPages(keys, values), occupied, owner, HEADS, ScoreTransform(1.0))
     assert out[1].eq(0).all() and weights[1].eq(0).all()
     assert out[0].isfinite().all()
 
@@ -83,8 +113,8 @@ def test_empty_slots_may_hold_any_number() -> None:
     keys, values, occupied, owner = pages(1)
     keys = keys.masked_fill(~occupied[..., None], 1e4)
     q = torch.ones(ROWS, HEADS, 1, DIM)
-    out, _ = attend_pages(q, keys, values, occupied, owner, HEADS, ScoreTransform(1.0))
+    out, _ = attend_pages(q, ExactPages(keys, values), occupied, owner, HEADS, ScoreTransform(1.0))
     other, _ = attend_pages(
-        q, keys.masked_fill(~occupied[..., None], -3.0), values, occupied, owner, HEADS, ScoreTransform(1.0)
+        q, ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values), occupied, owner, HEADS, ScoreTransform(1.0)
     )
     assert torch.equal(out, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,9 @@ from . import head_allocators, mergers, selectors
 from .coding import Codec, Config, Rotation, Token, as_it_is
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
+
+PLENTY = 500
+"""More slots than any head of a test has tokens."""
 
 
 class ReferenceLayer:
@@ -62,6 +66,9 @@ class ReferenceLayer:
         self.room = [budget] * num_kv_heads
         self.group = num_heads // num_kv_heads
         self.decode = decode
+        if codec is not None and heads is not None:  # every head has slots for all that it may keep, and a buffer
+            exact = codec.residual + codec.block
+            codec = replace(codec, layout=lambda tokens: (exact, [PLENTY]))
         self.mover = None if codec is None else Mover(codec, layer_idx, num_kv_heads, undo, apply)
         self.layer_idx = layer_idx
         self.length = self.ranked = 0

@@ -1,0 +1,140 @@
+"""Codes in pages: what a slot holds is [B, NB, P, ...], and what belongs to a head is [B, H, X, ...].
+
+A stage encodes and decodes as if every page were a head, with the entries of the head that owns it. So the parameters
+of a head are stored once, however many pages it has, and stay right when a page is given to another head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.pages import PageTable, for_pages
+from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
+
+CHUNK_SLOTS = 1024
+"""Attention decodes pages of at least this many slots of an average head at a time, as it does without pages."""
+
+MAX_CHUNKS = 16
+"""The maximum number of chunks: few enough for a compiled step to unroll the loop."""
+
+
+def by_field(
+    codec: Codec, codes: Codes, slots: Callable[[str, Tensor], Tensor], heads: Callable[[str, Tensor], Tensor]
+) -> Codes:
+    """Codes with other tensors: `slots` makes those with one entry per slot, `heads` those with one per head.
+
+    Both get the name of the field and the tensor that it has.
+    """
+    per_head = codec.traits.per_head or ()
+    fields = zip(codes._fields, codes, strict=True)
+    return type(codes)(*[(heads if name in per_head else slots)(name, tensor) for name, tensor in fields])
+
+
+def alloc_codes(
+    codec: Codec, batch: int, heads: int, pages: int, size: int, head_dim: int, device: torch.device | str
+) -> Codes:
+    """Empty codes of `pages` pages of `size` slots; on the device `meta` too."""
+    stage = codec.stages[0]
+    paged = stage.alloc(batch, pages, size, head_dim, device)
+    of_heads = stage.alloc(batch, heads, 0, head_dim, device)
+    return by_field(codec, paged, lambda name, t: t, lambda name, t: getattr(of_heads, name))
+
+
+def encode(
+    codec: Codec,
+    codes: Codes,
+    calibration: Calibration,
+    keys: Tensor,
+    values: Tensor,
+    write_mask: Tensor,
+    has_codes: Tensor,
+) -> Codes:
+    """Encode tokens of each head outside of the pages. Traceable, no host sync.
+
+    Args:
+        codec: The codec.
+        codes: Those of the layer, in pages. The entries of heads without any code may be fitted again, in place.
+        calibration: The calibrated tensors of the stage.
+        keys: [B, H, n, D].
+        values: [B, H, n, D].
+        write_mask: Which tokens there are, [B, H, n] bool.
+        has_codes: Which heads hold coded tokens that stay, [B, H] bool.
+
+    Returns:
+        Codes whose tensors with one entry per slot are [B, H, n, ...].
+    """
+    batch, heads, count, dim = keys.shape
+    stage = codec.stages[0]
+    fresh = stage.alloc(batch, heads, count, dim, keys.device)
+    fresh = by_field(codec, fresh, lambda name, t: t, lambda name, t: getattr(codes, name))
+    slots = torch.arange(count, device=keys.device).expand(batch, heads, count)
+    occupied = has_codes[..., None].expand(batch, heads, count)
+    stage.write(StageStore(fresh, calibration), keys, values, slots, write_mask, occupied)
+    return fresh
+
+
+def decode_heads(
+    codec: Codec, codes: Codes, calibration: Calibration, table: PageTable, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of all slots of each head, [B, H, n * P, D]; entries beyond a head's pages are any."""
+    store = StageStore(by_field(codec, codes, lambda name, t: table.slots(t), lambda name, t: t), calibration)
+    stage = codec.stages[0]
+    every = slice(0, table.page.shape[-1] * _page_slots(codec, codes))
+    return stage.keys(store, every).to(dtype), stage.values(store, every).to(dtype)
+
+
+class CodedPages(NamedTuple):
+    """Coded pages as a step attends to them; see `kvpolicy.engine.page_attention.StoredPages`.
+
+    Attributes:
+        codec: The codec.
+        codes: Its codes, in pages.
+        calibration: The calibrated tensors of its stage.
+        owner: [B, NB].
+        heads: H.
+        dtype: The dtype that values are summed in.
+    """
+
+    codec: Codec
+    codes: Codes
+    calibration: Calibration
+    owner: Tensor
+    heads: int
+    dtype: torch.dtype
+
+    def score(self, queries: Tensor) -> Tensor:
+        """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
+        scores = [self._stage.score(store, queries[:, part], None) for part, store in self._chunks()]
+        return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
+        weights = weights.to(self.dtype)
+        sums = [self._stage.mix(store, weights[:, part]) for part, store in self._chunks()]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+
+    @property
+    def _stage(self) -> Stage:
+        return self.codec.stages[0]
+
+    def _chunks(self) -> list[tuple[slice, StageStore]]:
+        """Ranges of pages and their tensors: a few at a time, so that no step decodes all of them at once."""
+        pages = self.owner.shape[1]
+        slots = _page_slots(self.codec, self.codes)
+        size = max(-(-CHUNK_SLOTS * self.heads // slots), -(-pages // MAX_CHUNKS), 1)
+        return [self._part(slice(start, min(start + size, pages))) for start in range(0, pages, size)]
+
+    def _part(self, part: slice) -> tuple[slice, StageStore]:
+        owner = self.owner[:, part]
+        codes = by_field(self.codec, self.codes, lambda name, t: t[:, part], lambda name, t: for_pages(t, owner))
+        return part, StageStore(codes, self.calibration)
+
+
+def _page_slots(codec: Codec, codes: Codes) -> int:
+    """Slots of a page."""
+    per_head = codec.traits.per_head or ()
+    return next(t.shape[2] for name, t in zip(codes._fields, codes, strict=True) if name not in per_head)

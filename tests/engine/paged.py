@@ -1,0 +1,135 @@
+"""A paged store of a few rows beside the slow version of each row, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.coded_pages import CodedPagedStore
+from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.pages import row_pages
+from kvpolicy.engine.state import tensors
+from kvpolicy.engine.store import RowBudget
+from kvpolicy.policy import Policy
+from tests.conformance.replay import reference_codec
+from tests.reference.engine import ReferenceLayer
+
+HEADS, GROUP, DIM = 3, 2, 4
+SCALE = 0.5
+SELECTORS = {
+    "h2o": {"name": "h2o"},
+    "h2o:recent=0.9": {"name": "h2o", "recent": 0.9},
+    "snapkv:window=6:kernel=3": {"name": "snapkv", "window": 6, "kernel": 3},
+    "window": {"name": "window"},
+}
+
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values."""
+
+
+class Run:
+    """A paged store of a few rows, and the slow version of each row."""
+
+    def __init__(
+        self,
+        selector: str,
+        heads: Any,
+        budgets: list[int],
+        *,
+        grows: bool = False,
+        last: int = 1000,
+        codec: str = "plain",
+        dim: int = DIM,
+        **transform: Any,
+    ) -> None:
+        policy = Policy.parse(f"{selector}+{codec}")
+        kind = CodedPagedStore if policy.codec.stages else PagedStore
+        self.store: PagedStore = kind(0, policy.selector, policy.codec, "grow" if grows else "evict", heads)
+        slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
+        self.rows = [
+            ReferenceLayer(
+                SELECTORS[selector],
+                budget,
+                num_heads=HEADS * GROUP,
+                num_kv_heads=HEADS,
+                decode="grow" if grows else "evict",
+                heads=slow,
+                codec=reference_codec(policy.codec),
+                capacity=10**6,
+            )
+            for budget in budgets
+        ]
+        self.budgets = budgets
+        self.dim = dim
+        self.grows = grows
+        self.last = last
+        self.transform = transform
+        self.dice = torch.Generator().manual_seed(sum(budgets))
+
+    def draw(self, count: int, sharp: float = 3.0) -> Tokens:
+        """Queries, keys and values of so many tokens; heads attend to few or to many of them."""
+        shapes = [(len(self.rows), heads, count, self.dim) for heads in (HEADS * GROUP, HEADS, HEADS)]
+        q, k, v = (torch.randn(*shape, generator=self.dice) for shape in shapes)
+        return q * torch.linspace(0.1, sharp, HEADS * GROUP)[:, None, None], k, v
+
+    def prompt(self, lengths: list[int], data: Tokens | None = None, extra: int = 0) -> None:
+        """A prompt or chunk, padded on the left to the longest row."""
+        count = max(lengths)
+        q, k, v = data or self.draw(count)
+        valid = torch.arange(count) >= count - torch.tensor(lengths)[:, None]
+        if not self.store.is_initialized:
+            self.store.initialize(k)
+        transform = ScoreTransform(SCALE, **self.transform)
+        out, pending = self.store.attend_prompt(q, k, v, None if bool(valid.all()) else valid, transform)
+        seen = torch.tensor([row.length for row in self.rows]) + torch.tensor(lengths)
+        last = seen if self.grows else torch.maximum(seen, torch.tensor(self.last))
+        keep = torch.tensor(self.budgets)
+        more = torch.full_like(keep, extra)
+        self.store.compress(pending, RowBudget(keep, more, torch.minimum(keep + more, last + more), last))
+        self.store.ensure_capacity()
+        size = row_pages(keep, more, last, HEADS).size
+        for b, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            if not length:
+                continue
+            own = slice(count - length, None)
+            tail = -(-extra // int(size[b])) * int(size[b])
+            found = row.forward(
+                q[b, :, own],
+                k[b, :, own],
+                v[b, :, own],
+                SCALE,
+                self.budgets[b],
+                step=False,
+                last=int(last[b]),
+                tail=tail,
+                **self.transform,
+            )
+            torch.testing.assert_close(out[b, :, own], found.float(), atol=1e-5, rtol=1e-4)
+        self.check()
+
+    def step(self, data: Tokens | None = None, valid: list[bool] | None = None) -> None:
+        q, k, v = data or self.draw(1)
+        mask = None if valid is None else torch.tensor(valid)[:, None]
+        out = self.store.append(q, k, v, mask, ScoreTransform(SCALE, **self.transform))
+        self.store.count_step()
+        self.store.ensure_capacity()
+        for b, row in enumerate(self.rows):
+            if valid is None or valid[b]:
+                found = row.forward(q[b], k[b], v[b], SCALE, **self.transform)
+                torch.testing.assert_close(out[b], found.float(), atol=1e-5, rtol=1e-4)
+        self.check()
+
+    def check(self) -> None:
+        held = self.store.head_positions()
+        for b, row in enumerate(self.rows):
+            assert [sorted(p for p in head if p >= 0) for head in held[b].tolist()] == row.positions
+            assert self.store.tokens_by_head()[b].tolist() == [len(head) for head in row.positions]
+        kept = self.store.nbytes
+        slots = (self.store.keys, self.store.values, self.store.positions, self.store.owner, self.store.complete)
+        counters = (self.store.length, self.store.budget, self.store.average, self.store.columns)
+        more = (self.store.state, self.store.codes, self.store.limits or ())
+        assert kept == sum(t.nbytes for t in tensors((*slots, *counters, *more)))

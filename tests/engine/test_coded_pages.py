@@ -1,0 +1,180 @@
+"""Pages of codes against one list of tokens for each head, coded number by number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import Policy
+from kvpolicy.allocators.adakv import AdaKV
+from kvpolicy.allocators.even import Even
+from kvpolicy.engine import page_codes
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.paged_store import PagedStore
+from tests.conformance.models import build
+from tests.conformance.play import make_batch, talk
+from tests.engine.paged import HEADS, SCALE, Run
+
+TOKENWISE = "tokenwise:group_size=2:residual_length=3:block_size=4"
+CODECS = [
+    TOKENWISE,
+    "tokenwise:normalize=false:residual_length=0:block_size=1",
+    "bfp:block_channels=3:residual_length=2:block_size=5",
+    "turboquant:residual_length=3:block_size=2",
+]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_prompts_and_steps_are_those_of_a_list(codec: str) -> None:
+    run = Run("h2o", AdaKV(safeguard=0.0), [24, 12], codec=codec, dim=8)
+    run.prompt([40, 23])
+    for number in range(9):
+        run.step(valid=[True, number % 3 != 1])
+    run.prompt([7, 0])  # a chunk or a turn in which the second row has nothing
+    for _ in range(5):
+        run.step()
+
+
+def test_pages_that_change_hands_keep_the_parameters_of_their_head() -> None:
+    """Heads swap which attends to many tokens, so that pages of one head become the other's."""
+    run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=TOKENWISE)
+    for turn in range(3):
+        q, k, v = run.draw(30)
+        # Channels of very different means by head: the parameters of another head would be far off.
+        k = k + torch.arange(HEADS)[:, None, None] * torch.linspace(-50, 50, k.shape[-1])
+        q = q * torch.tensor([0.0, 0.02, 1.0]).roll(turn).repeat_interleave(2)[:, None, None]
+        run.prompt([30], (q, k, v))
+        run.step()
+    assert len({*run.store.tokens_by_head()[0].tolist()}) > 1
+
+
+@pytest.mark.parametrize("heads", [AdaKV(), Even()], ids=repr)
+def test_smallest_budgets(heads: Any) -> None:
+    """A head of fewer tokens than its buffer has slots is never encoded."""
+    run = Run("h2o", heads, [5, 19], codec=TOKENWISE)
+    run.prompt([12, 30])
+    for _ in range(8):
+        run.step()
+    run = Run("h2o", heads, [8], codec=TOKENWISE)
+    run.prompt([1])
+    for _ in range(9):
+        run.step()
+
+
+def test_a_growing_cache() -> None:
+    run = Run("h2o", AdaKV(), [20, 12], grows=True, codec=TOKENWISE)
+    run.prompt([50, 30], extra=5)
+    for number in range(30):
+        run.step(valid=[True, False] if number % 4 == 0 else None)
+
+
+def test_slots_follow_when_more_tokens_come_than_were_announced() -> None:
+    run = Run("h2o", AdaKV(), [60], last=22, codec="tokenwise:residual_length=2:block_size=3")
+    run.prompt([20])
+    run.rows[0].room = [60] * HEADS
+    for _ in range(50):
+        run.step()
+    assert run.store.tokens_by_head().tolist() == [[60] * HEADS]
+
+
+@pytest.mark.parametrize("transform", [{"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])
+def test_softcap_and_sinks(transform: dict[str, Any]) -> None:
+    run = Run("h2o", AdaKV(), [24], codec=TOKENWISE, **transform)
+    run.prompt([40])
+    for _ in range(5):
+        run.step()
+
+
+def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
+    run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
+    run.prompt([60])
+    pages = run.store.owner.shape[1]
+    monkeypatch.setattr(page_codes, "MAX_CHUNKS", pages)
+    for _ in range(3):
+        run.step()
+
+
+def test_rows_of_a_batch_are_those_alone_and_can_be_chosen() -> None:
+    run = Run("h2o", AdaKV(), [70, 9], codec=TOKENWISE)
+    data = run.draw(80)
+    run.prompt([80, 80], data)
+    alone = Run("h2o", AdaKV(), [70], codec=TOKENWISE)
+    alone.prompt([80], (data[0][:1], data[1][:1], data[2][:1]))
+    run.store.map_rows(lambda t: t[[1, 0, 1]])
+    for _ in range(5):
+        q, k, v = alone.draw(1)
+        step = [t.expand(3, -1, -1, -1) for t in (q, k, v)]
+        out = run.store.append(step[0], step[1], step[2], None, ScoreTransform(SCALE))
+        run.store.count_step()
+        alone.step((q, k, v))
+        assert torch.equal(out[0], out[2])
+        both = [store.head_positions().sort(-1, descending=True).values for store in (run.store, alone.store)]
+        width = min(t.shape[-1] for t in both)
+        assert torch.equal(both[0][1, :, :width], both[1][0, :, :width])
+    past, own = run.store.past(), alone.store.past()
+    assert past is not None and own is not None
+    for head in range(HEADS):
+        found = past.keys[1, head][past.occupied[1, head]], own.keys[0, head][own.occupied[0, head]]
+        assert torch.equal(*(t[t[:, 0].argsort()] for t in found)), "the same codes"
+
+
+def test_one_graph_for_heads_of_any_size() -> None:
+    def step(store: PagedStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return store.append(q, k, v, None, ScoreTransform(SCALE))
+
+    def demote(store: PagedStore) -> None:
+        store.demote_block()
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # a reset leaves the counts of other tests
+    compiled: Any = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+    block: Any = torch.compile(demote, fullgraph=True, backend="eager", dynamic=False)
+    for seed in range(2):
+        run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=TOKENWISE)
+        run.dice.manual_seed(seed)
+        run.prompt([50])
+        for _ in range(6):
+            q, k, v = run.draw(1)
+            expected = run.rows[0].forward(q[0], k[0], v[0], SCALE)
+            torch.testing.assert_close(compiled(run.store, q, k, v)[0], expected.float(), atol=1e-5, rtol=1e-4)
+            block(run.store)
+            run.rows[0].tick()
+            run.store.count_step()
+            run.check()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "uniform/adakv+h2o+tokenwise@0.3",
+        "squeeze/adakv+snapkv:window=4:kernel=3+bfp:residual_length=3@0.5",
+        "uniform/adakv+h2o:decode=grow+turboquant@0.4",
+        "uniform/even+h2o+tokenwise:bits=fp8:block_size=6@12000B",
+    ],
+)
+def test_the_plan_is_what_is_held(spec: str) -> None:
+    model = build("llama")
+    tokens, mask = make_batch([40, 27], [43])
+    with kvpolicy.attach(model, spec):
+        cache = kvpolicy.PolicyCache(model)
+        talk(model, tokens, mask, [40, 1, 1, 1], cache)
+        assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+        assert cache.nbytes <= 12000 or "B" not in spec.partition("@")[2]
+        for layer, shown in zip(cache.policy_layers, cache.report().layers, strict=True):
+            assert [list(row) for row in shown.heads] == layer.store.tokens_by_head().tolist()
+    for layer in cache.policy_layers:
+        assert layer.owner is not None and layer.owner.shape == layer.positions.shape[:2]
+        held = [set(layer.positions[0][layer.owner[0] == head].flatten().tolist()) - {-1} for head in range(2)]
+        assert [len(head) for head in held] == layer.store.tokens_by_head()[0].tolist()
+
+
+@pytest.mark.parametrize("codec", ["kivi", "gear", "rotate", "kvquant", "mikv", "zipcache", "staircase"])
+def test_codecs_that_share_more_than_a_head_are_refused(codec: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must encode every token by itself .* try tokenwise or bfp"):
+        Policy.parse(f"uniform/adakv+h2o+{codec}@0.5")
