@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers")
 
-from kvpolicy import Policy
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy import Policy, TokenWise
+from kvpolicy.protocols import DecodeMode, Needs, Seen, State, Traits, View
 from kvpolicy.registry import lookup, names
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.testing.conformance import check
@@ -103,6 +103,13 @@ class Tokens:
         return None
 
 
+class Unshared(TokenWise):
+    """A codec that forgets that the mean of a channel belongs to a head."""
+
+    def traits_for(self, tokens: int | None) -> Traits:
+        return TokenWise.traits_for(self, tokens)._replace(per_head=("channel_scale",))
+
+
 def test_right_ones_pass() -> None:
     check(Layers())
     check(Tokens())
@@ -129,6 +136,7 @@ def test_right_ones_pass() -> None:
         (Tokens(how="zero"), "min_tokens must be an integer of at least 1, got 0"),
         (Tokens(how="alloc"), r"= \[2, 2, 5\], got float32 \[2, 2, 6\]"),
         (Tokens(how="observe"), "observe must return tensors of shapes"),
+        (Unshared(), "per_head must name all fields .* channel_zero has 1 entries"),
         (Tokens(decode=cast("Any", "keep")), "decode must be one of 'evict', 'grow', got 'keep'"),
     ],
 )

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpolicy.engine.page_codes import by_field
+from kvpolicy.engine.pages import for_pages
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.protocols import Calibration, Codec, Stage, StageStore
 
@@ -79,6 +81,8 @@ def check_stages(part: Codec, heads: int, dim: int) -> None:
         trial = Trial(stage, slots, heads, dim, group_size, stage.load_calibration(0, "cpu"), part.traits.query_absmax)
         check_rows(trial, str(part))
         check_inactive(trial, str(part))
+        if part.traits.fits_pages:
+            check_pages(trial, part)
 
 
 def check_rows(trial: Trial, part: str) -> None:
@@ -129,6 +133,41 @@ def check_inactive(trial: Trial, part: str) -> None:
         name = changed(*(map_state(lambda t, at=at: t[at], each.codes) for each in (store, before)))
         assert not name, f"{part}: write must not change heads without a token in write_mask, got a change of {name}"
     assert changed(store.codes, before.codes), f"{part}: write must replace codes, got the same for other tokens"
+
+
+def check_pages(trial: Trial, part: Codec) -> None:
+    """Check that slots decode alike in pages, with the entries of their head.
+
+    Args:
+        trial: The only stage of the codec.
+        part: The codec, whose `Traits.per_head` says what belongs to a head.
+    """
+    store, _, _ = trial.fill()
+    empty = trial.stage.alloc(ROWS, trial.heads, 0, trial.dim, "cpu")
+    per_head = part.traits.per_head or ()
+    for name in per_head:
+        assert name in empty._fields, f"{part}: Traits.per_head must name fields of the codes, got {name}"
+    for name, tensor, none in zip(empty._fields, store.codes, empty, strict=True):
+        expected = none.shape[2] if name in per_head else trial.slots
+        assert tensor.shape[2] == expected and (name in per_head or not none.shape[2]), (
+            f"{part}: Traits.per_head must name all fields whose size does not depend on the slots, and no others; "
+            f"{name} has {tensor.shape[2]} entries for {trial.slots} slots"
+        )
+    # Two pages of each head: the first halves of all heads, then the second ones.
+    half = trial.slots // 2
+    owner = torch.arange(trial.heads).repeat(ROWS, 2)
+    paged = by_field(
+        part,
+        store.codes,
+        lambda name, t: torch.cat([t[:, :, :half], t[:, :, half:]], 1),
+        lambda name, t: for_pages(t, owner),
+    )
+    for side, read in (("keys", trial.stage.keys), ("values", trial.stage.values)):
+        pages = read(StageStore(paged, store.calibration), slice(0, half))
+        whole = read(store, slice(0, trial.slots))
+        assert torch.equal(torch.cat(pages.chunk(2, 1), 2), whole), (
+            f"{part}: {side} must be decoded from the entries of their own slot and head, got others in pages"
+        )
 
 
 def draw(rows: int, heads: int, count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
