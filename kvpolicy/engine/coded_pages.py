@@ -30,7 +30,7 @@ from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.state import join_states, map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import SINGLE_RANK, Layout, Ranks, State, View
+from kvpolicy.protocols import SINGLE_RANK, Codec, DecodeMode, HeadAllocator, Layout, Ranks, Selector, State, View
 
 
 class CodedPagedStore(PagedStore):
@@ -255,6 +255,14 @@ class CodedPagedStore(PagedStore):
         pages = buffer_pages(self.keys.shape[2], size)
         head = torch.arange(self.heads, device=slots.device)[:, None]
         return slots + (first + head * pages) * size
+
+
+def paged_store(
+    layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, head_allocator: HeadAllocator
+) -> PagedStore:
+    """An empty store of a layer whose heads have budgets of their own, whatever its codec."""
+    kind = CodedPagedStore if codec.stages else PagedStore
+    return kind(layer_idx, selector, codec, decode, head_allocator)
 
 
 def paged_layout(buffer: int, pages: int, size: int, heads: int) -> Layout:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvpolicy.engine.coded_pages import paged_store
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.paged_store import PagedStore
@@ -26,7 +27,7 @@ from kvpolicy.spec.errors import KVPolicyError
 def make_store(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerStore:
     """The empty store of a layer under a policy; `rope` is needed if keys are ever unrotated."""
     if policy.heads is not None:
-        return PagedStore(layer_idx, policy.selector, policy.codec, policy.decode, policy.heads)
+        return paged_store(layer_idx, policy.selector, policy.codec, policy.decode, policy.heads)
     return LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.coded_pages import CodedPagedStore
-from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.coded_pages import paged_store
 from kvpolicy.engine.pages import row_pages
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import RowBudget
@@ -47,8 +46,7 @@ class Run:
         **transform: Any,
     ) -> None:
         policy = Policy.parse(f"{selector}+{codec}")
-        kind = CodedPagedStore if policy.codec.stages else PagedStore
-        self.store: PagedStore = kind(0, policy.selector, policy.codec, "grow" if grows else "evict", heads)
+        self.store = paged_store(0, policy.selector, policy.codec, "grow" if grows else "evict", heads)
         slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
         self.rows = [
             ReferenceLayer(

@@ -14,6 +14,7 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine import page_codes
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.coded_pages import CodedPagedStore
 from kvpolicy.engine.paged_store import PagedStore
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
@@ -93,6 +94,7 @@ def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
     run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
     run.prompt([60])
+    assert isinstance(run.store, CodedPagedStore)
     pages = run.store.owner.shape[1]
     monkeypatch.setattr(page_codes, "MAX_CHUNKS", pages)
     for _ in range(3):
