@@ -11,6 +11,7 @@ import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
 from kvpolicy.engine.reading import chooses, read_shape
+from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
@@ -235,10 +236,16 @@ def of_codec(case: Case) -> list[str]:
     stages = "; ".join(_bits(case, stage) for stage in range(len(codec.stages)))
     layout = codec.layout(case.tokens)
     encoded = " + ".join(f"{slots:,}" for slots in layout.coded) or "no"
+    slots = f"A layer of {_tokens(case.tokens)} has a full-precision buffer of {counted(layout.exact, 'slot')}, and "
+    slots += f"{encoded} encoded slots."
+    if case.policy.heads is not None:
+        buffer = counted(buffer_slots(codec, case.tokens), "slot")
+        slots = (
+            f"Each KV head has a full-precision buffer of {buffer}, and an encoded slot for each token of its pages."
+        )
     sentences = [
         f"Here: {stages}; in the dtype of the model, a number takes {bits} bits.",
-        f"A layer of {_tokens(case.tokens)} has a full-precision buffer of {counted(layout.exact, 'slot')}, and "
-        f"{encoded} encoded slots.",
+        slots,
         *_demotion(traits_for(codec, case.tokens)),
     ]
     if case.planned.resident_nbytes:
