@@ -47,6 +47,10 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
         ("window@1MiB", "1MiB for the whole cache, all bytes included, is 248 tokens per layer on average"),
         ("kivi:bits=8", "an encoded number takes 9.00 bits"),
         ("csr", "The calibrated tensors take"),
+        (
+            "uniform/adakv+h2o+tokenwise@0.2",
+            "Each KV head has a full-precision buffer of 25 slots, and an encoded slot",
+        ),
         ("window@1e-300", "each KV head keeps 1 of 4,096 tokens"),
         ("squeeze:groups=5+window@0.2", ": 327 tokens."),
         ("window@99999999999999999", "Here: 5,120 tokens in every layer."),

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from kvpolicy.engine.pages import (
+    as_pages,
     best_slot,
+    buffer_pages,
+    first_free,
     for_pages,
+    from_pages,
     head_slots,
     lowest_of_head,
     owned_by,
     page_owners,
     page_table,
+    place_tokens,
     row_pages,
     take_for_pages,
+    write_pages,
 )
 from kvpolicy.spec.page_sizes import fewest_tokens, page_size
 from tests.reference import head_allocators
@@ -97,3 +103,47 @@ def test_entries_of_heads_for_pages() -> None:
     owner = torch.tensor([[1, 0, 2]])
     assert owned_by(owner, 2).tolist() == [[[False, True, False], [True, False, False]]]
     assert for_pages(torch.tensor([[[5], [6]]]), owner).tolist() == [[[6], [5], [6]]]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 4, 9])
+def test_a_buffer_appears_as_whole_pages(slots: int) -> None:
+    buffer = torch.arange(2 * HEADS * slots).view(2, HEADS, slots)
+    pages = as_pages(buffer, 4, -1)
+    assert pages.shape == (2, HEADS * buffer_pages(slots, 4), 4)
+    assert (pages == -1).sum() == 2 * HEADS * (-slots % 4)
+    assert torch.equal(from_pages(pages, HEADS, slots), buffer)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_are_written_to_the_first_empty_slots_of_their_head(seed: int) -> None:
+    dice = torch.Generator().manual_seed(seed)
+    owner = torch.randint(HEADS + 1, (2, 9), generator=dice)
+    positions = torch.randint(-1, 2, (2, 9, 4), generator=dice).to(torch.int32)
+    count = 5
+    slots = first_free(positions, owner, HEADS, count)
+    mask = torch.zeros(2, HEADS, count, dtype=torch.bool)
+    expected = positions.clone()
+    data = torch.arange(100, 100 + mask.numel(), dtype=torch.int32).view(mask.shape)
+    for b in range(2):
+        for head in range(HEADS):
+            free = [
+                (page, slot)
+                for page in range(9)
+                for slot in range(4)
+                if int(owner[b, page]) == head and int(positions[b, page, slot]) < 0
+            ]
+            assert slots[b, head].tolist() == ([4 * page + slot for page, slot in free] + [0] * count)[:count]
+            for number, (page, slot) in enumerate(free[: min(count, 1 + head)]):
+                mask[b, head, number] = True
+                expected[b, page, slot] = data[b, head, number]
+    write_pages(positions, slots, data, mask)
+    assert torch.equal(positions, expected)
+
+
+def test_tokens_are_laid_out_by_position() -> None:
+    positions = torch.tensor([[[7, 2, 5, -1, 9], [1, 0, 3, 4, 8]]])
+    chosen = torch.tensor([[[True, True, False, False, True], [True, True, True, True, True]]])
+    placed = place_tokens(positions, chosen, torch.tensor([[1, 2]]), 4)
+    assert placed.owner.tolist() == [[0, 1, 1]]
+    found = placed.take(positions).masked_fill(placed.empty, -1)
+    assert found.tolist() == [[[2, 7, 9, -1], [0, 1, 3, 4], [8, -1, -1, -1]]]
