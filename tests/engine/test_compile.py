@@ -118,6 +118,8 @@ OTHERS = [
             "squeeze+kvcrush@0.5",
             "h2o:decode=grow@0.5",
             "exact:read=8",
+            "uniform/adakv+h2o@0.5",
+            "uniform/adakv+h2o+tokenwise:group_size=4:residual_length=2:block_size=3@0.5",
             "tokenwise:block_size=4:residual_length=4+quest:read=8:dense=0",
             "snapkv+quest:read=8:page=2:dense=0:resort=5@0.8",
         )

@@ -29,7 +29,15 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "kvcrush@0.5", "snapkv+kivi:group_size=4:residual_length=4@0.5"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "squeeze+h2o@0.5",
+        "kvcrush@0.5",
+        "snapkv+kivi:group_size=4:residual_length=4@0.5",
+        "uniform/adakv+h2o+tokenwise:residual_length=4:block_size=4@0.5",
+    ],
+)
 def test_an_eager_step_waits_for_little(policy: str) -> None:
     """Twice, for the offset and the width of a mask, which transformers asks for; never once per layer."""
     model = build("llama")
