@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.parallel.runtime import share
@@ -154,6 +155,8 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
     if folder and rank == 0:
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9, 0.5])
+        scores = _random(3, heads.heads, seed=4).tolist()
+        save_heads(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
     dist.barrier()
     for words in policies:
         words = words.replace("FOLDER", folder)
