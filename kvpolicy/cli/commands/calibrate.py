@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.cli.arguments import Device, Dtype, parse_integers, parse_names
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_loading import load
@@ -193,10 +192,10 @@ def heads(
     force: Force = False,
     sinks: Annotated[
         int, typer.Option("--sinks", min=0, metavar="INT", help="First tokens that a streaming head keeps.")
-    ] = SINKS,
+    ] = 64,
     recent: Annotated[
         int, typer.Option("--recent", min=1, metavar="INT", help="Newest tokens that a streaming head keeps.")
-    ] = RECENT,
+    ] = 256,
     positions: Annotated[
         int, typer.Option("--positions", min=2, metavar="INT", help="Positions over which attention is estimated.")
     ] = 500,
