@@ -152,7 +152,9 @@ def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--sn must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help", "calibrate heads --help"])
+@pytest.mark.parametrize(
+    "line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help", "calibrate heads --help"]
+)
 def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
     assert "Usage: kvpolicy calibrate" in capsys.readouterr().out
