@@ -17,6 +17,7 @@ from kvpolicy.spec.version import __version__ as __version__
 if TYPE_CHECKING:
     # generated: imports
     from kvpolicy.allocators.adakv import AdaKV as AdaKV
+    from kvpolicy.allocators.duo import DuoAttention as DuoAttention
     from kvpolicy.allocators.even import Even as Even
     from kvpolicy.allocators.pyramid import Pyramid as Pyramid
     from kvpolicy.allocators.squeeze import SqueezeAttention as SqueezeAttention

@@ -16,6 +16,7 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadAllocator,
     Merger,
+    ModelInfo,
     Reader,
     Selector,
     compares_heads,
@@ -186,6 +187,13 @@ class Policy:
     def heads(self) -> HeadAllocator | None:
         """The head allocator; None if every head of a layer has the same budget."""
         return getattr(self.allocator, "heads", None)
+
+    def check(self, model: ModelInfo) -> None:
+        """Raise KVPolicyError if a part cannot be used with a model, such as a codec without a calibration for it."""
+        if self.heads is not None:
+            self.heads.check(model)
+        self.codec.check(model)
+        self.reader.check(model)
 
     @property
     def min_tokens(self) -> int:

@@ -38,6 +38,7 @@ ALLOCATORS = {
 HEAD_ALLOCATORS = {
     "even": "kvpolicy.allocators.even:Even",
     "adakv": "kvpolicy.allocators.adakv:AdaKV",
+    "duo": "kvpolicy.allocators.duo:DuoAttention",
 }
 SELECTORS = {
     "full": "kvpolicy.selectors.full:KeepAll",

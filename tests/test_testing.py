@@ -12,23 +12,25 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, Traits, View
+from kvpolicy.protocols import DecodeMode, HeadRequest, ModelInfo, Needs, Seen, State, Traits, View
 from kvpolicy.registry import lookup, names
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.testing.conformance import check
 from tests.conformance.policies import words
 
-SOME = ("squeeze", "kvcrush", "kivi", "mikv")
+SOME = ("squeeze", "adakv", "kvcrush", "kivi", "mikv")
 PARTS = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.slow)
     for name in names()
-    if name not in ("full", "csr", "kvquant")  # nothing to check, and calibrated for other models
+    if name not in ("full", "csr", "kvquant", "duo")  # nothing to check, and calibrated for other models
 ]
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_passes(name: str) -> None:
-    kind, _ = lookup(name)
+    kind, cls = lookup(name)
+    if kind == "head_allocator":
+        return check(cls())
     policy = Policy.parse(words(*(("h2o", name) if kind != "selector" else (name,))))
     check(getattr(policy, kind))
 
@@ -57,6 +59,27 @@ class Layers:
         if self.how == "list":
             return cast("Any", found.tolist())
         return found.int() if self.how == "dtype" else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """A head allocator that can go wrong."""
+
+    how: str = "right"
+    compares_heads: bool = False
+
+    def check(self, model: ModelInfo) -> None:
+        pass
+
+    def divide(self, request: HeadRequest) -> Tensor:
+        heads = request.priority.shape[1]
+        found = (request.pages // heads)[:, None].repeat(1, heads)
+        found[:, 0] += request.pages % heads
+        if self.how == "greedy":
+            found = torch.cat([found.sum(-1, keepdim=True), torch.zeros_like(found[:, 1:])], -1)
+        if self.how == "rows" and len(found) > 1:
+            found[-1] += torch.tensor([1, -1])
+        return {"sum": found + 1, "dtype": found.int()}.get(self.how, found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +135,7 @@ class Unshared(TokenWise):
 
 def test_right_ones_pass() -> None:
     check(Layers())
+    check(Heads())
     check(Tokens())
 
 
@@ -126,6 +150,10 @@ def test_right_ones_pass() -> None:
         (Layers(how="random"), "budgets must be deterministic, got others in a second call"),
         (Layers(how="deep"), "must sum to .* for 1 layers"),
         (Layers(how="list"), "must be int64 .*, got a list"),
+        (Heads(how="sum"), "pages must sum to"),
+        (Heads(how="dtype"), r"divide must return int64 \[3, 2\], got int32"),
+        (Heads(how="greedy"), "every head must have a page"),
+        (Heads(how="rows"), "pages of a row must not depend on other rows"),
         (Tokens(how="random"), "must be deterministic, got other tokens in a second run"),
         (Tokens(how="columns"), "must not depend on padding"),
         (Tokens(how="nan"), "priority of a token must be a number or infinite, got NaN"),

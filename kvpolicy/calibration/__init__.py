@@ -1,4 +1,4 @@
-"""Calibration: parameters that codecs and readers need for a model, learned from its keys and values."""
+"""Calibration: what codecs, readers and allocators need to know of a model, learned from its keys, values, queries."""
 
 from kvpolicy.calibration.channels import calibrate_channels as calibrate_channels
 from kvpolicy.calibration.collect import Samples as Samples
@@ -8,6 +8,8 @@ from kvpolicy.calibration.corpus import token_windows as token_windows
 from kvpolicy.calibration.csr import Dictionaries as Dictionaries
 from kvpolicy.calibration.csr import calibrate_csr as calibrate_csr
 from kvpolicy.calibration.dictionary import Training as Training
+from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads
+from kvpolicy.calibration.heads import head_scores as head_scores
 from kvpolicy.calibration.identity import identity as identity
 from kvpolicy.calibration.identity import model_info as model_info
 from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant

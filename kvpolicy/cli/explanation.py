@@ -150,7 +150,8 @@ def of_selector(case: Case) -> list[str]:
             f"{counted(representatives, 'representative')} ({selector.split} of the budget), and "
             f"{budget - representatives:,} chosen by the base selector ({chosen})"
         )
-    start = f"Here: in an average layer, each KV head keeps {budget:,} of {_tokens(case.prompt)}"
+    who = "each KV head" if case.policy.heads is None else "an average KV head"
+    start = f"Here: in an average layer, {who} keeps {budget:,} of {_tokens(case.prompt)}"
     return [f"{start}: {chosen}.", _statistics(selector.needs)]
 
 

@@ -9,11 +9,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import replace_file
+from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy.spec.version import __version__
 
 FORMAT = 1
@@ -24,11 +25,6 @@ EMBEDDED = "tiny"
 
 TENSORS = "tensors.safetensors"
 FACTS = "calibration.json"
-
-_MIN_SIMILARITY = 0.99
-"""Cosine similarity of two weight fingerprints from which on they count as the same model's, fine-tuned or not."""
-
-_DIFFERENCES = {"layers": "{} layers", "heads": "{} KV heads", "head_dim": "a head dimension of {}"}
 
 
 class CalibrationFile(NamedTuple):
@@ -147,24 +143,7 @@ def check_model(calibration: CalibrationFile, folder: str, model: ModelInfo) -> 
                 "calibrate on this model."
             )
         return
-    for field, what in _DIFFERENCES.items():
-        actual = getattr(model, field)
-        if wanted[field] != actual:
-            raise _other_model(folder, wanted, f"with {what.format(wanted[field])} instead of {actual}")
-    fingerprint = wanted.get("weights")
-    if model.weights is not None and fingerprint is not None and not _is_same(fingerprint, model.weights):
-        raise _other_model(folder, wanted, "whose weights differ")
-
-
-def replace_file(path: Path, blob: bytes) -> None:
-    """Write a file atomically, so that no reader sees a part of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(blob)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    check_same_model(wanted, f"The calibration {folder!r}", model)
 
 
 def _stamp(where: _Folder) -> _Stamp:
@@ -231,17 +210,3 @@ def _facts(blob: bytes, folder: str, remedy: str) -> dict[str, Any]:
 
 def _digest(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _is_same(stored: list[float], weights: Tensor) -> bool:
-    """Whether two weight fingerprints are of the same model; not if one has another length or contains NaN."""
-    ours = torch.tensor(stored, dtype=torch.float64)
-    theirs = weights.detach().double().cpu().flatten()
-    return len(ours) == len(theirs) and bool(torch.cosine_similarity(ours, theirs, dim=0) >= _MIN_SIMILARITY)
-
-
-def _other_model(folder: str, wanted: dict[str, Any], difference: str) -> KVPolicyError:
-    return KVPolicyError(
-        f"The calibration {folder!r} must be for this model, got one that was made for another model "
-        f"({wanted['type']} {wanted['name']!r}, {difference}); try kvpolicy calibrate on this model."
-    )

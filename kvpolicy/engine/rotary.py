@@ -40,6 +40,11 @@ class Rope:
         """Copies of a cache share the model's embedding."""
         return self
 
+    @property
+    def rotates(self) -> bool:
+        """Whether the layer has an embedding."""
+        return self._tables is not None and self._apply_pairs is not None
+
     def rotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Rotate keys [B, H, n, D] to positions [B, H, n] (or [B, 1, n]), fp32."""
         return self._rotate(keys, positions, undo=False)

@@ -68,8 +68,7 @@ class Handle:
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         # Calibrations were made with the whole model, so the weights of a shard identify nothing.
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
-        policy.codec.check(info)
-        policy.reader.check(info)
+        policy.check(info)
         undoes = policy.undoes_rotation
         ropes = {site.layer_idx: rope_of(sites.decoder, site, undoes) for site in sites.layers} if undoes else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)

@@ -79,8 +79,7 @@ class Attachment:
                 f"The attached policy must read hidden states, as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same codec."
             )
-        policy.codec.check(self.info)
-        policy.reader.check(self.info)
+        policy.check(self.info)
 
     def resolve_ranks(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
         """The ranks that share a layer, from the heads [B, heads, P, D] of its first prompt; asked once per layer."""

@@ -67,8 +67,7 @@ def plan(
     model = describe(config, dtype, tp)
     check_class(config)
     info = describe(config, dtype).info()  # calibrations are of all heads
-    policy.codec.check(info)
-    policy.reader.check(info)
+    policy.check(info)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)

@@ -1,8 +1,10 @@
-"""Format versions of files and JSON output: which kvpolicy wrote them, and in which format."""
+"""Format versions of files and JSON output, and how files are replaced."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from kvpolicy.spec.errors import KVPolicyError
@@ -46,3 +48,14 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
         raise KVPolicyError(
             f"{what} must have format {newest} or older, got {number}, written by kvpolicy {writer}; update kvpolicy."
         )
+
+
+def replace_file(path: Path, blob: bytes) -> None:
+    """Write a file atomically, so that no reader sees a part of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(blob)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy, describe_missing, missing
-from kvpolicy.protocols import Allocator, Codec, Merger, Reader, Selector
+from kvpolicy.protocols import Allocator, Codec, HeadAllocator, Merger, Reader, Selector
 from kvpolicy.registry import Kind, either, kinds
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
@@ -25,6 +26,7 @@ from kvpolicy.spec.validation import check_instance
 from kvpolicy.testing.part_checks import (
     check_batch,
     check_budgets,
+    check_divided,
     check_layout,
     check_merger,
     check_reader,
@@ -42,7 +44,7 @@ _STEPS = 12
 _PAD = 7
 
 
-def check(part: Allocator | Selector | Merger | Codec | Reader, *, budget: float | int = 0.5) -> None:
+def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, *, budget: float | int = 0.5) -> None:
     """Check the rules that the engine and other parts rely on.
 
     Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
@@ -50,6 +52,8 @@ def check(part: Allocator | Selector | Merger | Codec | Reader, *, budget: float
     as on its own; two runs keep the same tokens.
 
     Allocators: budgets are int64 [B, L], sum to the total, respect the bounds, and do not depend on other rows.
+
+    Head allocators: pages are int64 [B, H], at least 1, sum to the pages of the layer, and do not depend on other rows.
 
     Selectors: priorities are fp32 and not NaN; states are [B, H, S]; `min_tokens` is a budget that works; a full budget
     changes no logits.
@@ -86,6 +90,9 @@ def check(part: Allocator | Selector | Merger | Codec | Reader, *, budget: float
         for layers in (_LAYERS, 1, 7):
             check_budgets(part, layers)
         policy = Policy(allocator=part, selector=H2O(), budget=budget)
+    elif isinstance(part, HeadAllocator):
+        check_divided(part, _HEADS)
+        policy = Policy(allocator=Uniform(heads=part), selector=H2O(), budget=budget)
     elif isinstance(part, Selector):
         check_selector(part)
         policy = Policy(selector=part, budget=budget)
@@ -224,8 +231,11 @@ def _check_slots(policy: Policy, layer: Any, newest: int) -> None:
         held = head[head >= 0]
         assert held.unique().numel() == held.numel(), f"{policy}: a token must have one slot, got two for one token"
     if policy.decode == "evict":
-        most = int((positions >= 0).sum(-1).max())
+        held = (positions >= 0).sum(-1)
         budget = int(layer.budget.max())
+        if policy.heads is not None:  # heads share the budget of the layer
+            held, budget = held.sum(-1), budget * held.shape[-1]
+        most = int(held.max())
         assert most <= budget, f"{policy}: a head must hold at most its budget of {budget} tokens, got {most}"
 
 
@@ -241,7 +251,8 @@ def _check_padding(model: Any, policy: Policy, ids: Tensor) -> None:
         for one, two in zip(alone.layers, together.layers, strict=True):
             same = _kept(one) == _kept(two, row=1)
             assert same, f"{policy}: the tokens that a row keeps must not depend on padding or other rows, got others"
-        check_batch(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
+        if policy.heads is None:  # in pages, the tokens of a head may be anywhere
+            check_batch(policy.codec, alone.layers[0].store, together.layers[0].store, row=1)
 
 
 def _check_full_budget(model: Any, policy: Policy, ids: Tensor) -> None:

@@ -16,6 +16,8 @@ from kvpolicy.protocols import (
     Candidates,
     Codec,
     DecodeMode,
+    HeadAllocator,
+    HeadRequest,
     HeadShape,
     Merger,
     Reader,
@@ -70,6 +72,37 @@ def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Te
         same = now is None or then is None or torch.equal(now, then)
         assert same, f"{part}: budgets must not modify its arguments, got another {name} after the call"
     return budgets
+
+
+def check_divided(part: HeadAllocator, heads: int) -> None:
+    """Check the pages that a head allocator gives each of `heads` heads."""
+    positions = torch.arange(40, dtype=torch.int32).expand(3, heads, -1)
+    generator = torch.Generator().manual_seed(0)
+    priority = torch.rand(3, heads, 40, generator=generator).masked_fill(positions >= 37, torch.inf)
+    length = torch.full((3,), 40)
+    pages = torch.tensor([1, 4, 9]) * heads + torch.tensor([0, 0, heads - 1])
+    request = HeadRequest(priority, View(positions, length, 4 * pages // heads, 0), pages, length // 10, pages)
+    divided = _divided(part, request, heads)
+    again = _divided(part, request, heads)
+    assert torch.equal(again, divided), f"{part}: divide must be deterministic, got others in a second call"
+    for row in range(3):
+        one = slice(row, row + 1)
+        view = request.view._replace(positions=positions[one], length=length[one], budget=request.view.budget[one])
+        alone = HeadRequest(priority[one], view, *(column[one] for column in request[2:]))
+        same = torch.equal(_divided(part, alone, heads), divided[one])
+        assert same, f"{part}: the pages of a row must not depend on other rows, got others without them"
+
+
+def _divided(part: HeadAllocator, request: HeadRequest, heads: int) -> Tensor:
+    """The pages that a part gives, after checking them."""
+    pages: Any = part.divide(request)
+    shape = (len(request.pages), heads)
+    is_valid = isinstance(pages, Tensor) and pages.dtype == torch.int64 and pages.shape == shape
+    assert is_valid, f"{part}: divide must return int64 {list(shape)}, got {_describe(pages)}"
+    total = request.pages.tolist()
+    assert pages.sum(-1).tolist() == total, f"{part}: pages must sum to {total}, got {pages.tolist()}"
+    assert int(pages.min()) >= 1, f"{part}: every head must have a page, got {pages.tolist()}"
+    return pages
 
 
 def check_selector(part: Selector) -> None:

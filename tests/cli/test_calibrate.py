@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvpolicy
+from kvpolicy.allocators.head_files import load_heads
 from kvpolicy.calibration import model_info, read_texts, token_windows
 from kvpolicy.cli.app import main
 from kvpolicy.codecs._files import load
@@ -151,7 +152,9 @@ def test_values_that_are_no_integers(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "--sn must be a list of integers, got 'x'; try 1,2,4." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help"])
+@pytest.mark.parametrize(
+    "line", ["calibrate --help", "calibrate csr --help", "calibrate kvquant --help", "calibrate heads --help"]
+)
 def test_help(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line.split()) == 0
     assert "Usage: kvpolicy calibrate" in capsys.readouterr().out
@@ -166,3 +169,19 @@ def test_the_embedded_model_is_calibrated_for_both_codecs() -> None:
     for method in ("csr", "kvquant"):
         model = load("tiny", method).meta["model"]
         assert (model["name"], model["layers"], model["heads"], model["head_dim"]) == ("tiny", 8, 4, 32)
+
+
+def test_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = words(tmp_path, "heads", "--length", "64", "--windows", "2", "--sinks", "2", "--recent", "14")
+    out = line[line.index("--out") + 1]
+    assert main([*line, "--positions", "100"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 9 and printed[0].startswith("layer 0: 0.")
+    assert printed[-1] == f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks=2@0.5"
+    found = load_heads(out)
+    assert (found.sinks, found.recent, len(found.heads)) == (2, 14, 8)
+    assert main(line) == 2
+    error = capsys.readouterr().err
+    assert "must not hold anything but a calibration of the same model" in error and error.count("\n") == 1
+    assert main([*line, "--force"]) == 0
+    assert main(["plan", "tiny", f"uniform/duo:file={out}+streaming:sinks=2@0.5"]) == 0

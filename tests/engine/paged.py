@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpolicy.allocators.duo import DuoAttention
+from kvpolicy.allocators.head_files import load_heads
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.coded_pages import paged_store
 from kvpolicy.engine.pages import row_pages
@@ -48,6 +50,9 @@ class Run:
         policy = Policy.parse(f"{selector}+{codec}")
         self.store = paged_store(0, policy.selector, policy.codec, "grow" if grows else "evict", heads)
         slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
+        if isinstance(heads, DuoAttention):
+            sizes = {"sparsity": heads.sparsity, "sinks": heads.sinks, "recent": heads.recent}
+            slow = ("duo", {"scores": load_heads(heads.file).heads, "layer": 0, **sizes})
         self.rows = [
             ReferenceLayer(
                 SELECTORS[selector],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators.adakv import AdaKV
+from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
+from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.paged_store import PagedStore
@@ -28,6 +31,21 @@ def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> Non
         run.step(valid=[True, number % 3 != 1])
     run.prompt([9, 0])  # a chunk or a turn in which the second row has nothing
     for _ in range(5):
+        run.step()
+
+
+@pytest.mark.parametrize("selector", ["window", "snapkv:window=6:kernel=3"])
+@pytest.mark.parametrize(("sinks", "recent"), [(2, 4), (0, 60)])
+def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp_path: Path) -> None:
+    """Also where streaming heads would take more than there is, and where retrieval heads cannot use what is left."""
+    save_heads(tmp_path / "heads.json", HeadFile(((0.5, 0.1, 0.9), (0.2, 0.3, 0.5))))
+    heads = DuoAttention(file=str(tmp_path / "heads.json"), sinks=sinks, recent=recent)
+    run = Run(selector, heads, [40, 17], last=50)
+    run.prompt([70, 33])
+    for number in range(10):
+        run.step(valid=[True, number % 3 != 1])
+    run.prompt([9, 0])
+    for _ in range(3):
         run.step()
 
 

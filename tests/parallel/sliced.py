@@ -17,6 +17,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.parallel.runtime import share
@@ -154,13 +155,17 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
     if folder and rank == 0:
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9, 0.5])
+        scores = _random(3, heads.heads, seed=4).tolist()
+        save_heads(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
     dist.barrier()
     for words in policies:
         words = words.replace("FOLDER", folder)
         one, logits = play(alone, words)
         with divided(heads, rank, world):
             some, others = play(model, words)
-        to_the_bit = heads.replicas == 1 and "turboquant" not in words  # read by one product over all heads
+        # One product over all heads reads the first; a second prompt attends to as many columns as the fullest head of
+        # the rank has pages for, which is one of the few heads that `duo` gives much.
+        to_the_bit = heads.replicas == 1 and not any(part in words for part in ("turboquant", "/duo:"))
         found = differences(one, some, heads.own(rank, world)[1], to_the_bit)
         if any(_far(a, b, to_the_bit) for a, b in zip(logits, others, strict=True)):
             found.append("logits")

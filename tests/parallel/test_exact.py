@@ -46,6 +46,8 @@ POOLED = [
     "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
     "tokenwise:residual_length=2:block_size=3+exact:read=5",
     "snapkv:window=6:kernel=3+reuse:every=2:dense=0/exact:read=5@0.8",
+    "uniform/duo:file=FOLDER/heads.json+streaming:sinks=2@0.5",
+    "squeeze/duo:file=FOLDER/heads.json:sparsity=0.4+snapkv:window=6:kernel=3@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""
 

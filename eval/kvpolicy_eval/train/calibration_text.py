@@ -4,6 +4,8 @@ python -m kvpolicy_eval.train.calibration_text TEXTS
 kvpolicy calibrate csr --model tiny --text TEXTS --out kvpolicy/assets/csr --frames pre,post --sn 1,2,4 \
     --atoms 512 --windows 128 --tokens 8192
 kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
+kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \
+    --sinks 4 --recent 28
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvpolicy calibrate`: compute the calibration that a codec or a reader takes, from a model and text."""
+"""`kvpolicy calibrate`: compute what a codec, a reader or a head allocator takes, from a model and text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.model_names import TINY
 
-app = typer.Typer(help="Calibrate a codec or a reader for a model.", rich_markup_mode=None)
+app = typer.Typer(help="Calibrate a codec, a reader or a head allocator for a model.", rich_markup_mode=None)
 
 Model = Annotated[
     str,
@@ -175,6 +175,52 @@ def channels(
     loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
     calibrate_channels(loaded, sampled, out, name=_name(model), progress=not quiet, force=force)
     print(f"Wrote {out}. Use it with labels:calibration={out}")
+
+
+@app.command()
+def heads(
+    model: Model,
+    text: Text,
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="File to write the scores to.")],
+    more: More = None,
+    length: Length = 1024,
+    windows: Windows = 50,
+    seed: Seed = 0,
+    device: Device = "",
+    dtype: Dtype = "auto",
+    quiet: Quiet = False,
+    force: Force = False,
+    sinks: Annotated[
+        int, typer.Option("--sinks", min=0, metavar="INT", help="First tokens that a streaming head keeps.")
+    ] = 64,
+    recent: Annotated[
+        int, typer.Option("--recent", min=1, metavar="INT", help="Newest tokens that a streaming head keeps.")
+    ] = 256,
+    positions: Annotated[
+        int, typer.Option("--positions", min=2, metavar="INT", help="Positions over which attention is estimated.")
+    ] = 500,
+) -> None:
+    """Score every KV head by how far back its attention reaches, for the head allocator duo.
+
+    It takes one forward pass of each window, without gradients.
+    """
+    from kvpolicy.calibration import calibrate_heads
+
+    loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    written = calibrate_heads(
+        loaded,
+        sampled,
+        out,
+        positions=positions,
+        sinks=sinks,
+        recent=recent,
+        name=_name(model),
+        progress=not quiet,
+        force=force,
+    )
+    for layer, row in enumerate(written.heads):
+        print(f"layer {layer}: {' '.join(f'{score:.3f}' for score in row) or 'not managed by policies'}")
+    print(f"Wrote {out}. Use it with uniform/duo:file={out}+streaming:sinks={sinks}@0.5")
 
 
 def _prepare(

@@ -1,7 +1,9 @@
 """How a layer's pages are divided among its heads, for one row: each head allocator stands in the file of its name.
 
 A file has `wishes`, which takes the allocator's parameters, what the tokens of each head are worth, in the order of
-their positions, and the tokens of the layer; it returns the tokens that each head should have.
+their positions, and the tokens of the layer; it returns the tokens that each head should have. Or it has `pages`, which
+takes the parameters, how many tokens of a head are always kept, the pages of the layer, the size of a page, and the
+most pages of a head, and returns the pages of each head.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ def room(keep: int, last: int, heads: int) -> Room:
 def divide(name: str, config: Config, worths: list[list[float]], given: Room) -> list[int]:
     """Pages of each head."""
     heads = len(worths)
-    wished = version("head_allocator", name).wishes(config, worths, given.pages * given.size)
     protected = max(sum(worth == math.inf for worth in head) for head in worths)
+    slow = version("head_allocator", name)
+    if hasattr(slow, "pages"):
+        return slow.pages(config, protected, given.pages, given.size, given.most)
+    wished = slow.wishes(config, worths, given.pages * given.size)
     if name == "even":
         protected = 0
     floor = min(max(1, math.ceil(protected / given.size)), given.pages // heads)

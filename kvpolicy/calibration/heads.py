@@ -1,0 +1,256 @@
+"""Scores of heads for a model: how far back their attention reaches, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from kvpolicy.allocators.duo import RECENT, SINKS
+from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
+from kvpolicy.calibration.corpus import as_windows, text_sha256
+from kvpolicy.calibration.identity import identity
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.discovery import Sites, find_sites
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_size
+
+POSITIONS = 500
+"""Positions at which the mean key stands."""
+
+_DIGITS = 6
+"""Digits of a score in a file: further ones are noise, and differ between machines."""
+
+
+def calibrate_heads(
+    model: nn.Module,
+    windows: Sequence[Tensor],
+    out: str | Path,
+    *,
+    positions: int = POSITIONS,
+    sinks: int = SINKS,
+    recent: int = RECENT,
+    name: str | None = None,
+    progress: bool = False,
+    force: bool = False,
+) -> HeadFile:
+    """Score the KV heads of a model, and write the scores to a file that `duo:file=FILE` reads.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n]; see `token_windows`.
+        out: The file.
+        positions: See `head_scores`.
+        sinks: First tokens that a streaming head keeps; written to the file as they are.
+        recent: Newest tokens that a streaming head keeps, likewise.
+        name: Name of the model in the file.
+        progress: Whether to show a progress bar.
+        force: Whether to replace a file that holds something else: another model, text or other options.
+
+    Returns:
+        What was written.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model or its rotary embedding is not supported, there is no text, or `out` holds something
+            else.
+    """
+    windows = as_windows(windows)
+    made = {"text_sha256": text_sha256(windows), "windows": len(windows), "positions": positions}
+    facts = HeadFile(
+        (),
+        sinks=check_size("sinks", sinks, 0),
+        recent=check_size("recent", recent, 1),
+        model=identity(model, name),
+        made=made,
+    )
+    if not force:
+        _check_free(Path(out), facts)
+    scores = head_scores(model, windows, positions=positions, progress=progress)
+    layers = range(len(find_sites(model).layers))
+    rows = (scores[layer].tolist() if layer in scores else [] for layer in layers)
+    content = facts._replace(heads=tuple(tuple(round(score, _DIGITS) for score in row) for row in rows))
+    save_heads(out, content)
+    return content
+
+
+def head_scores(
+    model: nn.Module, windows: Sequence[Tensor], *, positions: int = POSITIONS, progress: bool = False
+) -> dict[int, Tensor]:
+    """How far back the attention of each KV head reaches, from 0 to 1, without gradients.
+
+    Queries and keys of a window are averaged over its tokens, without their rotary embedding. The mean key is put at
+    positions 0, 1 and so on, and the mean query at the last of them. The score of a query head is the mean of the
+    cumulated attention weights: it is high if attention goes to tokens far back, and low if it goes to the newest. The
+    score of a KV head is the mean over its query heads and over the windows.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Token ids, each [n] or [1, n], of different texts.
+        positions: How many positions there are.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The scores of each layer that a policy manages, [H] fp64 on the CPU, by the index of the layer.
+
+    Raises:
+        KVPolicyTypeError: If the windows are not token ids.
+        KVPolicyError: If the model is not supported, has a policy attached, has a layer whose rotary embedding is
+            missing or depends on the length, or produces numbers that are not finite; or if there is no text.
+
+    Examples:
+        >>> import kvpolicy
+        >>> scores = head_scores(kvpolicy.tiny()[0], [torch.arange(3, 40)])
+        >>> len(scores), scores[0].shape
+        (8, torch.Size([4]))
+
+    Source:
+        The estimate of kvpress (DuoAttentionPress with on_the_fly_scoring) for the training of DuoAttention
+        (arXiv:2410.10819). Differences: queries and keys are those that attention takes, with the rotation undone, so
+        that norms of queries and keys count in all models (kvpress leaves them out by a mistake), and products are
+        scaled and capped as the model does; texts are given, in windows of equal weight.
+    """
+    windows = as_windows(windows)
+    if not windows:
+        raise KVPolicyError("The windows must contain tokens to calibrate on, got none; try a longer text.")
+    positions = check_size("positions", positions, 2)
+    sites = find_sites(model)
+    ropes = _ropes(model, sites)
+    tap = _Tap(ropes=ropes, positions=positions)
+    total: dict[int, Tensor] = {}
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), attach(model, Policy(selector=tap, budget=1)):
+            for ids in tqdm(windows, desc="heads", disable=not progress):
+                sites.decoder(input_ids=ids[None].to(next(sites.decoder.parameters()).device), use_cache=True)
+                for layer, scores in tap.found.items():
+                    total[layer] = total.get(layer, 0) + scores / len(windows)
+                tap.found.clear()
+    finally:
+        model.train(was_training)
+    for layer, scores in total.items():
+        if not scores.isfinite().all():
+            raise KVPolicyError(
+                f"All scores must be finite, got inf or NaN in layer {layer}; try loading the model in bf16 or fp32."
+            )
+    return total
+
+
+def reach(query: Tensor, key: Tensor, rope: Rope, positions: int, scale: float, softcap: float | None) -> Tensor:
+    """The mean of the cumulated attention weights of a query over copies of one key, [H, G] fp64.
+
+    Args:
+        query: Of each query head, without its rotation, [H, G, D] fp32; it stands at the last position.
+        key: Of each KV head, without its rotation, [H, D] fp32; a copy stands at each position.
+        rope: The rotary embedding of the layer.
+        positions: How many positions there are.
+        scale: Factor of the products.
+        softcap: Their cap, or None.
+    """
+    heads, group, dim = query.shape
+    at = torch.arange(positions, device=query.device)
+    queries = rope.rotate(query.reshape(1, heads * group, 1, dim), at[None, None, -1:]).double()
+    keys = rope.rotate(key[None, :, None].expand(-1, -1, positions, -1), at[None, None]).double()
+    scores = (queries.reshape(heads, group, dim) @ keys[0].mT) * scale
+    if softcap is not None:
+        scores = (scores / softcap).tanh() * softcap
+    return scores.softmax(-1).cumsum(-1).mean(-1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tap:
+    """A selector that scores the heads of each layer while a prompt runs, and keeps the newest token.
+
+    Attributes:
+        ropes: The rotary embeddings of the layers.
+        positions: See `head_scores`.
+        found: The scores of each layer, [H] fp64.
+    """
+
+    ropes: dict[int, Rope]
+    positions: int
+    found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    decode: DecodeMode = "evict"
+    min_tokens: int = 1
+
+    @property
+    def needs(self) -> Needs:
+        """Queries and keys as attention takes them."""
+        return Needs(forward=True)
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        return ()
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        given = seen.forward
+        assert given is not None and given.queries is not None and seen.keys is not None
+        rope = self.ropes[view.layer_idx]
+        at = view.positions[:1, 0]
+        query = rope.unrotate_rows(given.queries, at)[0].mean(1)  # [Hq, D]
+        key = rope.unrotate_rows(seen.keys, at)[0].mean(1)  # [H, D]
+        query = query.unflatten(0, (len(key), -1))
+        self.found[view.layer_idx] = reach(query, key, rope, self.positions, given.scale, given.softcap).mean(-1).cpu()
+        return state
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """No state."""
+
+    def priority(self, state: State, view: View) -> Tensor:
+        return view.positions.float()
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        return None
+
+
+def _ropes(model: nn.Module, sites: Sites) -> dict[int, Rope]:
+    """The rotary embedding of each layer that a policy manages."""
+    found: dict[int, Rope] = {}
+    evictable = set(describe(model.config).evictable)  # pyright: ignore[reportArgumentType]
+    for site in (site for site in sites.layers if site.layer_idx in evictable):
+        try:
+            rope = rope_of(sites.decoder, site)
+        except KVPolicyError as error:
+            raise _no_rope(model, site.layer_idx, "one that depends on the length, or is unknown") from error
+        if not rope.rotates:
+            raise _no_rope(model, site.layer_idx, "none")
+        found[site.layer_idx] = rope
+    return found
+
+
+def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
+    return KVPolicyError(
+        f"Every layer must have a rotary embedding for its heads to be scored, got {what} in layer {layer_idx} of "
+        f"{type(model).__name__}; try a head file from another source, or the head allocator adakv."
+    )
+
+
+def _check_free(out: Path, facts: HeadFile) -> None:
+    """Refuse a file that holds anything but the scores of the same model and text with the same options."""
+    if not out.exists():
+        return
+    try:
+        existing = load_heads(str(out))
+    except KVPolicyError:
+        existing = None
+    if existing is None or _compared(existing) != _compared(facts):
+        raise KVPolicyError(
+            f"The file {str(out)!r} must not hold anything but a calibration of the same model, text and options, got "
+            "something else; try another file, or --force (from Python, force=True) to replace it."
+        )
+
+
+def _compared(content: HeadFile) -> Any:
+    """What must be equal; the name of the model is not compared."""
+    model = {key: value for key, value in (content.model or {}).items() if key != "name"}
+    return model, content.made, content.sinks, content.recent
