@@ -192,6 +192,7 @@ class CodedPagedStore(PagedStore):
         leaves = due[..., None] & (rank < self._row_block())
         body = self._parts(self.positions)[0]
         owner = self._body_owner
+        # Only a head without any code may have its parameters fitted again: codes are read with them.
         has_codes = (owned_by(owner, self.heads) & (body >= 0).any(-1)[:, None]).any(-1)
         fresh = encode(self.codec, self.codes[0], self.calibrations[0], batch.keys, batch.values, leaves, has_codes)
         into = first_free(body, owner, self.heads, slots.shape[-1])
@@ -219,6 +220,7 @@ class CodedPagedStore(PagedStore):
         batch, pages = owner.shape
         old, behind = self._parts(self.positions)
         added = pages - old.shape[1]
+        # More tokens may need a larger buffer too: an automatic one grows with the row.
         more = self._buffer_size() - self.keys.shape[2]
 
         def longer(name: str, t: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def attend_pages(
         owner = owner[:, :number]
         occupied = occupied[:, :number]
     mine = owned_by(owner, heads)
+    # An unused page gets the queries of the last head, and weights of 0: none of its slots is occupied.
     score = transform.finish(pages.score(for_pages(grouped, owner))).masked_fill(~occupied[:, :, None], -torch.inf)
     # A head's largest score; [B, H, NB, G] is small beside the slots.
     top = score.amax(-1)[:, None].masked_fill(~mine[..., None], -torch.inf).amax(2)
@@ -90,6 +91,7 @@ def attend_pages(
     member = mine.to(torch.float32)
     total = member @ weights.sum(-1)  # [B, H, G]
     mixed = pages.mix(weights)
+    # A product with ones and zeros, not a scatter: it adds the pages of a head in one order on every device.
     out = (member @ mixed.flatten(2)).unflatten(2, mixed.shape[2:])
     if behind is not None and buffer is not None:
         behind = torch.exp(behind - top[..., None])

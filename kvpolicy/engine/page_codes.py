@@ -40,6 +40,7 @@ def alloc_codes(
     """Empty codes of `pages` pages of `size` slots; on the device `meta` too."""
     stage = codec.stages[0]
     paged = stage.alloc(batch, pages, size, head_dim, device)
+    # Allocated for no slots, only to have what belongs to a head.
     of_heads = stage.alloc(batch, heads, 0, head_dim, device)
     return by_field(codec, paged, lambda name, t: t, lambda name, t: getattr(of_heads, name))
 
@@ -70,6 +71,7 @@ def encode(
     batch, heads, count, dim = keys.shape
     stage = codec.stages[0]
     fresh = stage.alloc(batch, heads, count, dim, keys.device)
+    # The head's own parameters, not copies: what the stage fits to the first tokens is kept.
     fresh = by_field(codec, fresh, lambda name, t: t, lambda name, t: getattr(codes, name))
     slots = torch.arange(count, device=keys.device).expand(batch, heads, count)
     occupied = has_codes[..., None].expand(batch, heads, count)

@@ -147,7 +147,7 @@ class Fake:
             return at.exact, list(at.coded)
 
         fields: dict[str, Any] = {
-            name: getattr(self, name) for name in Traits._fields if name not in ("query_absmax", "searches")
+            name: getattr(self, name) for name in Traits._fields if name not in ("query_absmax", "searches", "per_head")
         }
         return coding.Codec(
             layout=layout,

@@ -64,7 +64,12 @@ def converse(bench: Bench, seed: int, sizes: list[int], first: torch.Tensor | No
     return bench.check()
 
 
-@pytest.mark.parametrize([*AXES], pairwise(*AXES.values()))
+*TRAITS, _ = AXES.values()
+TURNED = [(*row, SELECTORS[number % len(SELECTORS)]) for number, row in enumerate(pairwise(*TRAITS))]
+"""Every pair of traits, each with the next selector."""
+
+
+@pytest.mark.parametrize([*AXES], TURNED)
 def test_traits(
     caps: str,
     group_size: str,

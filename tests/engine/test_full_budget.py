@@ -18,7 +18,10 @@ from tests.sampling import each_once, product
 SHORT = [TURNS[0], 1, 1, 1]
 
 
-@product("policy,family,rows", ["full", "snapkv@40"], [*FAMILIES, *UNNAMED], [*ROWS])
+WHOLE = (["full", "snapkv@40"], [*FAMILIES, *UNNAMED], [*ROWS])
+
+
+@product("policy,family,rows", *WHOLE, sample=each_once(*WHOLE))
 def test_equals_the_stock_cache(policy: str, family: str, rows: str) -> None:
     model = build(family)
     ids, mask = make_batch(ROWS[rows])

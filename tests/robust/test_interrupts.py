@@ -17,6 +17,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, forward, make_batch
 from tests.robust.hostile import EACH, NEW, answer, converse, each, own, prompt, refused
+from tests.sampling import each_once, product
 
 
 class Impatient(StoppingCriteria, BaseStreamer):
@@ -92,8 +93,10 @@ def test_inside_a_layer(policy: str, where: str, when: str) -> None:
         assert torch.equal(answer(model), want)
 
 
-@pytest.mark.parametrize("where", ["model.norm", "model.layers.1.mlp"])
-@pytest.mark.parametrize("after", ["no cache", "compiled"])
+AFTER, WHERE = ["no cache", "compiled"], ["model.norm", "model.layers.1.mlp"]
+
+
+@product("after,where", AFTER, WHERE, sample=each_once(AFTER, WHERE))
 def test_a_later_forward_does_not_finish_what_was_broken_off(after: str, where: str) -> None:
     """One of its own would: it would find the turn whole, and let it be taken in twice."""
     model = own()
