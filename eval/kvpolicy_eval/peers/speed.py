@@ -16,7 +16,7 @@ METHODS = [
     ("StreamingLLM", "streaming:decode=grow", "streaming"),
     ("Knorm", "knorm", "knorm"),
     ("H2O and ObservedAttention", "h2o:decode=grow", "observed"),
-    ("SnapKV by heads (AdaKV)", "", "ada/snapkv"),
+    ("SnapKV by heads (AdaKV)", "uniform/adakv+snapkv:window=64:decode=grow", "ada/snapkv"),
     ("SnapKV and 4 bits", "snapkv:window=64+kivi:bits=4", "snapkv+quanto-4"),
 ]
 """Name of the method, our spec, their press; empty if a side has no such method."""

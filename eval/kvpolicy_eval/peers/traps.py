@@ -28,7 +28,7 @@ class Trap(NamedTuple):
 
 
 _SNAPKV = ("snapkv:window=8:decode=grow", "snapkv:window_size=8")
-_ADAKV = ("", "ada/snapkv:window_size=8")
+_ADAKV = ("uniform/adakv+snapkv:window=8:decode=grow", "ada/snapkv:window_size=8")
 _PADDING = {"pad": 192, "new": 16}
 TRAPS = [
     Trap(
