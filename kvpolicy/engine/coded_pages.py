@@ -155,7 +155,7 @@ class CodedPagedStore(PagedStore):
         out, weights = attend_pages(q, pages, occupied, self.owner, self.heads, transform, buffer)
         return out, weights if want_weights else None
 
-    def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
+    def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full."""
         size = self.positions.shape[-1]
         held = self.tokens_by_head()
@@ -170,7 +170,7 @@ class CodedPagedStore(PagedStore):
             self.write(victim, None, full[..., None])
         free = self._parts(self.positions)[1] < 0
         assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True)
+        return free.to(torch.uint8).argmax(-1, keepdim=True), None
 
     def _count_read(self, link: Link) -> None:
         link.whole((self.codes, self.keys, self.values, self.positions, self.owner))

@@ -11,7 +11,8 @@ from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection
-from kvpolicy.engine.token_batch import TokenBatch
+from kvpolicy.engine.state import join_states, select_state
+from kvpolicy.engine.token_batch import SlotData, TokenBatch
 from kvpolicy.protocols import Candidates, Merger, Ranks, State, Tokens
 
 
@@ -87,6 +88,45 @@ def merge_prompt(
         values=result.values.to(kept.values.dtype),
         counts=kept.counts if result.counts is None else result.counts,
     )
+
+
+class SlotMerge(NamedTuple):
+    """A slot of each head that takes in an evicted token.
+
+    Attributes:
+        slot: [B, H, 1] int64.
+        written: Whether the token is merged, [B, H, 1] bool; elsewhere it is dropped.
+        data: All that the slot holds then.
+    """
+
+    slot: Tensor
+    written: Tensor
+    data: SlotData
+
+
+def with_merge(slot: Tensor, token: SlotData, merge: SlotMerge) -> tuple[Tensor, SlotData]:
+    """The slot of a new token and that of a merge, with what is written to them. Traceable, no host sync.
+
+    They are written at once, because inductor (torch 2.13) turns two writes to one buffer into two copies of it. Where
+    nothing is merged, the new token is written twice to its slot.
+
+    Args:
+        slot: [B, H, 1] int64.
+        token: The new token.
+        merge: The merge, into another slot.
+    """
+    vector = merge.written[..., None]
+    data = merge.data
+    held = (token.state, token.counts)
+    state, counts = join_states(held, select_state(merge.written, (data.state, data.counts), held))
+    both = SlotData(
+        keys=torch.cat([token.keys, torch.where(vector, data.keys, token.keys)], 2),
+        values=torch.cat([token.values, torch.where(vector, data.values, token.values)], 2),
+        positions=torch.cat([token.positions, torch.where(merge.written, data.positions, token.positions)], 2),
+        state=state,
+        counts=counts,
+    )
+    return torch.cat([slot, torch.where(merge.written, merge.slot, slot)], -1), both
 
 
 def slot_tokens(

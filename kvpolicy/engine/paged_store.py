@@ -229,7 +229,7 @@ class PagedStore(LayerStore):
         out, weights = attend_pages(q, pages, occupied, self.owner, self.heads, transform)
         return out, weights if want_weights else None
 
-    def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
+    def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, None]:
         """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's."""
         free = (~view.valid & (self.owner < self.heads)[..., None]).to(torch.int32) * BEYOND
         if self.can_run_out:
@@ -237,7 +237,7 @@ class PagedStore(LayerStore):
             fine = self.complete | has_free
             assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
         # An empty slot is taken before any token.
-        return best_slot(torch.where(free > 0, free, self._victims(view)), self.owner, self.heads)
+        return best_slot(torch.where(free > 0, free, self._victims(view)), self.owner, self.heads), None
 
     def _victims(self, view: View) -> Tensor:
         """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted."""

@@ -19,6 +19,7 @@ from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
 from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_part
 from kvpolicy.engine.rotary import Rope, SlotRotary
@@ -26,7 +27,7 @@ from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, 
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData
-from kvpolicy.kernels.slot_writes import write_slots
+from kvpolicy.kernels.slot_writes import gather_slots, write_slots
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
     SINGLE_RANK,
@@ -225,17 +226,20 @@ class LayerSlots:
             more = (1,) * (target.dim() - 3)
             index = slots.reshape(*slots.shape, *more).expand(*slots.shape, *target.shape[3:])
             # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
-            # masked or not: a masked duplicate of a written slot could undo the write.
+            # masked or not, or have the same data and mask: a masked duplicate of a written slot could undo the write.
             data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
         write_slots(target, slots, data)
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute what an index holds of slots [B, H, n] that were written, counted from the layer's first slot."""
 
-    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> None:
-        """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1]."""
+    def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:
+        """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
+
+        Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
+        """
         if self.merger.traits.when != "always":
-            return
+            return None
         if valid is not None:
             evicted = evicted & valid[:, :, None]
         exact = (self.keys, self.values)
@@ -250,14 +254,14 @@ class LayerSlots:
             priority = finite_priority(self.selector.priority(self.state, view))[..., : self.layout.exact]
         held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
         merge = self.merger.merge_token(self.merged, token, held)
-        written = merge.write_mask & evicted
-        self._write_rows(self.values, merge.slot, merge.values.to(self.values.dtype), written)
-        if merge.keys is not None:
-            self._write_rows(self.keys, merge.slot, merge.keys.to(self.keys.dtype), written)
-        if merge.counts is not None:
-            self._write_rows(self.counts, merge.slot, merge.counts, written)
-        if merge.keys is not None:
-            self._refresh_slots(merge.slot, None)
+        data = SlotData(
+            keys=gather_slots(self.keys, merge.slot) if merge.keys is None else merge.keys.to(self.keys.dtype),
+            values=merge.values.to(self.values.dtype),
+            positions=self.positions.gather(-1, merge.slot),
+            state=map_slots(lambda t: t.gather(-1, merge.slot), self.state),
+            counts=map_state(lambda t: t.gather(-1, merge.slot), self.counts) if merge.counts is None else merge.counts,
+        )
+        return SlotMerge(merge.slot, merge.write_mask & evicted, data)
 
     # growing
 

@@ -12,6 +12,7 @@ from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scor
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.growing import LayerGrowth
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import probe_queries
 from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
@@ -406,13 +407,15 @@ class LayerStore(LayerGrowth):
         # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
         # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
         view = self._view()
-        slot = self._free_slot(view, valid)
+        slot, merge = self._free_slot(view, valid)
         self.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
-        mask = None if valid is None else valid[:, None].expand_as(slot)
         # The slot still has the statistics of the token that it held before.
         state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.state)
         counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), self.counts)
-        self.write(slot, SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts), mask)
+        data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
+        if merge is not None:
+            slot, data = merging.with_merge(slot, data, merge)
+        self.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
         needs = self.selector.needs
         out, weights = self._attend(q, transform, needs.decode_attn)
         self.link.stop()
@@ -425,8 +428,8 @@ class LayerStore(LayerGrowth):
         """The slots as the selector sees them in a step."""
         return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
 
-    def _free_slot(self, view: View, valid: Tensor | None) -> Tensor:
-        """A slot of the full-precision buffer for each head's new token, [B, H, 1]."""
+    def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
         occupied = view.valid
         full = occupied.sum(-1, keepdim=True) >= self.budget[:, None, None]
         if not self.grows and not sum(self.layout.coded):
@@ -435,10 +438,11 @@ class LayerStore(LayerGrowth):
             # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
             # since a head holds a position once.
             slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
-            self.merge_evicted(slot, full, valid, view)
+            merge = self.merge_evicted(slot, full, valid, view)
             if self.can_run_out:
                 assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
-            return slot
+            return slot, merge
+        merge = None
         if valid is not None:
             full = full & valid[:, :, None]
         if self.grows:
@@ -446,14 +450,14 @@ class LayerStore(LayerGrowth):
         else:
             # The evicted token may be coded, and the new one is not: they are in different slots.
             victim = eviction_scores(self.selector, self.state, view).argmax(-1, keepdim=True)
-            self.merge_evicted(victim, full, None, view)
+            merge = self.merge_evicted(victim, full, None, view)
             self.write(victim, None, full)
         free = self.positions[..., : self.layout.exact] < 0
         if self.reserved:
             free = free & self._open_slots()
         if self.can_run_out:
             assert_async(free.any(-1).all(), NO_SLOT)
-        return free.to(torch.uint8).argmax(-1, keepdim=True)
+        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
 
     # between steps
 

@@ -18,11 +18,11 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
-from kvpolicy.codecs import _common as codecs_common
 from kvpolicy.engine import slots as engine_slots
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.kernels import slot_writes
 from kvpolicy.registry import lookup, names
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
@@ -35,7 +35,8 @@ HEADS, DIM, SLOTS, PROMPT = 2, 32, 504, 540
 CHUNK = 112
 """Codecs decode a chunk at a time, which must be a small part of the slots."""
 
-SELECTORS = [*names("selector")]
+MERGING = [f"h2o+{name}" for name in names("merger") if lookup(name)[1]().traits.when == "always"]
+SELECTORS = [*names("selector"), *MERGING]
 CODECS = [*names("codec")]
 STEPS = ["append", "demote"]
 
@@ -51,7 +52,7 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     if stored.traits.key_space == "unrotated":
         config = LlamaConfig(hidden_size=HEADS * DIM, num_attention_heads=HEADS, max_position_embeddings=1024)
         rope = Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
-    store = LayerStore(0, policy.selector, stored, policy.decode, rope)
+    store = LayerStore(0, policy.selector, stored, policy.decode, rope, policy.merger)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, PROMPT, DIM, generator=generator) for _ in range(3))
     keep = torch.tensor([PROMPT if selector == "full" else SLOTS])
@@ -101,7 +102,7 @@ def is_case(row: tuple[Any, ...]) -> bool:
     return selector == "h2o" or codec == "plain"
 
 
-SAMPLE = [("window", "plain", "append"), ("h2o", "plain", "append"), ("h2o", "kivi", "demote")]
+SAMPLE = [("h2o", "plain", "append"), ("h2o+compensate", "plain", "append"), ("h2o", "kivi", "demote")]
 
 
 @product("selector,codec,step", SELECTORS, CODECS, STEPS, sample=SAMPLE, allowed=is_case)
@@ -110,8 +111,8 @@ def test_no_copy_of_the_cache(
 ) -> None:
     monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", CHUNK)
     store = make_store(selector, codec, tmp_path)
-    tokens = 1 if step == "append" else store.codec.traits.block
-    found = copies(step_code(store, step), store, tokens)
+    appended = 2 if selector in MERGING else 1  # the new token, and the slot that takes in the evicted one
+    found = copies(step_code(store, step), store, appended if step == "append" else store.codec.traits.block)
     excused = [part for name, at, part in EXCEPTIONS if name in (selector, codec) and at == step]
     left = [write for write in found if not any(part in str(write) for part in excused)]
     assert not left, "\n".join(map(str, left))
@@ -144,6 +145,6 @@ def test_copies_are_found(write: Callable[[Tensor, Tensor, Tensor], None], tmp_p
 @pytest.mark.slow
 def test_copies_of_codes_are_found(tmp_path: Path) -> None:
     store = make_store("h2o", "kivi", tmp_path)
-    with mock.patch.object(codecs_common, "write_slots", scattered):
+    with mock.patch.object(slot_writes, "write_slots", scattered):
         found = copies(step_code(store, "demote"), store, store.codec.traits.block)
     assert len({one.shape for one in found}) >= 3, "codes, scales of values, scales of keys"

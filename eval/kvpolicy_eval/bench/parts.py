@@ -137,6 +137,13 @@ def _with(case: Case, measured: tuple[Row, float]) -> tuple[Row, str, float]:
     return row, case.base, share
 
 
+def note(name: str, backend: str) -> str:
+    """How a part was measured."""
+    step = f"One layer of {HEADS} KV heads of {DIM} channels, fp32, {backend}"
+    prompt = f"A Llama of {LAYERS} layers, hidden size {HEADS * DIM}, fp32, eager, budget 0.2"
+    return f"{prompt if name == 'prompts' else step}; {torch_note()}."
+
+
 def main() -> None:
     """Measure, print the table, and fill a page with it on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.parts", description=__doc__)
@@ -146,17 +153,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="repetitions of each comparison, at least 2")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     add_threads_argument(parser)
-    add_fill_argument(parser, "parts")
+    add_fill_argument(parser, *(f"parts-{name}" for name in names))
     args = parser.parse_args()
     for name in args.which:
         if name not in names:
             parser.error(f"there is no part {name}; choose from {', '.join(names)}")
     set_threads(args.threads)
     measures = lines(2 if args.quick else args.rounds, args.backend, args.quick)
-    rows = collect(row for name in args.which or names for row in measures[name]())
-    step = f"a step is one layer of {HEADS} KV heads of {DIM} channels, {args.backend}"
-    prompt = f"a prompt is of a Llama of {LAYERS} layers, budget 0.2"
-    publish(f"{table(COLUMNS, rows)}\n\nfp32; {step}; {prompt}; {torch_note()}.", "parts", args.fill)
+    for name in args.which or names:
+        rows = collect(measures[name]())
+        publish(f"{table(COLUMNS, rows)}\n\n{note(name, args.backend)}", f"parts-{name}", args.fill)
 
 
 if __name__ == "__main__":

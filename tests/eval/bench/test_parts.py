@@ -15,7 +15,8 @@ from kvpolicy_eval.bench.steps import Layer
 
 def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- table:parts -->\n<!-- /table -->\n")
+    places = [f"<!-- table:parts-{name} -->\n<!-- /table -->\n" for name in ("heads", "prompts")]
+    page.write_text("".join(places))
     monkeypatch.setattr(parts, "STEP_CASES", {"heads": [Case("uniform/adakv+h2o", "h2o", 1e9)]})
     monkeypatch.setattr(parts, "PROMPT_CASES", [Case("kvzip", "", 1e9)])
     monkeypatch.setattr(sys, "argv", ["parts", "--quick", "--backend", "eager", "--fill", str(page)])
