@@ -62,7 +62,7 @@ def load(folder: str, method: str) -> CalibrationFile:
         KVPolicyError: If the folder is missing or damaged, was edited, or is of another method or a newer version.
 
     Examples:
-        >>> import os, tempfile
+        >>> import tempfile, torch
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(folder, "csr", {"model": None, "head_dim": 2}, {"values.sn1.0": torch.eye(2)})
         ...     load(folder, "csr").tensors["values.sn1.0"].shape

@@ -198,6 +198,7 @@ class LayerReading(LayerSlots):
             self.codec.traits.group_size,
             None if self.board is None else self.board.choice,
             reads_all=self._reads_all,
+            merges=self.merger.traits.when == "always" and not self.grows,
         )
         return expected.moved
 

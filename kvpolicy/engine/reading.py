@@ -380,6 +380,7 @@ def count_step(
     choice: Any,
     *,
     reads_all: bool,
+    merges: bool,
 ) -> None:
     """Count what a decode step reads of a layer, of tensors that may be on the device meta.
 
@@ -395,7 +396,9 @@ def count_step(
         group_size: Slots that share parameters.
         choice: The `Choice` of the layer that chooses for this one; not looked at if it chooses for itself.
         reads_all: Whether the layer reads everything after it has chosen.
+        merges: Whether the slot that takes in an evicted token is written too.
     """
+    written = 2 if merges else 1
     link.whole(per_slot)
     if shape is None:
         link.whole((buffer, codes))
@@ -404,7 +407,7 @@ def count_step(
     link.whole(choice if shape.followed else reads.index)
     if reads_all:  # keys that were scanned to choose are not read again
         if reads.index and not any(coded):
-            link.count_rows(buffer[0], shape.page)
+            link.count_rows(buffer[0], written * shape.page)
         link.whole((buffer, codes))
         return
     if any(coded):
@@ -417,8 +420,8 @@ def count_step(
         return
     if scans:
         link.whole(buffer[0])
-    if reads.index:  # the entry of the new token is recomputed
-        link.count_rows(buffer[0], shape.page)
+    if reads.index:  # the entries of the slots that are written are recomputed
+        link.count_rows(buffer[0], written * shape.page)
     for part in buffer:
         link.count_rows(part, shape.slots)
 

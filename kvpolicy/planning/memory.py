@@ -103,6 +103,7 @@ def step_bytes(
         policy.codec.traits.group_size,
         choice,
         reads_all=policy.reader.traits.choosers_read_all and chooses(policy.reader, layer_idx),
+        merges=policy.merger.traits.when == "always" and policy.decode == "evict",
     )
     return link.moved
 
