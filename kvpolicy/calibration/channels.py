@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from kvpolicy.calibration.corpus import as_windows, text_sha256
+from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.identity import identity
 from kvpolicy.codecs import _files
@@ -95,20 +96,15 @@ def _measured(model: nn.Module, windows: Sequence[Tensor], tokens: int, progress
     """The salience of each layer, [H, D] fp32, by its name in the file."""
     found: dict[str, Tensor] = {}
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), attach(model, Policy(reader=_Recorder())):
-            for ids in tqdm(windows, desc="channels", disable=not progress):
-                cache = PolicyCache(model)
-                _: Any = model(ids[None].to(device), past_key_values=cache)
-                for layer in cache.policy_layers:
-                    reads: Any = layer.store.reads
-                    part = reads.index.salience[0].double().cpu() * (len(ids) / tokens)
-                    key = f"salience.{layer.layer_idx}"
-                    found[key] = found[key] + part if key in found else part
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(reader=_Recorder())):
+        for ids in tqdm(windows, desc="channels", disable=not progress):
+            cache = PolicyCache(model)
+            _: Any = model(ids[None].to(device), past_key_values=cache)
+            for layer in cache.policy_layers:
+                reads: Any = layer.store.reads
+                part = reads.index.salience[0].double().cpu() * (len(ids) / tokens)
+                key = f"salience.{layer.layer_idx}"
+                found[key] = found[key] + part if key in found else part
     for key, salience in found.items():
         if not bool(salience.isfinite().all()):
             raise KVPolicyError(

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers.cache_utils import DynamicCache
 
 from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.codecs._dictionaries import key_dictionary
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attention_interface import PREFIX
@@ -91,9 +92,7 @@ def collect(
     reader = _Reader(model, key_spaces, fisher)
     kept: dict[str, dict[int, list[Tensor]]] = {}
     generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         counts = tokens_per_window(windows, tokens)
         for ids, count in zip(tqdm(windows, desc="collect", disable=not progress), counts, strict=True):
             # The same tokens in all layers and parts, so that each weight of `fisher` belongs to its key or value.
@@ -102,8 +101,6 @@ def collect(
                 for layer, x in vectors.items():
                     sampled = x.index_select(-2, sample.to(x.device)).float().cpu()
                     kept.setdefault(part, {}).setdefault(layer, []).append(sampled)
-    finally:
-        model.train(was_training)
     return Samples(**_joined(kept))
 
 

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
+from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.identity import identity
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attach import attach
@@ -128,17 +129,12 @@ def head_scores(
     ropes = _ropes(model, sites)
     tap = _Tap(ropes=ropes, positions=positions)
     total: dict[int, Tensor] = {}
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), attach(model, Policy(selector=tap, budget=1)):
-            for ids in tqdm(windows, desc="heads", disable=not progress):
-                sites.decoder(input_ids=ids[None].to(next(sites.decoder.parameters()).device), use_cache=True)
-                for layer, scores in tap.found.items():
-                    total[layer] = total.get(layer, 0) + scores / len(windows)
-                tap.found.clear()
-    finally:
-        model.train(was_training)
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=tap, budget=1)):
+        for ids in tqdm(windows, desc="heads", disable=not progress):
+            sites.decoder(input_ids=ids[None].to(next(sites.decoder.parameters()).device), use_cache=True)
+            for layer, scores in tap.found.items():
+                total[layer] = total.get(layer, 0) + scores / len(windows)
+            tap.found.clear()
     for layer, scores in total.items():
         if not scores.isfinite().all():
             raise KVPolicyError(

@@ -13,6 +13,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.state import join_states, select_state
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
+from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merger, Ranks, State, Tokens
 
 
@@ -90,6 +91,11 @@ def merge_prompt(
     )
 
 
+def merges_in_steps(merger: Merger, grows: bool) -> bool:
+    """Whether decode steps merge what they evict; a cache that grows evicts nothing."""
+    return merger.traits.when == "always" and not grows
+
+
 class SlotMerge(NamedTuple):
     """A slot of each head that takes in an evicted token.
 
@@ -148,8 +154,7 @@ def slot_tokens(
         counts: Of all slots, [B, H, S] fp32, or ().
     """
     size = exact[0].shape[2]
-    index = slots.clamp_max(max(size - 1, 0))[..., None].expand(-1, -1, -1, exact[0].shape[-1])
-    keys, values = (t.gather(2, index) for t in exact)
+    keys, values = (gather_slots(t, slots.clamp_max(max(size - 1, 0))) for t in exact)
     if coded is not None:
         # A head's token is in one part only, and every part is asked for one: which part, the host must not know.
         is_coded = (slots >= size)[..., None]

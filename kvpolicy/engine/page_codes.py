@@ -12,14 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs._common import CHUNK_SLOTS, MAX_CHUNKS
 from kvpolicy.engine.pages import PageTable, for_pages
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
-
-CHUNK_SLOTS = 1024
-"""Attention decodes pages of at least this many slots of an average head at a time, as it does without pages."""
-
-MAX_CHUNKS = 16
-"""The maximum number of chunks: few enough for a compiled step to unroll the loop."""
 
 
 def by_field(
@@ -124,7 +119,7 @@ class CodedPages(NamedTuple):
         return self.codec.stages[0]
 
     def _chunks(self) -> list[tuple[slice, StageStore]]:
-        """Ranges of pages and their tensors: a few at a time, so that no step decodes all of them at once."""
+        """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""
         pages = self.owner.shape[1]
         slots = _page_slots(self.codec, self.codes)
         size = max(-(-CHUNK_SLOTS * self.heads // slots), -(-pages // MAX_CHUNKS), 1)

@@ -30,7 +30,6 @@ from kvpolicy.engine.selection import HeadBudgets, Selection, finite_priority, s
 from kvpolicy.engine.state import map_slots
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.engine.token_batch import BEYOND
-from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Codec,
@@ -210,12 +209,8 @@ class PagedStore(LayerStore):
         # All pages of a row as one long row of slots, in which `slots` are counted.
         flat = target.view(target.shape[0], 1, -1, *target.shape[3:])
         slots = slots.flatten(1, 2)[:, None]
-        data = data.flatten(1, 2)[:, None]
-        if mask is not None:
-            more = (1,) * (flat.dim() - 3)
-            index = slots.reshape(*slots.shape, *more).expand_as(data)
-            data = torch.where(mask.flatten(1, 2)[:, None].reshape(*slots.shape, *more), data, flat.gather(2, index))
-        write_slots(flat, slots, data)
+        mask = None if mask is None else mask.flatten(1, 2)[:, None]
+        super()._write_rows(flat, slots, data.flatten(1, 2)[:, None], mask)
 
     # a decode step
 

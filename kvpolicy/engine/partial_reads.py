@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform, attend_slots
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import merges_in_steps
 from kvpolicy.engine.reading import (
     Board,
     Choice,
@@ -198,7 +199,7 @@ class LayerReading(LayerSlots):
             self.codec.traits.group_size,
             None if self.board is None else self.board.choice,
             reads_all=self._reads_all,
-            merges=self.merger.traits.when == "always" and not self.grows,
+            merges=merges_in_steps(self.merger, self.grows),
         )
         return expected.moved
 
@@ -223,9 +224,9 @@ class LayerReading(LayerSlots):
             like = self.keys.dtype, self.keys.device
             self.reads = alloc_reads(self.reader, shape, batch, heads, dim, *like, self.layer_idx, shown)
             # What was fitted to the first prompt does not depend on the number of entries.
-            for new, held in zip(tensors(self.reads), tensors(old), strict=True):
-                if new.shape == held.shape:
-                    new.copy_(held)
+            for new, fitted in zip(tensors(self.reads), tensors(old), strict=True):
+                if new.shape == fitted.shape:
+                    new.copy_(fitted)
         if first is not None and salience is not None and self.reads.index:
             self.reader.fit(self.reads.index, salience, first)
         self._index_is_current = True

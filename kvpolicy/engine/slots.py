@@ -223,11 +223,10 @@ class LayerSlots:
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
         if mask is not None:
-            more = (1,) * (target.dim() - 3)
-            index = slots.reshape(*slots.shape, *more).expand(*slots.shape, *target.shape[3:])
             # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
             # masked or not, or have the same data and mask: a masked duplicate of a written slot could undo the write.
-            data = torch.where(mask.reshape(*mask.shape, *more), data, target.gather(2, index))
+            written = mask.reshape(*mask.shape, *(1,) * (target.dim() - 3))
+            data = torch.where(written, data, gather_slots(target, slots))
         write_slots(target, slots, data)
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
@@ -238,7 +237,7 @@ class LayerSlots:
 
         Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
         """
-        if self.merger.traits.when != "always":
+        if not merging.merges_in_steps(self.merger, self.grows):
             return None
         if valid is not None:
             evicted = evicted & valid[:, :, None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import products
+from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Tokens
 
 TILE_ELEMENTS = 1 << 20
@@ -85,8 +86,8 @@ def near_targets(
     distance = (positions[..., None] - target_positions[:, :, None]).abs().masked_fill(~is_target[:, :, None], _FAR)
     best = distance.amin(-1, keepdim=True)
     index = (distance == best).to(torch.uint8).argmax(-1)
-    chosen = targets.gather(2, index[..., None].expand(-1, -1, -1, targets.shape[-1]))
-    return Nearest(index, (keys * chosen).sum(-1).masked_fill(~is_target.any(-1, keepdim=True), -torch.inf))
+    cosine = (keys * gather_slots(targets, index)).sum(-1)
+    return Nearest(index, cosine.masked_fill(~is_target.any(-1, keepdim=True), -torch.inf))
 
 
 def tiles(candidates: Candidates, by: str) -> Iterator[Tile]:
@@ -138,8 +139,3 @@ def target_of(victim: Tokens, slots: Tokens, by: str) -> Nearest:
     index = torch.where(best, slots.positions, _FAR).argmin(-1, keepdim=True)
     found = cosine.gather(-1, index).masked_fill(~slots.there.any(-1, keepdim=True), -torch.inf)
     return Nearest(index, found)
-
-
-def at(t: Tensor, slot: Tensor) -> Tensor:
-    """The entry of `t` [B, H, S, D] in one slot of each head [B, H, 1], [B, H, 1, D]."""
-    return t.gather(2, slot[..., None].expand(-1, -1, -1, t.shape[-1]))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.mergers._common import at
+from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
 from kvpolicy.spec.validation import check_fields
 
@@ -97,7 +97,8 @@ class Compensate:
         own = slots.counts.gather(-1, slot).exp()
         new = victim.counts.exp()
         keys, values = (
-            (at(held, slot).float() * own[..., None] + added.float() * new[..., None]) / (own + new)[..., None]
+            (gather_slots(held, slot).float() * own[..., None] + added.float() * new[..., None])
+            / (own + new)[..., None]
             for held, added in ((slots.keys, victim.keys), (slots.values, victim.values))
         )
         self._settle(state, slots.positions.gather(-1, slot), there)

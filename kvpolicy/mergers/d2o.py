@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.mergers._common import at, target_of, tiles
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, Tokens
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -112,7 +113,7 @@ class D2O:
         self._move(state, cosine.squeeze(-1), has_target.squeeze(-1))
         weight = cosine.masked_fill(~has_target, 0)[..., None]
         keys, values = (
-            (at(own, slot).float() + weight * new.float()) / 2
+            (gather_slots(own, slot).float() + weight * new.float()) / 2
             for own, new in ((slots.keys, victim.keys), (slots.values, victim.values))
         )
         return Merge(slot, has_target & (cosine >= state.threshold[..., None]), values, keys)

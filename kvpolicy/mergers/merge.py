@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from kvpolicy.mergers._common import at, target_of, tiles
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
 from kvpolicy.spec.parameters import check_choice, check_range
 from kvpolicy.spec.validation import check_fields
@@ -97,9 +98,8 @@ class CountedMerge:
         new = victim.counts.exp()
         own = slots.counts.gather(-1, slot).exp()
         both = own + new
-        mean = (at(slots.values, slot).float() * own[..., None] + victim.values.float() * new[..., None]) / both[
-            ..., None
-        ]
+        mixed = gather_slots(slots.values, slot).float() * own[..., None] + victim.values.float() * new[..., None]
+        mean = mixed / both[..., None]
         return Merge(
             slot=slot, write_mask=(cosine >= self.least) & (cosine > -torch.inf), values=mean, counts=both.log()
         )

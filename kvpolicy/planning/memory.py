@@ -10,6 +10,7 @@ import torch
 
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import merges_in_steps
 from kvpolicy.engine.page_codes import alloc_codes
 from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses, count_step, read_shape, reads_part
@@ -103,7 +104,7 @@ def step_bytes(
         policy.codec.traits.group_size,
         choice,
         reads_all=policy.reader.traits.choosers_read_all and chooses(policy.reader, layer_idx),
-        merges=policy.merger.traits.when == "always" and policy.decode == "evict",
+        merges=merges_in_steps(policy.merger, policy.decode == "grow"),
     )
     return link.moved
 
