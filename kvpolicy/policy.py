@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from html import escape
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.page_sizes import fewest_tokens
+from kvpolicy.spec.part_fields import part_from_dict, part_to_dict
 from kvpolicy.spec.tables import Cells, section, shorten, table
 from kvpolicy.spec.validation import check_instance
 
@@ -141,6 +143,38 @@ class Policy:
         raise KVPolicyTypeError(
             f"The policy must be a kvpolicy.Policy or a spec, got {type(policy).__name__}; try {advice}."
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field of every part, as JSON can hold it; a spec leaves out what is the default.
+
+        Raises:
+            KVPolicyError: If a part is not registered, or holds an object.
+
+        Examples:
+            >>> Policy.parse("window@64").to_dict()["selector"], Policy.parse("window@64").to_dict()["budget"]
+            ({'window': {'decode': 'evict'}}, 64)
+        """
+        return {kind: part_to_dict(getattr(self, kind)) for kind in _PROTOCOLS} | {"budget": self.budget}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Policy:
+        """The policy that `to_dict` described.
+
+        Raises:
+            KVPolicyError: If it describes no policy.
+
+        Examples:
+            >>> policy = Policy.parse("squeeze+kvcrush/h2o+kivi:bits=4@0.2")
+            >>> Policy.from_dict(policy.to_dict()) == policy
+            True
+        """
+        unknown = sorted({*content} - {*_PROTOCOLS, "budget"})
+        if unknown:
+            raise KVPolicyError(
+                f"A policy must be described by its parts and its budget, got {shorten(repr(unknown[0]))}."
+            )
+        parts: dict[str, Any] = {kind: part_from_dict(kind, content[kind]) for kind in _PROTOCOLS if kind in content}
+        return cls(**parts, budget=content.get("budget", _UNSET))
 
     def __eq__(self, other: object) -> bool:
         """Equal parts, and an equal budget of the same type: 1 is one token and 1.0 is the whole prompt."""

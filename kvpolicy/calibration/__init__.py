@@ -10,7 +10,7 @@ from kvpolicy.calibration.csr import calibrate_csr as calibrate_csr
 from kvpolicy.calibration.dictionary import Training as Training
 from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads
 from kvpolicy.calibration.heads import head_scores as head_scores
-from kvpolicy.calibration.identity import identity as identity
-from kvpolicy.calibration.identity import model_info as model_info
 from kvpolicy.calibration.kvquant import fit_kvquant as fit_kvquant
 from kvpolicy.calibration.levels import calibrate_kvquant as calibrate_kvquant
+from kvpolicy.hf.identity import identity as identity
+from kvpolicy.hf.identity import model_info as model_info

@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.calibration.finished import check_free
-from kvpolicy.calibration.identity import identity
 from kvpolicy.codecs import _files
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.identity import identity
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._common import TokenReader

@@ -18,10 +18,10 @@ from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.dictionary import State, Training, train
 from kvpolicy.calibration.finished import check_free
 from kvpolicy.calibration.grouping import Directions, divergence, group_layers, parse_groups
-from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.progress import Progress
 from kvpolicy.codecs import _files
 from kvpolicy.codecs._dictionaries import FILE_KEY_SPACES, value_dictionary
+from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min

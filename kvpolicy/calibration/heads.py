@@ -15,10 +15,10 @@ from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
-from kvpolicy.calibration.identity import identity
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import Sites, find_sites
+from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.policy import Policy

@@ -12,9 +12,9 @@ from tqdm.auto import tqdm
 from kvpolicy.calibration.collect import Samples, collect, tokens_per_window
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.finished import check_free
-from kvpolicy.calibration.identity import identity
 from kvpolicy.calibration.kvquant import fit_kvquant
 from kvpolicy.codecs import _files
+from kvpolicy.hf.identity import identity
 from kvpolicy.spec.errors import KVPolicyError
 
 MIN_TOKENS = 128

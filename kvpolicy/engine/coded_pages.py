@@ -111,6 +111,16 @@ class CodedPagedStore(PagedStore):
         following = slot_tensors(behind_state)
         self.state = map_slots(lambda t: torch.cat([t, as_pages(next(following), size)], 1), state)
 
+    def empty_parts(self) -> dict[str, State]:
+        """Tensors on the device `meta`, or empty ones, like those of `parts`, for the pages that are set."""
+        batch, heads, _, dim = self.keys.shape
+        nowhere = torch.device("meta")
+        pages, size = self._page_shape
+        buffer = self.keys.new_empty(batch, heads, self.layout.exact, dim, device=nowhere)
+        coded = pages - heads * buffer_pages(self.layout.exact, size)
+        codes = (alloc_codes(self.codec, batch, heads, coded, size, dim, nowhere),)
+        return super().empty_parts() | {"keys": buffer, "values": buffer, "codes": codes}
+
     def _set_layout(self) -> None:
         self.layout = paged_layout(self.keys.shape[2], self._body_owner.shape[1], self.positions.shape[-1], self.heads)
 

@@ -30,7 +30,7 @@ class LayerGrowth(LayerReading):
             self.capacity = max(self.expected_len)
             self._lengthen()
         self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
-        self._fix_addresses()
+        self.fix_addresses()
         return self.capacity - old
 
     def _count_free_steps(self) -> float:

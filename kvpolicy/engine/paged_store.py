@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,6 @@ from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.host import on_host
-from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
 from kvpolicy.engine.pages import (
@@ -138,7 +138,7 @@ class PagedStore(LayerStore):
         counts = pages * (rows.size // smallest).to(device)[:, None]
         self._place_selected(pending, selected, past, counts, smallest)
         self._set_layout()
-        self._fix_addresses()
+        self.fix_addresses()
         self.demote()
 
     def _budget_pages(self, budget: RowBudget, idle: Tensor | None) -> tuple[RowPages, Tensor]:
@@ -301,7 +301,7 @@ class PagedStore(LayerStore):
         self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
         self.complete = self._find_complete()
         self._set_layout()
-        self._fix_addresses()
+        self.fix_addresses()
         self.demote()
         return self.capacity - old
 
@@ -395,6 +395,37 @@ class PagedStore(LayerStore):
         self._rows = RowPages(*(fn(t) for t in self._rows))
         super().map_rows(fn)
 
-    def _fix_addresses(self) -> None:
-        super()._fix_addresses()
-        fix_addresses([self.owner, self.average, self.complete])
+    # all of it
+
+    def parts(self) -> dict[str, State]:
+        """Every tensor that the layer holds, by attribute."""
+        return super().parts() | {"owner": self.owner, "average": self.average, "complete": self.complete}
+
+    def empty_parts(self) -> dict[str, State]:
+        """Tensors on the device `meta`, or empty ones, like those of `parts`, for the pages that are set."""
+        batch, dim = self.length.shape[0], self.keys.shape[-1]
+        pages, size = self._page_shape
+        nowhere = torch.device("meta")
+        per_slot = torch.empty(batch, pages, size, device=nowhere)
+        exact = self.keys.new_empty(batch, pages, size, dim, device=nowhere)
+        return self.parts() | {
+            "keys": exact,
+            "values": exact,
+            "positions": per_slot.to(torch.int32),
+            "state": alloc_state(self.selector, batch, pages, size, nowhere, HeadShape(self.group, dim)),
+            "owner": per_slot[..., 0].long(),
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """What the layer keeps on the host, as JSON can hold it."""
+        return super().numbers() | {
+            "rows": [part.tolist() for part in self._rows],
+            "pages": list(self.positions.shape[1:]),
+        }
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Set what `numbers` returned."""
+        super().set_numbers(numbers)
+        self._rows = RowPages(*map(torch.tensor, numbers["rows"]))
+        pages, size = numbers["pages"]
+        self._page_shape: tuple[int, int] = pages, size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
-from kvpolicy.protocols import Needs
+from kvpolicy.protocols import Needs, State
 
 REBUILD_SLOTS = 8192
 """Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
@@ -255,9 +256,33 @@ class LayerReading(LayerSlots):
         shown = None if self.board is None else self.board.positions
         return self.selector.needs == Needs() and shown is not None and torch.equal(shown, self.positions)
 
-    def _fix_addresses(self) -> None:
-        super()._fix_addresses()
+    def fix_addresses(self) -> None:
+        """Mark every tensor as static for CUDA graphs, and show new ones to the layers behind this one."""
+        super().fix_addresses()
         self._show()
+
+    def empty_parts(self) -> dict[str, State]:
+        """Tensors on the device `meta`, or empty ones, like those of `parts`, for the layout that is set."""
+        parts = super().empty_parts()
+        if not self.reads:
+            return parts
+        batch, heads, _, dim = self.keys.shape
+        shown = choice_size(self.reader, self.codec, self.layout, self.layer_idx)
+        like = self.keys.dtype, torch.device("meta")
+        reads = alloc_reads(self.reader, self.read_shape, batch, heads, dim, *like, self.layer_idx, shown)
+        return parts | {"reads": reads}
+
+    def numbers(self) -> dict[str, Any]:
+        """What the layer keeps on the host, as JSON can hold it."""
+        reading = [self._same_slots, self._index_is_current, self._steps_unsorted]
+        return super().numbers() | ({"reading": reading} if self.reads else {})
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Set what `numbers` returned."""
+        super().set_numbers(numbers)
+        if self.reads:
+            self._same_slots, self._index_is_current, self._steps_unsorted = numbers["reading"]
+            self.read_shape = read_shape(self.reader, self.codec, self.layout, self.layer_idx)
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,15 @@ class RankSchedule:
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Select or repeat rows."""
         self.ranked_len = fn(torch.tensor(self.ranked_len)).tolist()
+
+    def numbers(self) -> list[Any]:
+        """The lengths of the rows when they were ranked, and the steps left, None for never."""
+        return [self.ranked_len, None if self._steps == math.inf else self._steps]
+
+    def set_numbers(self, numbers: Sequence[Any]) -> None:
+        """Set what `numbers` returned."""
+        self.ranked_len, steps = numbers
+        self._steps = math.inf if steps is None else steps
 
     def count_step(self) -> bool:
         """Count one step; whether a row may be due."""

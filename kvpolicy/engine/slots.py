@@ -7,185 +7,32 @@ decode step overwrites one slot per head in place. The order of slots has no mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import capacity, merging
-from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past
 from kvpolicy.engine.codec_view import CodecView, StagePart
-from kvpolicy.engine.layout import fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
-from kvpolicy.engine.link import Link
+from kvpolicy.engine.contents import LayerContents
+from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.merging import SlotMerge
-from kvpolicy.engine.rank_schedule import RankSchedule
-from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_part
-from kvpolicy.engine.rotary import Rope, SlotRotary
-from kvpolicy.engine.row_limits import RowLimits, alloc_limits, has_dictionary, with_tokens
+from kvpolicy.engine.rotary import SlotRotary
+from kvpolicy.engine.row_limits import has_dictionary, with_tokens
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.kernels.slot_writes import gather_slots, write_slots
-from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
-    SINGLE_RANK,
-    Calibration,
-    Codec,
-    Codes,
-    DecodeMode,
-    HeadShape,
-    Layout,
-    Merger,
-    Ranks,
-    Reader,
-    Selector,
     StageStore,
-    State,
     Tokens,
     View,
-    alloc_state,
     traits_for,
 )
-from kvpolicy.readers.all import ReadAll
-from kvpolicy.spec.errors import KVPolicyError
 
 
-class LayerSlots:
-    """The tensors of one layer: how they are allocated, grown, read and written. `LayerStore` operates on them.
-
-    Attributes:
-        layer_idx: Index of the layer in the model.
-        selector: The layer's selector.
-        codec: The layer's codec.
-        merger: The layer's merger.
-        reader: The layer's reader.
-        grows: Whether generated tokens are kept in addition to the budget.
-        rope: The rotary embedding, if keys are coded unrotated.
-        query_rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
-        scale: The factor of the products of queries and keys, as in the last prompt.
-        group: Query heads of each KV head.
-        ranks: The ranks that hold the layer's other heads.
-        layout: Slots of the full-precision buffer and of each stage.
-        capacity: Tokens that the layout was made for.
-        expected_len: Tokens that each row has slots for.
-        schedule: When the slots are ranked together again.
-        reserved: Dictionary slots, the first of the full-precision buffer.
-        heads: KV heads.
-        largest_block: The most tokens that any row demotes at a time.
-        keys: Keys of the full-precision buffer, [B, H, E, D].
-        values: Values of the full-precision buffer, [B, H, E, D].
-        positions: Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot.
-        state: The selector's state of each slot.
-        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; () if it is
-            always one.
-        merged: The merger's state of each head.
-        codes: The codec's tensors of each stage.
-        calibrations: The model's calibrated tensors of each stage.
-        limits: Limits of each row; None for a codec without stages.
-        read_shape: What a decode step reads; None for everything.
-        reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
-        link: What every read of a decode step goes through.
-        length: Tokens that each row has seen, [B] int64.
-        budget: The most tokens that each row may hold, [B] int64.
-        columns: Columns seen, padding included, [] int64.
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    state: State
-    counts: State
-    merged: State
-    codes: tuple[Codes, ...]
-    calibrations: tuple[Calibration, ...]
-    limits: RowLimits | None
-    reads: ReadState | tuple[()]
-    length: Tensor
-    budget: Tensor
-    columns: Tensor
-
-    def __init__(
-        self,
-        layer_idx: int,
-        selector: Selector,
-        codec: Codec,
-        decode: DecodeMode,
-        rope: Rope | None = None,
-        merger: Merger | None = None,
-        reader: Reader | None = None,
-    ) -> None:
-        """Make an empty store of a layer's own parts.
-
-        Without a merger, evicted tokens are dropped; without a reader, every slot is read.
-        """
-        self.layer_idx = layer_idx
-        self.selector = selector
-        self.codec = codec
-        self.merger: Merger = merger or Drop()
-        self.reader: Reader = ReadAll() if reader is None else reader
-        self.grows = decode == "grow"
-        self.rope = rope if codec.traits.key_space == "unrotated" else None
-        self.query_rope = rope
-        self.scale = 1.0
-        self.ranks = SINGLE_RANK
-        self.layout = Layout(0)
-        self.capacity = 0
-        self.expected_len: list[int] = []
-        self.schedule = RankSchedule(selector.needs.rerank_every)
-        self.reserved = 0
-        self.heads = 0
-        self.largest_block = codec.traits.block
-        self.limits = None
-        self.read_shape: ReadShape | None = None
-        self.reads = ()
-        self.link = Link()
-        self.is_initialized = False
-        self._free_steps: float = 0
-        self._may_exceed_plan = False
-
-    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
-        """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
-        batch, heads, _, dim = keys.shape
-        device = keys.device
-        self.ranks = ranks
-        self.group = group
-        self.heads = heads
-        self.keys = keys.new_empty(batch, heads, 0, dim)
-        self.values = keys.new_empty(batch, heads, 0, dim)
-        self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=device)
-        self.state = alloc_state(self.selector, batch, heads, 0, device, HeadShape(group, dim))
-        self.counts = torch.zeros(batch, heads, 0, device=device) if self.merger.traits.counted else ()
-        self.merged = self.merger.alloc(batch, heads, device)
-        self.codes = ()
-        self.limits = alloc_limits(self.codec, batch, heads, dim, device)
-        self.calibrations = tuple(
-            stage.load_calibration(self.layer_idx, device, ranks.held) for stage in self.codec.stages
-        )
-        self.length = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.budget = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.columns = torch.zeros((), dtype=torch.int64, device=device)
-        self.expected_len = [0] * batch
-        self.schedule.start(batch)
-        if reads_part(self.reader, self.layer_idx):
-            self.reads = alloc_reads(self.reader, None, batch, heads, dim, keys.dtype, device, self.layer_idx)
-        self.is_initialized = True
-
-    def check_compatible(self, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values of another dtype or device than those of the slots.
-
-        Raises:
-            KVPolicyError: If they differ.
-        """
-        if not self.is_initialized:
-            return
-        for held, new in ((self.keys, keys), (self.values, values)):
-            if held.dtype != new.dtype or held.device != new.device:
-                raise KVPolicyError(
-                    f"Keys and values must be {held.dtype} on {held.device} like the cache, got {new.dtype} on "
-                    f"{new.device}; try a new cache after moving the model or switching autocast."
-                )
+class LayerSlots(LayerContents):
+    """How the slots of a layer are written, grown and read. `LayerStore` operates on them."""
 
     # writing
 
@@ -303,14 +150,6 @@ class LayerSlots:
             self.largest_block = max(traits_for(self.codec, count).block for count in allocated)
         self._may_exceed_plan = not self.grows and capacity.may_exceed_plan(self.expected_len, tokens)
 
-    def tokens_by_head(self) -> Tensor:
-        """Tokens that each head holds, [B, H] int64."""
-        return (self.positions >= 0).sum(-1)
-
-    def head_positions(self) -> Tensor:
-        """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
-        return self.positions
-
     def _row_counts(self) -> list[int]:
         """Tokens in each row's fullest head."""
         return self.tokens_by_head().amax(-1).tolist()
@@ -333,25 +172,6 @@ class LayerSlots:
         keys = torch.cat([pair[0] for pair in parts], 2)
         values = torch.cat([pair[1] for pair in parts], 2)
         return Past(keys, values, self.positions >= 0, self.log_counts)
-
-    @property
-    def log_counts(self) -> Tensor | None:
-        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
-        return self.counts if isinstance(self.counts, Tensor) else None
-
-    def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters, and counts if there are any."""
-        if not self.is_initialized:
-            return {}
-        counters = (self.length, self.budget, self.columns, *(self.limits or ()))
-        exact = (self.keys, self.values)
-        merged = (self.counts, self.merged)
-        return bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that count as the cache's."""
-        return sum(self.nbytes_by_kind().values())
 
     def _stage_parts(self) -> list[StagePart]:
         sizes = enumerate(self.layout.coded)
@@ -406,47 +226,3 @@ class LayerSlots:
         if not self.reserved or self.limits is None:
             return slots >= 0
         return (slots >= self.reserved) | ~has_dictionary(self.limits)
-
-    # rows
-
-    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
-        if not self.is_initialized:
-            return
-        self.keys = fn(self.keys)
-        self.values = fn(self.values)
-        self.positions = fn(self.positions)
-        self.length = fn(self.length)
-        self.budget = fn(self.budget)
-        self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
-        self.schedule.map_rows(fn)
-        self.state = map_state(fn, self.state)
-        self.counts = map_state(fn, self.counts)
-        self.merged = map_state(fn, self.merged)
-        self.codes = map_state(fn, self.codes)
-        self.reads = map_state(fn, self.reads)
-        if self.limits is not None:  # a limit that the codec does not need has no rows
-            self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
-        self._fix_addresses()
-
-    def leave_inference_mode(self) -> None:
-        """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
-        self.map_rows(torch.clone)
-        self.columns = self.columns.clone()
-
-    def _fix_addresses(self) -> None:
-        fixed = (self.keys, self.values, self.positions, self.length, self.budget, self.columns)
-        held = (self.state, self.counts, self.merged, self.codes, self.calibrations, self.limits or (), self.reads)
-        fix_addresses([*fixed, *held])
-
-    def __repr__(self) -> str:
-        """The slots, and how they are stored."""
-        if not self.is_initialized:
-            return f"{type(self).__name__}(layer_idx={self.layer_idx}, empty)"
-        return f"{type(self).__name__}({self.describe()})"
-
-    def describe(self) -> str:
-        """Sizes of an initialized store, as a `repr` shows them."""
-        batch, heads, slots = self.positions.shape
-        kept = f"exact={self.layout.exact}" + (f", coded={self.layout.coded}" if self.layout.coded else "")
-        return f"layer_idx={self.layer_idx}, rows={batch}, heads={heads}, slots={slots}, {kept}"

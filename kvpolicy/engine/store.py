@@ -144,7 +144,7 @@ class LayerStore(LayerGrowth):
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
         self._rebuild_index(first, pending.salience)
-        self._fix_addresses()
+        self.fix_addresses()
         self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
         self.demote()

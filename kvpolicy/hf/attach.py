@@ -30,6 +30,7 @@ from kvpolicy.hf.forward_calls import (
 )
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
 from kvpolicy.hf.generation_hooks import offer_cache
+from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.hf.residual_hooks import measure
@@ -74,7 +75,8 @@ class Handle:
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
-        self._attachment = Attachment(policy, shape, info, ropes, sharing, rotary, trained)
+        described = identity(model, info=info)
+        self._attachment = Attachment(policy, shape, info, described, ropes, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:

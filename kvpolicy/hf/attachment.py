@@ -25,6 +25,7 @@ class Attachment:
         policy: The attached policy.
         model_shape: The model's cache.
         info: The same as codecs see it.
+        identity: What a file of a cache says of the model.
         ropes: Rotary embedding of each layer; empty unless the policy undoes it.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
@@ -37,6 +38,7 @@ class Attachment:
         policy: Policy,
         model_shape: ModelShape,
         info: ModelInfo,
+        identity: dict[str, Any],
         ropes: dict[int, Rope],
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
@@ -46,6 +48,7 @@ class Attachment:
         self.policy = policy
         self.model_shape = model_shape
         self.info = info
+        self.identity = identity
         self.ropes = ropes
         self.rotary = rotary
         self.trained_positions = trained_positions
@@ -80,6 +83,11 @@ class Attachment:
                 "attach a policy with the same codec."
             )
         policy.check(self.info)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks over which the model is sharded."""
+        return (0, 1) if self._sharing is None else (self._sharing.rank, self._sharing.size)
 
     def resolve_ranks(self, layer_idx: int, queries: Tensor, keys: Tensor) -> Ranks:
         """The ranks that share a layer, from the heads [B, heads, P, D] of its first prompt; asked once per layer."""

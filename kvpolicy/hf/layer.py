@@ -192,24 +192,25 @@ class PolicyLayer(CacheLayerMixin):
         self.massive = None if self.massive is None else fn(self.massive)
         self.transcript = None if self.transcript is None else self.transcript.map_rows(fn)
         if self.mask_digest is not None:
-            self._hold_digest(fn(self.mask_digest))
+            self.hold_digest(fn(self.mask_digest))
 
     def leave_inference_mode(self) -> None:
         """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
         self.store.leave_inference_mode()
         self.pending = None if self.pending is None else self.pending.map_rows(torch.clone)
         if self.mask_digest is not None:
-            self._hold_digest(self.mask_digest.clone())
+            self.hold_digest(self.mask_digest.clone())
 
     def extend_digest(self, valid: Tensor | None, columns: int) -> None:
         """Add columns to the digest of the mask; see `kvpolicy.hf.mask_digest`."""
         if self.mask_digest is None:
-            self._hold_digest(torch.zeros_like(self.store.length))
+            self.hold_digest(torch.zeros_like(self.store.length))
         assert self.mask_digest is not None
         extend_digest(self.mask_digest, valid, columns)
 
     @on_host
-    def _hold_digest(self, digest: Tensor) -> None:
+    def hold_digest(self, digest: Tensor) -> None:
+        """Hold a digest of the columns seen, [B] int64."""
         self.mask_digest = digest
         fix_addresses([digest])  # a compiled step writes to it, as to the slots
 

@@ -36,6 +36,11 @@ class Sharing(NamedTuple):
         """The number of ranks."""
         return dist.get_world_size(self.group)
 
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return dist.get_rank(self.group)
+
     def resolve_ranks(self, queries: int, heads: int, device: torch.device) -> Ranks:
         """Gather the heads of every rank; all ranks must call this.
 
@@ -49,7 +54,7 @@ class Sharing(NamedTuple):
         # Counted from tensors, because the config of a sharded model still has the heads of the whole model.
         found = gather(torch.tensor([queries, heads], device=device), size, name).tolist()
         return Ranks(
-            rank=dist.get_rank(self.group),
+            rank=self.rank,
             size=size,
             group=name,
             replicas=self.replicas,

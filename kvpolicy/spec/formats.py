@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,23 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
         )
 
 
-def replace_file(path: Path, blob: bytes) -> None:
-    """Write a file atomically, so that no reader sees a part of it."""
+@contextmanager
+def replacing(path: Path) -> Generator[Path, None, None]:
+    """Write a file atomically, so that no reader sees a part of it.
+
+    Yields:
+        The path to write to; the file there takes the place of `path` at the end, unless an error was raised.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(blob)
+        yield temporary
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def replace_file(path: Path, blob: bytes) -> None:
+    """Write bytes to a file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(blob)

@@ -32,7 +32,9 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.tables import shorten
 
 _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
-_WRAPPING = ("base", "heads")
+WRAPPING = ("base", "heads")
+"""The fields through which a strategy wraps another."""
+
 _NAME = re.compile(r"[^:/=]*")
 _INT = re.compile(r"-?[0-9]{1,1000}")
 _FLOAT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
@@ -111,7 +113,7 @@ def _part(text: str) -> tuple[Kind, Any]:
 
 def _wraps(cls: type[Any]) -> str:
     """The field through which a strategy wraps another, or an empty string."""
-    return next((field for field in _WRAPPING if field in _fields(cls)), "")
+    return next((field for field in WRAPPING if field in fields_of(cls)), "")
 
 
 def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
@@ -143,7 +145,7 @@ def _term(text: str) -> tuple[str, Kind, type[Any], dict[str, Any], str | None]:
 
 def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    known = {key: hint for key, hint in _hints(cls).items() if key not in _WRAPPING}
+    known = {key: hint for key, hint in _hints(cls).items() if key not in WRAPPING}
     aliases: Mapping[str, str] = getattr(cls, "ALIASES", {})
     value_aliases: Mapping[str, Mapping[str, str]] = getattr(cls, "VALUE_ALIASES", {})
     for option in text.split(":") if text else []:
@@ -217,15 +219,15 @@ def _show_term(strategy: object) -> str:
     cls = type(strategy)
     terms = [name_of(cls)]
     base = ""
-    for key, field in _fields(cls).items():
+    for key, field in fields_of(cls).items():
         value = getattr(strategy, key)
         if value == _default(field):
             continue
-        if key in _WRAPPING:
+        if key in WRAPPING:
             base = f"/{_show_term(value)}"
         else:
-            shown = _show_value(value, _hints(cls)[key], slash="base" not in _fields(cls))
-            terms.append(f"{key}={_before_heads().sub('%2F', shown) if 'heads' in _fields(cls) else shown}")
+            shown = _show_value(value, _hints(cls)[key], slash="base" not in fields_of(cls))
+            terms.append(f"{key}={_before_heads().sub('%2F', shown) if 'heads' in fields_of(cls) else shown}")
     return ":".join(terms) + base
 
 
@@ -262,11 +264,12 @@ def _default(field: Field[Any]) -> Any:
 
 
 @functools.cache
-def _fields(cls: type[Any]) -> dict[str, Field[Any]]:
+def fields_of(cls: type[Any]) -> dict[str, Field[Any]]:
+    """The options of a strategy class by name, the strategy that it wraps included."""
     return {field.name: field for field in fields(cls) if field.init}
 
 
 @functools.cache
 def _hints(cls: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
-    return {key: hints[key] for key in _fields(cls)}
+    return {key: hints[key] for key in fields_of(cls)}

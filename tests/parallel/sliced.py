@@ -88,8 +88,11 @@ def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
         yield
 
 
-def play(model: Any, policy: str | Policy) -> tuple[PolicyCache, list[Tensor]]:
-    """A padded batch, some steps, more of a prompt, which one row has no part in, and more steps; cache and logits."""
+def play(model: Any, policy: str | Policy, file: Path | None = None) -> tuple[PolicyCache, list[Tensor]]:
+    """A padded batch, some steps, more of a prompt, which one row has no part in, and more steps; cache and logits.
+
+    With a file, the cache is saved to it between the two prompts, and the rest runs on what is loaded.
+    """
     draw = torch.Generator().manual_seed(3)
     found: list[Tensor] = []
     seen = torch.zeros(3, 0, dtype=torch.int64)
@@ -107,6 +110,9 @@ def play(model: Any, policy: str | Policy) -> tuple[PolicyCache, list[Tensor]]:
                 found.append(logits)
                 tokens = logits[:, -1].argmax(-1, keepdim=True)
                 own = torch.ones(3, 1)
+            if file is not None:
+                cache.save(file)
+                cache = PolicyCache.load(model, file)
     return cache, found
 
 
@@ -162,7 +168,7 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
         words = words.replace("FOLDER", folder)
         one, logits = play(alone, words)
         with divided(heads, rank, world):
-            some, others = play(model, words)
+            some, others = play(model, words, Path(folder) / "cache.safetensors" if folder else None)
         # One product over all heads reads the first; a second prompt attends to as many columns as the fullest head of
         # the rank has pages for, which is one of the few heads that `duo` gives much.
         to_the_bit = heads.replicas == 1 and not any(part in words for part in ("turboquant", "/duo:"))

@@ -1,7 +1,8 @@
-"""Identification of the model that a calibration belongs to."""
+"""Identification of the model that a calibration or a saved cache belongs to."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ def model_info(model: nn.Module) -> ModelInfo:
     return describe(model.config).info(sample_weights(find_sites(model).layers[0]))
 
 
-def identity(model: nn.Module, name: str | None = None) -> dict[str, Any]:
-    """The description of a model in a calibration file, which `kvpolicy.codecs._files.check_model` verifies.
+def identity(model: nn.Module, name: str | None = None, info: ModelInfo | None = None) -> dict[str, Any]:
+    """The description of a model in a file, which `kvpolicy.spec.model_identity.check_same_model` verifies.
 
     Args:
         model: The model.
         name: Name of the model; by default where it was loaded from, without folders.
+        info: What is known of it: for a shard, that of the whole model. By default it is asked of the model.
     """
-    info = model_info(model)
+    info = model_info(model) if info is None else info
     config: Any = model.config
     loaded_from: str = getattr(config, "name_or_path", "") or type(model).__name__
     return {
@@ -43,4 +45,10 @@ def identity(model: nn.Module, name: str | None = None) -> dict[str, Any]:
         "heads": info.heads,
         "head_dim": info.head_dim,
         "weights": None if info.weights is None else info.weights.tolist(),
+        "rope": _jsonable(getattr(config.get_text_config(decoder=True), "rope_parameters", None)),
     }
+
+
+def _jsonable(parameters: Any) -> Any:
+    """Parameters of a rotary embedding as a file has them: some configs hold tuples, and subclasses of dict."""
+    return json.loads(json.dumps(parameters, default=str))

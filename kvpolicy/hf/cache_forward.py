@@ -1,0 +1,306 @@
+"""A forward on a cache: how its layers attend, how they are measured, and when a prompt is compressed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
+from kvpolicy.engine.host import on_host
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.reading import Board
+from kvpolicy.engine.rotary import rope_offset
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.hf.attachment import Attachment
+from kvpolicy.hf.division import Expected, divide_budget
+from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
+from kvpolicy.hf.layer import PolicyLayer, make_store
+from kvpolicy.hf.replay import replay
+from kvpolicy.hf.transcript import extended
+from kvpolicy.planning.planner import Tokens
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Forward
+from kvpolicy.reporting.logging import log_extended
+
+
+class CacheForward(Cache):
+    """The layers of a cache under a policy, and the forward that runs on them. See `PolicyCache`.
+
+    Attributes:
+        attachment: What connects the cache to its model.
+        policy: The cache's policy.
+        new: Tokens that will be generated; None if unknown.
+        plan: The plan of the last prompt; None before it.
+        guard: The running forward.
+    """
+
+    def __init__(self, attachment: Attachment, policy: Policy) -> None:
+        """Make an empty cache."""
+        self.attachment = attachment
+        self.policy = policy
+        self._boards: dict[int, Board] = {}
+        super().__init__(layers=[self._make_layer(index) for index in range(self.attachment.layers)])
+        self.prompt = None
+        self.new: int | None = None
+        self.plan: CachePlan | None = None
+        self.guard = ForwardGuard()
+        # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
+        self._end: list[int] | None = None  # tokens of each row once the last is generated
+        self._cosines: list[list[float]] | None = None  # the metric of each row and layer
+        self._metrics: dict[int, Tensor] = {}  # the running forward's, [B] by layer
+        self._tokens: Tokens | None = None  # the running forward's budgets
+        self._waiting: list[PolicyLayer] = []
+        self._valid: Tensor | None = None
+        self._one_token = False
+        self._first: Tensor | None = (
+            None  # rows without a token before the running forward, [B]; None if there are none
+        )
+        self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
+        self._holds = False  # whether the running forward's tokens are held until they were replayed
+
+    def _make_layer(self, index: int) -> Any:
+        shape = self.attachment.model_shape
+        if index in shape.unmanaged:
+            return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
+        policy = self.policy
+        rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
+        chooser = policy.reader.traits.source(index)
+        board = None if chooser is None else self._boards.setdefault(chooser, Board())
+        return PolicyLayer(lambda: make_store(policy, index, rope), board)
+
+    @property
+    def policy_layers(self) -> list[PolicyLayer]:
+        """The layers under the policy."""
+        return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
+
+    @property
+    def prompt(self) -> Tensor | None:
+        """Announced tokens of each row's whole prompt, [B] or [] int64; None if unknown."""
+        return None if self._prompt is None else torch.tensor(self._prompt)
+
+    @prompt.setter
+    def prompt(self, prompt: Tensor | None) -> None:
+        """Announce a prompt."""
+        self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
+
+    def _ensure_capacity(self, layer: PolicyLayer) -> None:
+        added = layer.store.ensure_capacity()
+        log_extended(layer.layer_idx, added, layer.store.capacity)
+
+    # a forward
+
+    @on_host
+    def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
+        """Prepare for an eager forward of `tokens` [B, P(, hidden)]; nothing is changed if it is refused."""
+        first = self.policy_layers[0]
+        new = tokens.shape[1]
+        one_token = new == 1 and first.is_initialized and first.pending is None
+        fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
+        valid = mask[:, -new:].bool() if mask is not None and fits else None
+        seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
+        offset = transcript = None
+        # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
+        # the guard is about to refuse this one, and an error about positions would mislead.
+        if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
+            known = None if first.store.limits is None else first.store.limits.rope_offset
+            offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
+        elif self.policy.undoes_rotation and not (one_token or self.guard.running):
+            # Only to refuse positions that do not go on by one. Queries may be unrotated without the offset, since
+            # rotating them to later positions makes up for it.
+            rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
+        starts = not one_token and bool((seen == 0).any())
+        holds = self.policy.selector.needs.replay is not None and (starts or first.pending is not None)
+        if holds and not self.guard.running:
+            transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
+        self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
+        self._one_token = one_token
+        self._holds = holds
+        self._rope_offset = offset
+        for layer in self.policy_layers:
+            if layer.is_initialized and layer.store.is_inference and not torch.is_inference_mode_enabled():
+                layer.leave_inference_mode()
+            if one_token:
+                self._ensure_capacity(layer)
+        if transcript is not None:
+            first.transcript = transcript
+        self._first = seen == 0 if starts else None
+        self._valid = valid if self.wants_metrics or self.wants_massive else None
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> Tensor:
+        """Attend from new tokens through a layer's slots, and store them.
+
+        Args:
+            layer_idx: Index of the layer.
+            q: [B, Hq, P, D].
+            k: [B, H, P, D].
+            v: [B, H, P, D].
+            valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+            transform: From products to attention weights.
+            forward: The arguments of the attention module, if the selector needs them.
+
+        Returns:
+            [B, Hq, P, D].
+        """
+        layer: Any = self.layers[layer_idx]
+        store: LayerStore = layer.store
+        self.guard.note_attention(layer_idx)
+        store.check_compatible(k, v)
+        ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
+        heads, new = q.shape[1:3]
+        # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
+        has_slots = store.layout.slots > 0 or layer.pending is not None
+        if ranks.phantom:  # a rank without heads takes part with one that no sum counts
+            q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
+        if store.is_initialized and q.shape[2] == 1 and layer.pending is None:
+            out = store.append(q, k, v, valid, transform)
+        else:
+            if not store.is_initialized:
+                store.initialize(k, ranks, q.shape[1] // k.shape[1])
+            out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
+            self.compress(layer, pending)
+        # One digest serves all layers, which see the same columns.
+        if layer is self.policy_layers[0]:
+            layer.extend_digest(valid, new)
+        if has_slots:
+            refuse_gradients(out)
+        # The output of a phantom head is not part of the model: `heads` is 0 there.
+        return out[:, :heads]
+
+    @on_host
+    def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
+        """Compress a layer's prompt at once if its budget is known, and hold it until it is, or was replayed."""
+        if self._holds:
+            facts = self._prompt_facts(layer)
+            layer.hold(pending, facts["massive"], facts["rope_offset"])
+            return
+        if self.wants_metrics:
+            layer.pending = pending.owned()
+            self._waiting.append(layer)
+            return
+        if layer is self.policy_layers[0]:
+            self._divide(layer, pending)
+        layer.store.compress(pending, self._row_budget(layer), **self._prompt_facts(layer))
+
+    @on_host
+    def finish(self, decoder: nn.Module) -> None:
+        """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
+        self.guard.end()
+        if self._holds and self._is_complete:
+            self._replay(decoder)
+        self.compress_waiting()
+        if self._metrics:
+            self._cosines = self.cosines().tolist()
+        self._metrics = {}
+        self._tokens = self._valid = self._first = self._rope_offset = None
+        # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
+        self.guard.running = False
+        for layer in self.policy_layers if self._one_token else ():
+            layer.store.count_step()
+
+    def compress_waiting(self) -> None:
+        """Divide the budget, and compress every layer whose prompt waits for it."""
+        waiting, self._waiting = self._waiting, []
+        for number, layer in enumerate(waiting):
+            # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
+            pending, massive = layer.release()
+            if number == 0:
+                self._divide(layer, pending)
+            facts = self._prompt_facts(layer)
+            if massive is not None:
+                facts["massive"] = massive
+            layer.store.compress(pending, self._row_budget(layer), **facts)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the layers hold all of the announced prompt."""
+        length = self.policy_layers[0].length.cpu()
+        if self.prompt is None:
+            return True
+        # One number is the longest row's.
+        return bool((length >= self.prompt).all()) if self.prompt.dim() else int(length.max()) >= int(self.prompt)
+
+    def _replay(self, decoder: nn.Module) -> None:
+        """Score the prompts that the layers hold by a replay; they are compressed next."""
+        first = self.policy_layers[0]
+        plan = self.policy.selector.needs.replay
+        assert plan is not None and first.transcript is not None
+        replay(self.layers, first.transcript, decoder, plan)
+        first.transcript = None
+        self._waiting = self.policy_layers
+
+    def _row_budget(self, layer: PolicyLayer) -> RowBudget:
+        """A layer's share of the divided budget."""
+        number = self.policy_layers.index(layer)
+        assert self._tokens is not None, "the first layer divides the budget"
+        tokens = self._tokens
+        return RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
+
+    def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
+        """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
+        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": self._rope_offset}
+
+    # metrics of a prompt
+
+    @property
+    def wants_metrics(self) -> bool:
+        """Whether layers are still to be measured."""
+        return self.policy.allocator.layer_metric != "" and self._first is not None
+
+    @property
+    def wants_massive(self) -> bool:
+        """Whether the largest activations of a prompt are still to be found."""
+        return self.policy.codec.traits.pins == "massive" and self._first is not None
+
+    @on_host
+    def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
+        """Measure how little attention changes the residual stream: cosine of before and after, mean over tokens.
+
+        Args:
+            layer_idx: Index of the layer.
+            residual: Before, [B, P, hidden].
+            update: What attention adds, [B, P, hidden].
+        """
+        new = mean_cosine(residual, update, self._valid)
+        if self._cosines is not None and self._first is not None:  # a row is measured on its first tokens
+            place = [layer.layer_idx for layer in self.policy_layers].index(layer_idx)
+            held = new.new_tensor([row[place] for row in self._cosines])
+            new = torch.where(self._first.to(new.device), new, held)
+        self._metrics[layer_idx] = new
+
+    @on_host
+    def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
+        """Find the tokens with a layer's largest activations in its hidden states, [B, P, hidden]."""
+        self.guard.massive[layer_idx] = massive_tokens(hidden, self._valid, self.policy.codec.traits.pinned)
+
+    def cosines(self) -> Tensor:
+        """The measured cosines, [B, L]."""
+        if self._metrics:
+            return torch.stack([self._metrics[layer.layer_idx].cpu() for layer in self.policy_layers], -1)
+        assert self._cosines is not None, "no prompt was measured"
+        return torch.tensor(self._cosines)
+
+    # budgets
+
+    def _divide(self, first: PolicyLayer, pending: PendingPrompt) -> None:
+        """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer."""
+        metrics = self.cosines() if self.policy.allocator.layer_metric else None
+        end = None if self._end is None else torch.tensor(self._end)
+        told = Expected(self.prompt, self.new, end)
+        model = self.attachment.model_shape
+        columns = first.get_seq_length()
+        self._tokens, self.plan, end = divide_budget(self.policy, model, first.store, pending, told, metrics, columns)
+        self._end = None if end is None else end.tolist()

@@ -1,0 +1,106 @@
+"""How a cache's budget is divided among its layers once a prompt is known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.store import LayerStore
+from kvpolicy.hf.model_spec import ModelShape
+from kvpolicy.planning.memory import planned_resident, prefill_peak
+from kvpolicy.planning.notes import plan_notes
+from kvpolicy.planning.planner import Tokens, divide, plan_layers
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape
+from kvpolicy.spec.errors import KVPolicyStateError
+from kvpolicy.spec.validation import MAX_SIZE, at_least
+
+
+class Expected(NamedTuple):
+    """What a cache was told of its rows.
+
+    Attributes:
+        prompt: Announced tokens of each row's whole prompt, [B] or []; None if unknown.
+        new: Tokens that will be generated; None if unknown.
+        end: Tokens of each row once the last is generated, as of the first chunk of an announced prompt, [B].
+    """
+
+    prompt: Tensor | None
+    new: int | None
+    end: Tensor | None
+
+
+class Division(NamedTuple):
+    """A divided budget.
+
+    Attributes:
+        tokens: Tokens of each row and layer.
+        plan: The plan of the cache.
+        end: Tokens of each row once the last is generated, [B]; None if unknown.
+    """
+
+    tokens: Tokens
+    plan: CachePlan
+    end: Tensor | None
+
+
+def divide_budget(
+    policy: Policy,
+    model: ModelShape,
+    store: LayerStore,
+    pending: PendingPrompt,
+    told: Expected,
+    metrics: Tensor | None,
+    columns: int,
+) -> Division:
+    """Divide a budget among layers, from the rows' lengths after the pending prompt of the first layer.
+
+    Args:
+        policy: The policy of the cache.
+        model: The model's cache.
+        store: The first layer.
+        pending: Its prompt.
+        told: What the cache was told.
+        metrics: What the allocator measured, [B, L]; None if it measures nothing.
+        columns: Columns that the cache has seen, those of the pending prompt included.
+    """
+    batch, heads, _, dim = pending.keys.shape
+    indices = model.evictable
+    own = pending.lengths(store.length).cpu()
+    length = at_least(own, told.prompt)
+    dtype = pending.keys.dtype
+    every = store.ranks.kv_heads(heads)
+    shape = LayerShape(heads, dim, dtype, store.group, every)
+    # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
+    # are those of this rank.
+    fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.group), every)
+    # Once per announcement: a chunk or turn that follows does not move the announced end.
+    end = length + told.new if told.new is not None and told.end is None else told.end
+    columns += int((length - own).max())
+    alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
+    most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows
+    tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices)
+    if metrics is not None and not store.ranks.agree(tokens.keep.to(store.positions.device)):
+        raise KVPolicyStateError(
+            "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "
+            "to give all ranks the same prompts and weights."
+        )
+    seen = int((length if end is None else torch.maximum(end, length)).sum())
+    layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
+    sizes = [sum(layer.nbytes.values()) for layer in layers]
+    plan = CachePlan(
+        policy=policy,
+        batch=batch,
+        layers=layers,
+        measured=True,
+        unmanaged=alone,
+        full_nbytes=seen * shape.token_nbytes * len(indices) + sum(alone.values()),
+        note=plan_notes(policy, layers, tokens.keep, length),
+        resident_nbytes=planned_resident(policy, tuple(indices), store.ranks.held),
+        peak_nbytes=prefill_peak(policy, batch, shape, sizes, columns, sum(alone.values())),
+    )
+    return Division(tokens, plan, end)

@@ -1,0 +1,219 @@
+"""What a file says of a cache, and how a cache is made of it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.engine import snapshot
+from kvpolicy.engine.snapshot import Snapshot
+from kvpolicy.engine.state import tensors
+from kvpolicy.hf.attachment import Attachment, attachment_of
+from kvpolicy.hf.cache_file import CacheFile, rank_path, read, read_header
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import SINGLE_RANK, Ranks
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.model_identity import check_same_model
+
+TOKENS = "tokens"
+"""The name of the token ids in a file, [B, N] int64."""
+
+
+def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) -> CacheFile:
+    """Everything that a cache holds, of this rank.
+
+    Args:
+        cache: A `PolicyCache` that has seen a prompt.
+        tokens: The token ids that it has seen, [B, N] int64, padding included; None if they are not to be stored.
+
+    Raises:
+        KVPolicyError: If the cache is empty or in the middle of a prompt, its policy has a part that cannot be written
+            down, or the tokens are not those of all its columns.
+    """
+    policy = cache.policy.to_dict()
+    _check_complete(cache)
+    columns = cache.get_seq_length()
+    held: dict[str, Tensor] = {"digest": cache.mask_digest}
+    if tokens is not None:
+        held[TOKENS] = _checked_tokens(tokens, cache.batch_size, columns)
+    layers: dict[str, Any] = {}
+    windows: dict[str, int] = {}
+    for index, layer in enumerate(cache.layers):
+        if index in cache.attachment.model_shape.unmanaged:
+            held |= {f"layers.{index}.keys": layer.keys, f"layers.{index}.values": layer.values}
+            windows[str(index)] = layer.cumulative_length
+            continue
+        taken = snapshot.take(layer.store)
+        held |= {f"layers.{index}.{name}": tensor for name, tensor in taken.tensors.items()}
+        layers[str(index)] = taken.numbers
+    first = cache.policy_layers[0]
+    ranks: Ranks = first.store.ranks
+    header = {
+        "policy": policy,
+        "spec": str(cache.policy),
+        "model": cache.attachment.identity,
+        "dtype": _name(first.keys.dtype),
+        "ranks": {"rank": ranks.rank, "size": ranks.size, "queries": list(ranks.queries), "heads": list(ranks.heads)},
+        "rows": cache.batch_size,
+        "columns": columns,
+        "nbytes": cache.nbytes,
+        "full_nbytes": cache.full_nbytes,
+        "calibrations": _calibrations(cache),
+        "cache": cache.numbers(),
+        "plan": None if cache.plan is None else plan_to_dict(cache.plan),
+        "layers": layers,
+        "windows": windows,
+    }
+    return CacheFile(header, held)
+
+
+def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -> None:
+    """Fill an empty cache with what a file says.
+
+    Args:
+        cache: A `PolicyCache` of the same policy.
+        model: Its model.
+        content: The file of this rank.
+        what: The name of the file, for messages.
+
+    Raises:
+        KVPolicyError: If the content is of another model, dtype or number of ranks, or does not fit the policy.
+    """
+    header, held = content
+    attachment: Attachment = cache.attachment
+    _check_model(header, attachment, what)
+    sites = {site.layer_idx: site for site in find_sites(model).layers}
+    dtype: torch.dtype = getattr(torch, header["dtype"])
+    for index, layer in enumerate(cache.layers):
+        device = next(sites[index].attention.parameters()).device
+        own = _below(held, f"layers.{index}.")
+        if index in attachment.model_shape.unmanaged:
+            keys, values = (own[name].to(device) for name in ("keys", "values"))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            layer.cumulative_length = header["windows"][str(index)]
+            continue
+        ranks = _ranks(header["ranks"], attachment, index, device)
+        snapshot.put(layer.store, Snapshot(own, header["layers"][str(index)]), ranks, dtype, device)
+    if header["calibrations"] != _calibrations(cache):
+        raise KVPolicyError(
+            f"The cache file {what!r} must be loaded with the calibration that it was made with, got another one for "
+            f"{cache.policy}; save the cache again."
+        )
+    cache.set_numbers(header["cache"])
+    cache.policy_layers[0].hold_digest(held["digest"].to(cache.policy_layers[0].length.device))
+    cache.plan = None if header["plan"] is None else plan_from_dict(cache.policy, header["plan"])
+
+
+def read_for(model: nn.Module, path: str) -> tuple[CacheFile, Policy]:
+    """The file of this rank of a model, and the policy of the cache in it.
+
+    Raises:
+        KVPolicyError: If no policy is attached, the file cannot be read, or it is of another number of ranks.
+    """
+    rank, size = attachment_of(model).place
+    own = rank_path(path, rank, size)
+    _check_size(own, path, size)
+    content = read(own)
+    _check_ranks(content.header["ranks"]["size"], str(own), size)
+    return content, Policy.from_dict(content.header["policy"])
+
+
+def stored_tokens(path: str | Path) -> Tensor | None:
+    """The token ids in a cache file, [B, N] int64; None if there are none.
+
+    Raises:
+        KVPolicyError: If the file cannot be read.
+    """
+    return read(Path(path)).tensors.get(TOKENS)
+
+
+def _check_complete(cache: Any) -> None:
+    if not cache.is_initialized:
+        raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
+    if cache.guard.running or any(layer.pending is not None for layer in cache.policy_layers):
+        raise KVPolicyError(
+            "A cache must have compressed its prompt to be saved, got one that waits for the rest of it; try after the "
+            "last chunk."
+        )
+
+
+def _checked_tokens(tokens: Tensor | Sequence[Sequence[int]], rows: int, columns: int) -> Tensor:
+    ids = torch.as_tensor(tokens, dtype=torch.int64)
+    if ids.shape != (rows, columns):
+        raise KVPolicyError(
+            f"tokens must be the ids that the cache has seen, padding included, [{rows}, {columns}], got "
+            f"{list(ids.shape)}; the newest token of a generation is in no cache yet."
+        )
+    return ids
+
+
+def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str) -> None:
+    name = f"The cache file {what!r}"
+    remedy = "compute the cache again"
+    check_same_model(header["model"], name, attachment.info, exact=True, remedy=remedy)
+    theirs, ours = header["model"]["rope"], attachment.identity["rope"]
+    if theirs != ours:
+        raise KVPolicyError(f"{name} must be for the rotary embedding {ours}, got one for {theirs}; {remedy}.")
+    wanted = {_name(attachment.model_shape.shape.dtype)}
+    if torch.is_autocast_enabled():
+        wanted.add(_name(torch.get_autocast_dtype("cuda" if torch.cuda.is_available() else "cpu")))
+    if header["dtype"] not in wanted:
+        raise KVPolicyError(
+            f"{name} must be for keys and values in {' or '.join(sorted(wanted))}, got {header['dtype']}; try loading "
+            f"the model with dtype={header['dtype']}."
+        )
+
+
+def _check_size(own: Path, path: str, size: int) -> None:
+    """Tell from the names of files that a cache was saved by another number of ranks."""
+    if own.is_file():
+        return
+    whole = Path(path).expanduser()
+    if size > 1 and whole.is_file():
+        _check_ranks(read_header(whole)["ranks"]["size"], path, size)
+    shards = sorted(whole.parent.glob(f"{whole.stem}-00001-of-*{whole.suffix}"))
+    if shards:
+        _check_ranks(read_header(shards[0])["ranks"]["size"], path, size)
+
+
+def _check_ranks(saved: int, what: str, size: int) -> None:
+    if saved != size:
+        raise KVPolicyError(
+            f"The cache file {what!r} must be loaded on as many ranks as it was saved on, got {size} instead of "
+            f"{saved}; try the same tensor parallel size."
+        )
+
+
+def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, device: torch.device) -> Ranks:
+    if saved["size"] == 1:
+        return SINGLE_RANK
+    rank = saved["rank"]
+    queries, keys = (torch.empty(1, saved[name][rank], 0, 1, device=device) for name in ("queries", "heads"))
+    return attachment.resolve_ranks(layer_idx, queries, keys)
+
+
+def _calibrations(cache: Any) -> str:
+    """A hash of the calibrated tensors that the codes of a cache were made with; empty if there are none."""
+    found = hashlib.sha256()
+    count = 0
+    for layer in cache.policy_layers:
+        for tensor in tensors(layer.store.calibrations):
+            found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            count += 1
+    return found.hexdigest() if count else ""
+
+
+def _below(held: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,319 @@
+"""A cache that was saved and loaded goes on bit for bit, and what is not such a file is refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.hf import cache_file
+from kvpolicy.hf.saved_cache import stored_tokens
+from kvpolicy.registry import names
+from tests.conformance.access import static_tensors
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.conformance.policies import MERGERS, star_of_three, words
+from tests.sampling import product
+
+TURNS = [26, 1, 1, 1, 1, 1, 6, 1, 1, 1, 1, 1, 1]
+CUT = 32
+"""Columns before the file: a prompt and some steps."""
+
+OTHERS = [
+    "uniform/adakv+h2o@0.5",
+    "squeeze/adakv+snapkv:window=6:kernel=3+tokenwise:residual_length=2:block_size=3@0.5",
+    "uniform/even+h2o:decode=grow@0.5",
+    *(words("h2o", name) for name in MERGERS if name != "drop"),
+    words("h2o", "merge", "kivi"),
+    "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
+    "snapkv:window=6:kernel=3+labels:read=5:channels=3:dense=0@0.8",
+    "h2o+reuse:every=2:dense=0/exact:read=6@0.8",
+    "h2o+compensate+quest:read=8:page=2:dense=1@0.5",
+    "tokenwise:residual_length=2:block_size=3+exact:read=5",
+    "h2o:decode=grow@0.5",
+    words("kvzip"),
+]
+EVERY = [*(words(*row) for row in star_of_three()), *OTHERS]
+SOME = [*OTHERS, words("squeeze", "snapkv", "plain"), *(words("uniform", "h2o", codec) for codec in names("codec"))]
+
+
+def start(model: Any, lengths: list[int], **expected: Any) -> tuple[PolicyCache, Tensor, Tensor]:
+    """A cache in the middle of a conversation, and the whole of it."""
+    ids, mask = make_batch(lengths, TURNS)
+    cache = PolicyCache(model, **expected)
+    forward(model, ids, mask, 0, TURNS[0], cache)
+    for column in range(TURNS[0], CUT):
+        forward(model, ids, mask, column, column + 1, cache)
+    return cache, ids, mask
+
+
+def go_on(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor) -> list[Tensor]:
+    """The logits of the rest: steps, another prompt where there is one, steps."""
+    logits: list[Tensor] = []
+    column = CUT
+    while column < ids.shape[1]:
+        stop = column + (6 if column == CUT else 1)
+        logits.append(forward(model, ids, mask, column, stop, cache))
+        column = stop
+    return logits
+
+
+def check_same(model: Any, path: Path, cache: PolicyCache, ids: Tensor, mask: Tensor) -> None:
+    """A loaded cache and the one that was saved say the same, and go on alike."""
+    loaded = PolicyCache.load(model, path)
+    assert _told(loaded) == _told(cache)
+    assert loaded.plan == cache.plan and loaded.policy == cache.policy and loaded.nbytes == cache.nbytes
+    rows = zip(go_on(model, cache, ids, mask), go_on(model, loaded, ids, mask), strict=True)
+    assert all(torch.equal(one, other) for one, other in rows)
+    assert all(torch.equal(a, b) for a, b in zip(static_tensors(cache), static_tensors(loaded), strict=True))
+
+
+def _told(cache: PolicyCache) -> dict[str, Any]:
+    """The report, without what the last step read, which may have had fewer rows."""
+    report = cache.report().as_dict()
+    layers = [{name: value for name, value in layer.items() if name != "moved"} for layer in report["layers"]]
+    return report | {"layers": layers, "moved": None}
+
+
+@product(("policy", "lengths"), EVERY, [[26, 17, 11], [26]], sample=[(policy, [26, 17, 11]) for policy in SOME])
+def test_it_goes_on_bit_for_bit(policy: str, lengths: list[int], tmp_path: Path) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, policy):
+        cache, ids, mask = start(model, lengths)
+        cache.save(tmp_path / "cache.safetensors", tokens=ids[:, :CUT], compress="zlib")
+        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+    assert torch.equal(stored_tokens(tmp_path / "cache.safetensors"), ids[:, :CUT])  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "falcon_grouped"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """Layers that no policy manages are saved with the others."""
+    model = build(family)
+    with kvpolicy.attach(model, words("h2o", "kivi")):
+        cache, ids, mask = start(model, [26, 17])
+        cache.save(tmp_path / "cache.safetensors")
+        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = build("llama", dtype)
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache, ids, mask = start(model, [26, 17])
+        cache.save(tmp_path / "cache.safetensors")
+        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+
+
+@pytest.mark.parametrize("spec", ["snapkv:window=6:kernel=3+kivi:group_size=4:residual_length=4@0.5", "full"])
+def test_after_beams_and_in_inference_mode(spec: str, tmp_path: Path) -> None:
+    model = build("llama")
+    with kvpolicy.attach(model, spec):
+        with torch.inference_mode():
+            cache, ids, mask = start(model, [26, 17])
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([0, 0, 3, 2]))
+        ids, mask = ids[[0, 0, 1, 1]], mask[[0, 0, 1, 1]]
+        cache.save(tmp_path / "cache.safetensors")
+        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+
+
+def test_ten_times_lose_nothing(tmp_path: Path) -> None:
+    model = build("llama")
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, words("h2o", "kivi")):
+        cache, _, _ = start(model, [26, 17])
+        cache.save(path)
+        first = load_file(path)
+        for _ in range(10):
+            PolicyCache.load(model, path).save(path)
+    again = load_file(path)
+    assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_room_for_more(tmp_path: Path) -> None:
+    """A file loads with the slots that it was saved with; `new` asks for more."""
+    model = build("llama")
+    with kvpolicy.attach(model, "h2o:decode=grow@0.5"):
+        cache, ids, mask = start(model, [26, 17], new=8)
+        cache.save(tmp_path / "cache.safetensors")
+        assert PolicyCache.load(model, tmp_path / "cache.safetensors").nbytes == cache.nbytes
+        roomy = PolicyCache.load(model, tmp_path / "cache.safetensors", new=64)
+        assert roomy.nbytes > cache.nbytes
+        before = roomy.nbytes
+        rows = zip(go_on(model, cache, ids, mask), go_on(model, roomy, ids, mask), strict=True)
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in rows)
+        assert roomy.nbytes == before
+
+
+def test_compressed_codes_are_the_same_in_fewer_bytes(tmp_path: Path) -> None:
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer("the same words again and again, " * 12, return_tensors="pt").input_ids
+    sizes: list[int] = []
+    with torch.no_grad(), kvpolicy.attach(model, "kivi:residual_length=0:group_size=16"):
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+        for name in (None, "zlib"):
+            cache.save(tmp_path / f"{name}.safetensors", compress=name)
+            sizes.append((tmp_path / f"{name}.safetensors").stat().st_size)
+        plain, packed = (cache_file.read(tmp_path / f"{name}.safetensors").tensors for name in (None, "zlib"))
+    assert sizes[1] < 0.9 * sizes[0]
+    assert plain.keys() == packed.keys() and all(torch.equal(plain[name], packed[name]) for name in plain)
+
+
+# what is refused
+
+
+def rewritten(change: Callable[[dict[str, Any], dict[str, Tensor]], None], path: Path) -> None:
+    """A file with another header or other tensors."""
+    header, tensors = cache_file.read_header(path), load_file(path)
+    change(header, tensors)
+    save_file(tensors, path, metadata={"format": "pt", cache_file.KEY: json.dumps(header)})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path) -> None:
+    blob = bytearray(path.read_bytes())
+    blob[-40] ^= 1
+    path.write_bytes(blob)
+
+
+def another_header(path: Path) -> None:
+    rewritten(lambda header, tensors: header["cache"].update(columns=7), path)
+
+
+def another_shape(path: Path) -> None:
+    """As if a forger had computed the hash as well."""
+    content = cache_file.read(path)
+    content.tensors["layers.0.keys"] = content.tensors["layers.0.keys"][:, :, 1:]
+    cache_file.write(path, content)
+
+
+def without_a_tensor(path: Path) -> None:
+    content = cache_file.read(path)
+    del content.tensors["layers.1.state.heavy" if "layers.1.state.heavy" in content.tensors else "layers.1.positions"]
+    cache_file.write(path, content)
+
+
+def newer(path: Path) -> None:
+    rewritten(lambda header, tensors: header.update(format=99, kvpolicy="9.0"), path)
+
+
+def foreign(path: Path) -> None:
+    save_file({"x": torch.zeros(3)}, path)
+
+
+def pickled(path: Path) -> None:
+    torch.save({"x": torch.zeros(3)}, path)
+
+
+REFUSED: dict[Callable[[Path], object], str] = {
+    cut: "truncated or edited",
+    flip: "truncated or edited",
+    another_header: "truncated or edited",
+    another_shape: r"must fit the policy and the model, got keys as",
+    without_a_tensor: "must fit the policy and the model, got no tensor",
+    newer: "must have format 1 or older, got 99, written by kvpolicy 9.0",
+    foreign: "has no header of kvpolicy",
+    pickled: "truncated or edited",
+    Path.unlink: "must exist",
+}
+
+
+@pytest.mark.parametrize("damage", REFUSED, ids=lambda damage: damage.__name__)
+def test_damaged_files(damage: Callable[[Path], object], tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o@0.5"):
+        start(model, [26])[0].save(path)
+        damage(path)
+        with pytest.raises(KVPolicyError, match=REFUSED[damage]):
+            PolicyCache.load(model, path)
+
+
+def test_files_of_other_models(tmp_path: Path) -> None:
+    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o@0.5"):
+        start(model, [26])[0].save(path)
+    other, turned = (copy.deepcopy(build("llama", layers=2)) for _ in range(2))
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.mul_(1.001)
+    turned.config.rope_parameters = {**turned.config.rope_parameters, "rope_theta": 7.0}
+    wrong = {
+        other: "whose weights differ",
+        turned: "rotary embedding",
+        build("llama", layers=3): "with 2 layers instead of 3",
+        build("llama", torch.bfloat16, layers=2): "weights differ|in bfloat16, got float32",
+    }
+    for bad, told in wrong.items():
+        with kvpolicy.attach(bad, "h2o@0.5"), pytest.raises(KVPolicyError, match=told):
+            PolicyCache.load(bad, path)
+    with pytest.raises(KVPolicyError, match="must have a policy attached"):
+        PolicyCache.load(model, path)
+
+
+def test_another_number_of_ranks(tmp_path: Path) -> None:
+    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = start(model, [26])[0]
+        cache.save(path)
+        content = cache_file.read(path)
+        content.header["ranks"]["size"] = 2
+        cache_file.write(cache_file.rank_path(path, 0, 2), content)
+        path.unlink()
+        with pytest.raises(KVPolicyError, match="as many ranks as it was saved on, got 1 instead of 2"):
+            PolicyCache.load(model, path)
+
+
+def test_another_calibration(tmp_path: Path) -> None:
+    model, path = build("llama"), tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, words("h2o", "csr")):
+        start(model, [26])[0].save(path)
+        content = cache_file.read(path)
+        content.header["calibrations"] = "0" * 64
+        cache_file.write(path, content)
+        with pytest.raises(KVPolicyError, match="with the calibration that it was made with"):
+            PolicyCache.load(model, path)
+
+
+def test_caches_that_cannot_be_saved(tmp_path: Path) -> None:
+    model, path = build("llama", layers=2), tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, words("kvzip")):
+        cache = PolicyCache(model, prompt=26)
+        with pytest.raises(KVPolicyError, match="must have seen a prompt"):
+            cache.save(path)
+        ids, mask = make_batch([26])
+        forward(model, ids, mask, 0, 20, cache)
+        with pytest.raises(KVPolicyError, match="waits for the rest"):
+            cache.save(path)
+        forward(model, ids, mask, 20, 26, cache)
+        with pytest.raises(KVPolicyError, match=r"\[1, 26\], got \[1, 27\]"):
+            cache.save(path, tokens=ids[:, :27])
+        with pytest.raises(KVPolicyError, match="compress must be one of"):
+            cache.save(path, compress="lzma")
+        with pytest.raises(KVPolicyError, match="folder of a cache file must exist"):
+            cache.save(tmp_path / "nowhere" / "cache.safetensors")
+        assert not path.exists() and not [*tmp_path.iterdir()]
+
+
+class Unnamed(kvpolicy.SlidingWindow):
+    """A selector that no spec can name."""
+
+
+def test_a_policy_without_a_name(tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, Policy(selector=Unnamed(), budget=0.5)):
+        cache = start(model, [26])[0]
+        with pytest.raises(KVPolicyError, match="must be registered"):
+            cache.save(tmp_path / "cache.safetensors")
