@@ -43,3 +43,11 @@ class LayerGrowth(LayerReading):
             size = self._open_slots().sum(-1).expand_as(occupied)
             room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
         return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)
+
+    def note_move(self, by: int) -> None:
+        """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
+        self.length.add_(by)
+        self.columns.add_(by)
+        self.schedule.move(by)
+        self._rebuild_index()
+        self._free_steps = self._count_free_steps()

@@ -39,6 +39,10 @@ class RankSchedule:
         self.ranked_len, steps = numbers
         self._steps = math.inf if steps is None else steps
 
+    def move(self, by: int) -> None:
+        """Count every row as `by` tokens longer."""
+        self.ranked_len = [length + by for length in self.ranked_len]
+
     def count_step(self) -> bool:
         """Count one step; whether a row may be due."""
         self._steps -= 1

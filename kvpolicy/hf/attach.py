@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
+from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
 from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.attention_interface import PREFIX
@@ -71,12 +72,13 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy.check(info)
         undoes = policy.undoes_rotation
-        ropes = {site.layer_idx: rope_of(sites.decoder, site, undoes) for site in sites.layers} if undoes else {}
+        rotations = _rotations(sites, undoes)
+        ropes = rotations if undoes else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        self._attachment = Attachment(policy, shape, info, described, ropes, sharing, rotary, trained)
+        self._attachment = Attachment(policy, shape, info, described, ropes, rotations, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:
@@ -262,6 +264,16 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
         _check_fresh(model)
         check_caching(model)
         return Handle(model, policy)
+
+
+def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
+    """The rotary embedding of each layer; none if it cannot be undone, unless a `part` of the policy does so."""
+    try:
+        return {site.layer_idx: rope_of(sites.decoder, site, part) for site in sites.layers}
+    except KVPolicyError:
+        if part:
+            raise
+        return {}
 
 
 def _check_fresh(model: nn.Module) -> None:

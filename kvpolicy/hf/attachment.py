@@ -27,6 +27,7 @@ class Attachment:
         info: The same as codecs see it.
         identity: What a file of a cache says of the model.
         ropes: Rotary embedding of each layer; empty unless the policy undoes it.
+        rotations: Rotary embedding of each layer; empty if it cannot be undone.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
         layers: Number of the model's layers.
@@ -40,6 +41,7 @@ class Attachment:
         info: ModelInfo,
         identity: dict[str, Any],
         ropes: dict[int, Rope],
+        rotations: dict[int, Rope],
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
         trained_positions: int | None = None,
@@ -50,6 +52,7 @@ class Attachment:
         self.info = info
         self.identity = identity
         self.ropes = ropes
+        self.rotations = rotations
         self.rotary = rotary
         self.trained_positions = trained_positions
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)

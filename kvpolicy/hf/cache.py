@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.host import on_host
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
+from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
 from kvpolicy.hf.saved_cache import describe_cache, read_for, restore_cache
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
@@ -104,6 +108,59 @@ class PolicyCache(CacheForward):
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, compared with the full cache."""
         return make_report(self)
+
+    # editing
+
+    def fork(self, rows: Tensor | Sequence[int] | None = None) -> PolicyCache:
+        """A copy of the cache that goes on by itself, such as for several questions about one text.
+
+        Args:
+            rows: Which rows the copy has, [B'], in any order and any number of times; all by default.
+
+        Raises:
+            KVPolicyError: If there is no such row.
+        """
+        other = copy.deepcopy(self)
+        if rows is not None:
+            indices = torch.as_tensor(rows, dtype=torch.int64)
+            check_rows(indices, self.batch_size)
+            other.batch_select_indices(indices)
+        return other
+
+    def shift(self, from_position: int, by: int) -> None:
+        """Move every token from a position on, as if the text before it had become longer or shorter.
+
+        Keys are rotated to their new positions, exactly; codes of unrotated keys stay as they are. If `by` is negative,
+        the tokens at the positions `from_position + by` to `from_position - 1` are removed. If it is positive, the
+        positions in between are left without tokens, like those of evicted ones. What the moved tokens took from the
+        text before the edit stays in their keys and values.
+
+        Args:
+            from_position: The first position that moves, counted without padding. Every row must reach behind it.
+            by: How far.
+
+        Raises:
+            KVPolicyError: If a part of the policy or the model does not allow it, or a position is out of range.
+
+        Source:
+            PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces a removed span is
+            passed to the model as further tokens.
+        """
+        check_shift(self, from_position, by)
+        if not by:
+            return
+        with torch.no_grad():
+            for layer in self.policy_layers:
+                layer.leave_inference_mode()
+                move_tokens(layer.store, from_position, by, self.attachment.rotations[layer.layer_idx])
+        digest = self.mask_digest
+        assert digest is not None
+        if by > 0:
+            extend_digest(digest, None, by)
+        else:
+            remove_from_digest(digest, -by)
+        self.guard.columns += by
+        self._end = None if self._end is None else [end + by for end in self._end]
 
     # files
 

@@ -37,6 +37,24 @@ def extend_digest(digest: Tensor, valid: Tensor | None, columns: int) -> None:
     digest.add_(mask_digest(mask))
 
 
+def remove_from_digest(digest: Tensor, columns: int) -> None:
+    """Take the last columns, none of which is padding, from a digest, in place.
+
+    Args:
+        digest: [B] int64.
+        columns: How many.
+
+    Examples:
+        >>> digest = mask_digest(torch.tensor([[0, 1, 1, 1]]))
+        >>> remove_from_digest(digest, 2)
+        >>> torch.equal(digest, mask_digest(torch.tensor([[0, 1]])))
+        True
+    """
+    digest.sub_(mask_digest(torch.ones(1, columns, device=digest.device)))
+    # The multiplier is odd, so that it has an inverse in 64-bit integers.
+    digest.mul_(_wrapped(pow(MULTIPLIER, -columns, 2**64)))
+
+
 def mask_digest(mask: Tensor) -> Tensor:
     """The digest of a mask [B, N], [B] int64."""
     factors = torch.full((mask.shape[1],), MULTIPLIER, dtype=torch.int64, device=mask.device)

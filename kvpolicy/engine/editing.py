@@ -1,0 +1,62 @@
+"""Edits of a text that is in the cache: tokens that are removed, and those behind them at other positions.
+
+A rotary embedding depends on distances alone, so a key that was computed at one position can be rotated to another one
+exactly. What the token's hidden state took from the text before the edit stays as it was.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.store import LayerStore
+from kvpolicy.spec.errors import KVPolicyError
+
+
+def check_movable(store: LayerStore) -> None:
+    """Refuse a layer that holds more than keys by position, such as codes of rotated keys.
+
+    Raises:
+        KVPolicyError: Naming the part of the policy.
+    """
+    needs = store.selector.needs
+    if store.codec.stages and store.codec.traits.key_space != "unrotated":
+        raise KVPolicyError(
+            f"The codec must store unrotated keys for tokens to be moved, got {store.codec}, whose codes are of keys "
+            "at their positions; try csr, kvquant or no codec."
+        )
+    if needs.vectors or needs.query_moments is not None:
+        raise KVPolicyError(
+            f"The selector must rank tokens by attention or position for them to be moved, got {store.selector}, which "
+            "keeps statistics of their keys; try snapkv or h2o."
+        )
+    if store.merger.traits.when != "never":
+        raise KVPolicyError(
+            f"Tokens must not be merged to be moved, got the merger {store.merger}, whose slots stand for several "
+            "positions; remove it."
+        )
+
+
+def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
+    """Give every token from position `start` on the position that is `by` larger.
+
+    Args:
+        store: The slots of a layer, which `check_movable` accepted.
+        start: The first position that moves; every row has seen as many tokens.
+        by: How far. If it is negative, the tokens at the positions in between are removed first.
+        rope: The rotary embedding of the layer.
+    """
+    positions = store.positions
+    if by < 0:
+        positions.masked_fill_((positions >= start + by) & (positions < start), -1)
+    moves = positions >= start
+    # In full precision only: codes are of unrotated keys, which say nothing of positions.
+    exact = slice(store.keys.shape[-2])
+    here = positions[..., exact].clamp_min(max(0, -by))  # an empty slot is at any position
+    rotated = rope.rotate(rope.unrotate(store.keys, here), here + by).to(store.keys.dtype)
+    store.keys.copy_(torch.where(moves[..., exact, None], rotated, store.keys))
+    positions.add_(by * moves)
+    if store.limits is not None:
+        pins = store.limits.pins
+        pins.add_(by * (pins >= start))
+    store.note_move(by)

@@ -1,0 +1,54 @@
+"""Checks of edits of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvpolicy.engine.editing import check_movable
+from kvpolicy.spec.errors import KVPolicyError
+
+
+def check_rows(rows: Tensor, batch: int) -> None:
+    """Refuse rows that a cache does not have.
+
+    Raises:
+        KVPolicyError: If there is none, or one is out of range.
+    """
+    if rows.dim() != 1 or not len(rows) or not bool(((rows >= 0) & (rows < batch)).all()):
+        raise KVPolicyError(f"rows must be a list of numbers from 0 to {batch - 1}, got {rows.tolist()}.")
+
+
+def check_shift(cache: Any, start: int, by: int) -> None:
+    """Refuse a shift before anything is changed.
+
+    Args:
+        cache: A `PolicyCache`.
+        start: The first position that moves.
+        by: How far.
+
+    Raises:
+        KVPolicyError: If the cache has no complete prompt, a part of the policy or the model does not allow it, or a
+            position is out of range.
+    """
+    attachment = cache.attachment
+    if not cache.is_initialized or any(layer.pending is not None for layer in cache.policy_layers):
+        raise KVPolicyError("A cache must have compressed its prompt for tokens to be moved, got one that has not yet.")
+    if not attachment.rotations:
+        raise KVPolicyError(
+            "The model must have rotary embeddings whose angles do not depend on the length for tokens to be moved, "
+            "got another kind; compute the cache again."
+        )
+    if attachment.model_shape.unmanaged:
+        raise KVPolicyError(
+            "Every layer must be under the policy for tokens to be moved, got layers with a sliding window, whose mask "
+            "counts columns; compute the cache again."
+        )
+    for layer in cache.policy_layers:
+        check_movable(layer.store)
+    shortest = int(cache.policy_layers[0].length.min())
+    if not 0 <= start <= shortest:
+        raise KVPolicyError(f"from_position must be between 0 and {shortest}, got {start}.")
+    if start + by < 0:
+        raise KVPolicyError(f"by must be at least {-start} for the position {start}, got {by}.")
