@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.main import get_command
 
-from kvpolicy.cli.commands import calibrate
+from kvpolicy.cli.commands import cache, calibrate
 from kvpolicy.cli.commands.bench import bench
 from kvpolicy.cli.commands.explain import explain
 from kvpolicy.cli.commands.generate import generate
@@ -38,6 +38,7 @@ USAGE: type[Exception] = typer.BadParameter.__mro__[2]
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode=None)
 for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
+app.add_typer(cache.app, name="cache")
 app.add_typer(calibrate.app, name="calibrate")
 
 

@@ -143,8 +143,8 @@ class PolicyCache(CacheForward):
             KVPolicyError: If a part of the policy or the model does not allow it, or a position is out of range.
 
         Source:
-            PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces a removed span is
-            passed to the model as further tokens.
+            PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
+            a removed span is passed to the model as further tokens.
         """
         check_shift(self, from_position, by)
         if not by:

@@ -63,6 +63,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         "ranks": {"rank": ranks.rank, "size": ranks.size, "queries": list(ranks.queries), "heads": list(ranks.heads)},
         "rows": cache.batch_size,
         "columns": columns,
+        "has_tokens": tokens is not None,
         "nbytes": cache.nbytes,
         "full_nbytes": cache.full_nbytes,
         "calibrations": _calibrations(cache),

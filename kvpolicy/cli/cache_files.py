@@ -1,0 +1,77 @@
+"""What `kvpolicy cache` does with files of saved caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_file import read, read_header
+from kvpolicy.policy import Policy
+
+
+def make_file(model: Any, ids: Any, policy: Policy, out: Path, compress: str | None) -> dict[str, Any]:
+    """Prefill a text under a policy, and save its cache.
+
+    Args:
+        model: A model without a policy.
+        ids: The text, [1, P].
+        policy: The policy.
+        out: The file to write.
+        compress: How to compress the codes, or None.
+
+    Returns:
+        What `describe` says of the file.
+    """
+    ids = ids.to(model.device)
+    with torch.inference_mode(), attach(model, policy):
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache.save(out, tokens=ids.cpu(), compress=compress)
+    return describe(out)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the header of a file says."""
+    header = read_header(path)
+    return {
+        "file": str(path),
+        "file_nbytes": path.stat().st_size,
+        "kvpolicy": header["kvpolicy"],
+        "format": header["format"],
+        "policy": header["spec"],
+        "model": header["model"]["name"],
+        "model_type": header["model"]["type"],
+        "dtype": header["dtype"],
+        "rows": header["rows"],
+        "columns": header["columns"],
+        "has_tokens": header["has_tokens"],
+        "nbytes": header["nbytes"],
+        "full_nbytes": header["full_nbytes"],
+        "compressed": bool(header["packed"]),
+        "ranks": {name: header["ranks"][name] for name in ("rank", "size")},
+    }
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Read and verify a file.
+
+    Raises:
+        KVPolicyError: If it is not as it was written.
+    """
+    content = read(path)
+    return {"file": str(path), "tensors": len(content.tensors), "verified": True}
+
+
+def note_for(policy: Policy) -> str:
+    """What a user should know who saves a cache under a policy; empty if there is nothing."""
+    needs = policy.selector.needs
+    if not (needs.window_queries or needs.below_mean_queries or needs.newest_row):
+        return ""
+    return (
+        f"The selector of {policy} keeps what the last tokens of the text attend to. If these are a question, the "
+        "cache may not answer another one; try uniform/adakv+kvzip, which does not depend on a question."
+    )

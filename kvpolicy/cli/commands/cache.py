@@ -1,0 +1,101 @@
+"""`kvpolicy cache`: make, describe and verify files of saved caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpolicy.cli import arguments
+from kvpolicy.cli.commands.generate import Chat, PromptFile, PromptText
+from kvpolicy.cli.formatting import as_json, paragraph, size, terms
+from kvpolicy.cli.model_names import TINY
+from kvpolicy.cli.prompts import check_length, encode, read_prompt
+
+app = typer.Typer(help="Save the cache of a text to a file, and describe and verify such files.", no_args_is_help=True)
+
+OUT = "cache.safetensors"
+"""The default path of a new file."""
+
+DEFAULT_POLICY = "uniform/adakv+kvzip@0.2"
+"""The default policy of a new file: it does not depend on what the text is asked later."""
+
+CacheFile = Annotated[Path, typer.Argument(metavar="FILE", help="A file that `kvpolicy cache make` wrote.")]
+
+
+@app.command()
+def make(
+    prompt: PromptText = None,
+    file: PromptFile = None,
+    model: arguments.Model = TINY,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="POLICY", help="Policy spec. The default does not look at a question.")
+    ] = DEFAULT_POLICY,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path(OUT),
+    compress: Annotated[bool, typer.Option("--compress", help="Compress the codes without loss.")] = False,
+    chat: Chat = False,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
+    json: arguments.Json = False,
+) -> None:
+    """Read a text with a model, and save its cache.
+
+    The file has the token ids of the text as well. A policy that looks at the end of the text, such as snapkv, keeps
+    what a question there needs; the default keeps what any question may need.
+    """
+    text, _ = read_prompt(prompt, file, model)
+    from kvpolicy.cli.cache_files import make_file, note_for
+    from kvpolicy.cli.model_loading import load
+    from kvpolicy.policy import Policy
+
+    wanted = Policy.parse(policy)
+    loaded, tokenizer = load(model, dtype, device)
+    ids = encode(tokenizer, text, chat)
+    check_length(loaded, ids.shape[1], 0)
+    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None)
+    note = note_for(wanted)
+    if json:
+        print(as_json("cache make", facts | {"note": note}))
+        return
+    print(_render(facts))
+    if note:
+        print(f"\n{paragraph(note)}")
+
+
+@app.command()
+def info(file: CacheFile, json: arguments.Json = False) -> None:
+    """Describe a file, from its header alone."""
+    from kvpolicy.cli.cache_files import describe
+
+    facts = describe(file)
+    print(as_json("cache info", facts) if json else _render(facts))
+
+
+@app.command()
+def verify(file: CacheFile, json: arguments.Json = False) -> None:
+    """Read a file whole, and check that it is as it was written."""
+    from kvpolicy.cli.cache_files import check
+
+    facts = check(file)
+    print(as_json("cache verify", facts) if json else f"{file} is as it was written: {facts['tensors']} tensors.")
+
+
+def _render(facts: dict[str, Any]) -> str:
+    share = f", {facts['nbytes'] / facts['full_nbytes']:.3f} of the full cache" if facts["full_nbytes"] else ""
+    ranks = facts["ranks"]
+    ids = "with ids" if facts["has_tokens"] else "without ids"
+    pairs = [
+        ("file", f"{facts['file']}, {size(facts['file_nbytes'])}"),
+        ("policy", facts["policy"]),
+        ("model", f"{facts['model']} ({facts['model_type']}), {facts['dtype']}"),
+        (
+            "tokens",
+            f"{facts['columns']:,} in {facts['rows']} row(s), {ids}",
+        ),
+        ("cache", f"{size(facts['nbytes'])}{share}"),
+        ("written by", f"kvpolicy {facts['kvpolicy']}, format {facts['format']}"),
+    ]
+    if ranks["size"] > 1:
+        pairs.append(("rank", f"{ranks['rank'] + 1} of {ranks['size']}"))
+    return terms(pairs)

@@ -1,0 +1,64 @@
+"""`kvpolicy cache`: files of saved caches, made, described and verified."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy import PolicyCache
+from kvpolicy.cli.app import main
+from kvpolicy.hf.saved_cache import stored_tokens
+
+TEXT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n" * 3
+
+
+def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "records.safetensors"
+    policy = "uniform/adakv+h2o+tokenwise@0.5"
+    assert main(["cache", "make", TEXT, "--policy", policy, "--out", str(out), "--compress", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["policy"] == policy and made["note"] == "" and made["has_tokens"] and made["compressed"]
+    assert main(["cache", "info", str(out), "--json"]) == 0
+    described = json.loads(capsys.readouterr().out)
+    assert {name: made[name] for name in described if name != "command"} == {
+        name: value for name, value in described.items() if name != "command"
+    }
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    assert torch.equal(stored_tokens(out), ids) and made["columns"] == ids.shape[1]  # pyright: ignore[reportArgumentType]
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+        loaded = PolicyCache.load(model, out)
+        assert cache.nbytes == loaded.nbytes == made["nbytes"]
+        more = tokenizer("?wolf=", return_tensors="pt").input_ids
+        one, other = (model(more, past_key_values=each).logits for each in (cache, loaded))
+    assert torch.allclose(one, other, atol=1e-4)
+    assert main(["cache", "verify", str(out)]) == 0
+    assert "is as it was written" in capsys.readouterr().out
+    out.write_bytes(out.read_bytes()[:-1])
+    assert main(["cache", "verify", str(out)]) == 2
+    assert "truncated or edited" in capsys.readouterr().err
+
+
+def test_a_policy_that_looks_at_a_question_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "cache.safetensors")
+    assert main(["cache", "make", TEXT, "--policy", "snapkv@0.5", "--out", out]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "may not answer another one; try uniform/adakv+kvzip" in said
+    assert main(["cache", "make", TEXT, "--policy", "streaming@0.5", "--out", out]) == 0
+    assert "another one" not in capsys.readouterr().out
+
+
+def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("info", "verify"):
+        assert main(["cache", command, str(tmp_path / "nothing")]) == 2
+        assert "try creating it with kvpolicy cache make" in capsys.readouterr().err
+    assert main(["cache", "make", TEXT, "--out", str(tmp_path / "no" / "folder.safetensors")]) == 2
+    assert "folder of a cache file must exist" in capsys.readouterr().err
