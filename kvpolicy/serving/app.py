@@ -38,7 +38,7 @@ def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Gen
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
-        await generation.shut_down()
+        await generation.stop_running()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvpolicy", "policy": policy}

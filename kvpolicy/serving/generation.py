@@ -21,6 +21,8 @@ from kvpolicy.spec.errors import KVPolicyError
 DEFAULT_NEW_TOKENS = 1024
 """The most tokens of an answer whose request names no number, if the model's context has room for them."""
 
+SHUTTING_DOWN = "The server is shutting down; try again later."
+
 log = logging.getLogger("kvpolicy.serving")
 
 
@@ -78,7 +80,7 @@ class Job:
         call: The request.
 
     Attributes:
-        cancelled: Set once the client is gone, or the server ends.
+        cancelled: Set once the client is gone.
         begun: Done once the first token is generated, or there will be none.
         done: Done once the thread is done with it.
         tokens: Generated tokens.
@@ -123,14 +125,18 @@ class Watcher:
         job: The job.
         cache: The cache of the running `generate`.
         metrics: The counters.
+        stopping: Set if the server ends.
         inner: The streamer that sends the text, or None.
     """
 
-    def __init__(self, job: Job, cache: Callable[[], Any], metrics: Metrics, inner: Any) -> None:
+    def __init__(
+        self, job: Job, cache: Callable[[], Any], metrics: Metrics, stopping: threading.Event, inner: Any
+    ) -> None:
         """A streamer for one `generate`."""
         self._job = job
         self._cache = cache
         self._metrics = metrics
+        self._stopping = stopping
         self._inner = inner
         self._is_prompt = True
 
@@ -139,10 +145,13 @@ class Watcher:
 
         Raises:
             Cancelled: If the client is gone.
+            Failure: If the server ends.
         """
         job = self._job
         if job.cancelled.is_set():
             raise Cancelled
+        if self._stopping.is_set():
+            raise Failure(SHUTTING_DOWN, 503)
         if not self._is_prompt:
             if not job.tokens:
                 self._metrics.hold(self._cache())
@@ -175,24 +184,26 @@ class Generation(handlers.BaseGeneration):
         self._metrics = metrics
         self._prefix = prefix
         self._jobs: dict[str, Job] = {}
-        self._closing = False
+        self._closing = threading.Event()
+        self._stopping = threading.Event()
         metrics.prefix_nbytes = 0 if prefix is None else prefix.cache.nbytes
 
     def open(self, job: Job) -> None:
         """Expect a job, which a handler will ask for by its key."""
         self._jobs[job.key] = job
-        if self._closing:
-            job.cancelled.set()
 
     def close(self, job: Job) -> None:
         """Forget a job that did not reach the thread."""
         self._jobs.pop(job.key, None)
 
-    async def shut_down(self) -> None:
-        """Cancel what runs and waits, and wait for the thread."""
-        self._closing = True
-        for job in list(self._jobs.values()):
-            job.cancelled.set()
+    def refuse_new(self) -> None:
+        """From now on, refuse each request whose turn comes; what runs goes on."""
+        self._closing.set()
+
+    async def stop_running(self) -> None:
+        """End what runs with an error, and wait for the thread."""
+        self._closing.set()
+        self._stopping.set()
         await asyncio.wrap_future(self.submit(lambda: None))
 
     def generate_streaming(
@@ -271,6 +282,8 @@ class Generation(handlers.BaseGeneration):
         metrics.waiting -= 1
         metrics.running = 1
         try:
+            if self._closing.is_set():
+                raise Failure(SHUTTING_DOWN, 503)
             if not job.cancelled.is_set():
                 self._generate(job, model, arguments, inner)
         except Cancelled:
@@ -300,7 +313,9 @@ class Generation(handlers.BaseGeneration):
         if self._prefix is not None:
             cache = arguments["past_key_values"] = copy.deepcopy(self._prefix.cache)
         self._metrics.prompt_tokens += arguments["input_ids"].shape[1]
-        watcher = Watcher(job, lambda: self._handle.cache if cache is None else cache, self._metrics, inner)
+        watcher = Watcher(
+            job, lambda: self._handle.cache if cache is None else cache, self._metrics, self._stopping, inner
+        )
         with torch.inference_mode():
             model.generate(**arguments, streamer=watcher)
 
@@ -327,6 +342,8 @@ def _configure(config: Any, call: Call, model: Any, prompt: int, tokenizer: Any)
 
 def describe(error: Exception) -> Failure:
     """What a client is told of an error, which is logged unless the client can fix it."""
+    if isinstance(error, Failure):
+        return Failure(str(error), error.status)  # a new one, without frames
     if isinstance(error, KVPolicyError):
         return Failure(str(error), 400)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -20,8 +21,35 @@ from kvpolicy.serving.generation import Generation, Prefix
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.spec.errors import KVPolicyError
 
-GRACE = 5
-"""Seconds that running requests have to end after a signal, before they are cancelled."""
+GRACE = 5.0
+"""Seconds that the running request has after a signal."""
+
+
+class Server(uvicorn.Server):
+    """A server that ends the running request with an error if it takes too long after a signal.
+
+    uvicorn would cancel the requests, and log a traceback for each.
+
+    Args:
+        config: The configuration.
+        generation: What generates.
+    """
+
+    def __init__(self, config: uvicorn.Config, generation: Generation) -> None:
+        """A server that does not listen yet."""
+        super().__init__(config)
+        self._generation = generation
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new requests, and wait for the running one."""
+        self._generation.refuse_new()
+        stop = asyncio.create_task(self._stop_later())
+        await super().shutdown(sockets)
+        stop.cancel()
+
+    async def _stop_later(self) -> None:
+        await asyncio.sleep(GRACE)
+        await self._generation.stop_running()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -78,12 +106,12 @@ def serving(
         generation = Generation(handle, metrics, prefix)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
         app = build_app(name, policy, routes, generation, metrics)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE, lifespan="on")
+        config = uvicorn.Config(app, log_level="warning", lifespan="on")
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         for line in _notes(name, policy, listener, has_template, prefix):
             print(line, file=sys.stderr, flush=True)
-        yield uvicorn.Server(config)
+        yield Server(config, generation)
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:

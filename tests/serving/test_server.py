@@ -215,27 +215,39 @@ def test_a_client_that_leaves_frees_its_memory(client: Any, port: int) -> None:
     assert complete(client).usage.kvpolicy["kept_tokens"] == metric(port, "last_kept_tokens")
 
 
-def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that takes too long then ends with an error."""
+    monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.1)
     with bind("127.0.0.1", 0) as free:
         number = free.getsockname()[1]
+    told: list[str] = []
 
-    def end() -> None:
-        wait_for(lambda: is_healthy(number))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def is_healthy(number: int) -> bool:
+    def is_healthy() -> bool:
         try:
             return "ok" in get(number, "/health")
         except OSError:
             return False
 
+    def end() -> None:
+        wait_for(is_healthy)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0) as client:
+            stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
+            next(stream)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                list(stream)
+            except openai.APIError as error:
+                told.append(error.message)
+
     thread = threading.Thread(target=end)
     thread.start()
     assert main(["serve", "tiny", POLICY, "--port", str(number)]) == 0
-    thread.join()
+    thread.join(20)
+    assert told == ["The server is shutting down; try again later."]
     started = capsys.readouterr().err
     assert f"tiny under {POLICY}: http://127.0.0.1:{number}/v1\n" in started
     assert "One request is answered at a time" in started and "no chat template" in started
+    assert "Traceback" not in started
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
