@@ -7,13 +7,13 @@ import copy
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvpolicy.serving import handlers
 from kvpolicy.serving.metrics import Metrics
+from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import Call
 from kvpolicy.serving.usage import CacheUsage
 from kvpolicy.spec.errors import KVPolicyError
@@ -42,34 +42,6 @@ class Failure(Exception):
         """Remember the status."""
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prefix:
-    """A saved cache that every request starts from.
-
-    Attributes:
-        ids: The tokens that the cache has seen.
-        cache: The cache, which is copied for each request.
-    """
-
-    ids: tuple[int, ...]
-    cache: Any
-
-    def check(self, prompt: list[int]) -> None:
-        """Refuse a prompt that does not begin with the prefix, or ends with it.
-
-        Raises:
-            KVPolicyError: Saying where the prompt differs.
-        """
-        same = next((i for i, (a, b) in enumerate(zip(prompt, self.ids, strict=False)) if a != b), None)
-        if same is None and len(prompt) > len(self.ids):
-            return
-        where = f"one of {len(prompt):,} tokens" if same is None else f"another token at position {same:,}"
-        raise KVPolicyError(
-            f"The prompt must begin with the {len(self.ids):,} tokens of --prefix and go on, got {where}; try the text "
-            "that the file was made of with a question behind it."
-        )
 
 
 class Job:

@@ -8,17 +8,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
-from kvpolicy.hf.attach import attach
+from kvpolicy.hf.attach import Handle, attach
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import build_app
-from kvpolicy.serving.generation import Generation, Prefix
+from kvpolicy.serving.generation import Generation
 from kvpolicy.serving.metrics import Metrics
+from kvpolicy.serving.prefix import Prefix
 from kvpolicy.spec.errors import KVPolicyError
 
 GRACE = 5.0
@@ -81,7 +82,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 @contextmanager
 def serving(
-    model: Any, tokenizer: Any, name: str, policy: str, listener: socket.socket, prefix: Prefix | None = None
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    policy: str,
+    listener: socket.socket,
+    load: Callable[[Handle], Prefix] | None = None,
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -91,7 +97,7 @@ def serving(
         name: The name of the model in requests.
         policy: The spec of the policy.
         listener: A bound socket.
-        prefix: The cache that every request starts from, or None.
+        load: Loads the cache that every request starts from, once the policy is attached; or None.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -102,6 +108,7 @@ def serving(
     handlers.check_transformers()
     has_template = handlers.adapt_tokenizer(tokenizer)
     with attach(model, policy) as handle:
+        prefix = None if load is None else load(handle)
         metrics = Metrics()
         generation = Generation(handle, metrics, prefix)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)

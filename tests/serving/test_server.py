@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -11,8 +12,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ import openai
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
+from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.server import bind, run, serving
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
@@ -51,6 +54,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@contextmanager
+def running(
+    model: tuple[Any, Any], load: Callable[[kvpolicy.Handle], Prefix] | None = None
+) -> Generator[int, None, None]:
+    """A server in a thread, and its port."""
+    with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load) as server:
+        thread = threading.Thread(target=run, args=(server, listener))
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any]:
     return kvpolicy.tiny()
@@ -71,14 +91,8 @@ def wanted(tiny: tuple[Any, Any]) -> tuple[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def port(tiny: tuple[Any, Any], wanted: Any) -> Iterator[int]:
     """A running server."""
-    with bind("127.0.0.1", 0) as listener, serving(*tiny, "tiny", POLICY, listener) as server:
-        thread = threading.Thread(target=run, args=(server, listener))
-        thread.start()
-        wait_for(lambda: server.started)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+    with running(tiny) as number:
+        yield number
 
 
 @pytest.fixture
@@ -249,6 +263,35 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert "One request is answered at a time" in started and "no chat template" in started
     assert "Traceback" not in started
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_requests_start_from_a_prefix() -> None:
+    """Each from a copy: the first does not change what the second starts from."""
+    model, tokenizer = kvpolicy.tiny()
+    text, question = PROMPT.removesuffix("?wolf="), "?wolf="
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    expected: list[str] = []
+
+    def load(handle: kvpolicy.Handle) -> Prefix:
+        cache = kvpolicy.PolicyCache(model)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            whole = tokenizer(text + question, return_tensors="pt").input_ids
+            made = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=8, do_sample=False)
+        expected.append(tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True))
+        return Prefix(ids=tuple(ids[0].tolist()), cache=cache)
+
+    with (
+        running((model, tokenizer), load) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answers = [complete(client, prompt=text + question) for _ in range(2)]
+        assert [answer.choices[0].text for answer in answers] == 2 * expected
+        assert answers[0].usage.prompt_tokens == len(tokenizer(text + question).input_ids)
+        assert metric(port, "cache_nbytes") == 0 < metric(port, "prefix_nbytes")
+        for prompt, message in ((text, "got only 37 tokens"), ("lion=" + text, "got another token at position 1")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                complete(client, prompt=prompt)
 
 
 def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> None:
