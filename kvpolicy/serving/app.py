@@ -60,12 +60,12 @@ def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Gen
         except Failure as error:
             return _error(str(error), error.status)
         except KVPolicyError as error:
-            metrics.requests["refused"] += 1
+            metrics.count("refused")
             if isinstance(error, RequestError):
                 return _error(str(error), error.status, error.code)
             return _error(str(error), 400)
         except Exception as error:
-            metrics.requests["failed"] += 1
+            metrics.count("failed")
             failure = describe(error)
             return _error(str(failure), failure.status)
 

@@ -241,17 +241,17 @@ class Generation(handlers.BaseGeneration):
         _configure(gen_config, job.call, model, ids.shape[1], processor)
         arguments = {
             "input_ids": ids,
-            "attention_mask": inputs["attention_mask"],
+            "attention_mask": torch.ones_like(ids),
             "generation_config": gen_config,
             "tokenizer": processor,
         }
-        self._metrics.waiting += 1
+        self._metrics.queue(1)
         self.submit(self._run, job, model, arguments, inner, after)
 
     def _run(self, job: Job, model: Any, arguments: dict[str, Any], inner: Any, after: Callable[[], None]) -> None:
         """Answer one request, on the thread. Nothing is raised: an error would keep the frames, and so the cache."""
         metrics = self._metrics
-        metrics.waiting -= 1
+        metrics.queue(-1)
         metrics.running = 1
         try:
             if self._closing.is_set():
@@ -268,7 +268,7 @@ class Generation(handlers.BaseGeneration):
         outcome = "answered" if job.usage is not None else "cancelled"
         if job.failure is not None:
             outcome = "refused" if job.failure.status < 500 else "failed"
-        metrics.requests[outcome] += 1
+        metrics.count(outcome)
         metrics.generated_tokens += len(job.tokens)
         metrics.last = job.usage or metrics.last
         metrics.running = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,17 @@ class Metrics:
     prefix_nbytes: int = 0
     _cache: Any = None
     _nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, outcome: str) -> None:
+        """Count a request that ended; called by the thread that generates and by the event loop."""
+        with self._lock:
+            self.requests[outcome] += 1
+
+    def queue(self, change: int) -> None:
+        """Count a request that begins to wait (1) or has its turn (-1); called by both as well."""
+        with self._lock:
+            self.waiting += change
 
     def hold(self, cache: Any) -> None:
         """Note the running request's cache, which has its slots."""
