@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from kvpolicy.hf.attach import Handle, attach
+from kvpolicy.hf.attach import attach
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import build_app
 from kvpolicy.serving.generation import Generation
@@ -87,7 +87,7 @@ def serving(
     name: str,
     policy: str,
     listener: socket.socket,
-    load: Callable[[Handle], Prefix] | None = None,
+    load: Callable[[Any], Prefix] | None = None,
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -97,7 +97,7 @@ def serving(
         name: The name of the model in requests.
         policy: The spec of the policy.
         listener: A bound socket.
-        load: Loads the cache that every request starts from, once the policy is attached; or None.
+        load: Loads the cache that every request starts from, given the model with the policy attached; or None.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -108,7 +108,7 @@ def serving(
     handlers.check_transformers()
     has_template = handlers.adapt_tokenizer(tokenizer)
     with attach(model, policy) as handle:
-        prefix = None if load is None else load(handle)
+        prefix = None if load is None else load(model)
         metrics = Metrics()
         generation = Generation(handle, metrics, prefix)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ import openai
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
-from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.prefix import Prefix, PrefixFile
 from kvpolicy.serving.server import bind, run, serving
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
@@ -55,9 +55,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def running(
-    model: tuple[Any, Any], load: Callable[[kvpolicy.Handle], Prefix] | None = None
-) -> Generator[int, None, None]:
+def running(model: tuple[Any, Any], load: Callable[[Any], Prefix] | None = None) -> Generator[int, None, None]:
     """A server in a thread, and its port."""
     with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load) as server:
         thread = threading.Thread(target=run, args=(server, listener))
@@ -265,33 +263,38 @@ def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatc
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_requests_start_from_a_prefix() -> None:
+def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each from a copy: the first does not change what the second starts from."""
     model, tokenizer = kvpolicy.tiny()
     text, question = PROMPT.removesuffix("?wolf="), "?wolf="
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    expected: list[str] = []
-
-    def load(handle: kvpolicy.Handle) -> Prefix:
+    ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
+    path, silent = tmp_path / "text.safetensors", tmp_path / "silent.safetensors"
+    with torch.no_grad(), kvpolicy.attach(model, POLICY):
         cache = kvpolicy.PolicyCache(model)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            whole = tokenizer(text + question, return_tensors="pt").input_ids
-            made = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=8, do_sample=False)
-        expected.append(tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True))
-        return Prefix(ids=tuple(ids[0].tolist()), cache=cache)
-
+        model(ids, past_key_values=cache)
+        cache.save(path, tokens=ids)
+        cache.save(silent)
+        made = model.generate(whole, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
     with (
-        running((model, tokenizer), load) as port,
+        running((model, tokenizer), PrefixFile(path, kvpolicy.Policy.parse(POLICY)).load) as port,
         openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
     ):
         answers = [complete(client, prompt=text + question) for _ in range(2)]
-        assert [answer.choices[0].text for answer in answers] == 2 * expected
-        assert answers[0].usage.prompt_tokens == len(tokenizer(text + question).input_ids)
+        assert [answer.choices[0].text for answer in answers] == [expected, expected]
+        assert answers[0].usage.prompt_tokens == whole.shape[1]
+        assert answers[0].usage.kvpolicy["cache_nbytes"] == cache.nbytes
         assert metric(port, "cache_nbytes") == 0 < metric(port, "prefix_nbytes")
         for prompt, message in ((text, "got only 37 tokens"), ("lion=" + text, "got another token at position 1")):
             with pytest.raises(openai.BadRequestError, match=message):
                 complete(client, prompt=prompt)
+    for policy, file, message in (
+        (POLICY, tmp_path / "none.safetensors", "A cache file must exist"),
+        ("h2o@0.5", path, f"must have the policy h2o@0.5, got {POLICY}"),
+        (POLICY, silent, "must have the token ids of its cache"),
+    ):
+        assert main(["serve", "tiny", policy, "--port", "0", "--prefix", str(file)]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> None:

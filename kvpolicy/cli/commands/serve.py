@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,21 +24,28 @@ def serve(
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Address to listen on. By default only this machine can connect.")
     ] = "127.0.0.1",
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
+    ] = None,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
 ) -> None:
     """Serve a model under a policy to OpenAI clients, one request at a time.
 
     The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. The usage of an answer
-    has the kept tokens and the bytes of its cache. SIGTERM ends the server with exit code 0.
+    has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
+    which are not computed again. SIGTERM ends the server with exit code 0.
     """
     from kvpolicy.policy import Policy
+    from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, run, serving
 
-    spec = str(Policy.parse(policy))  # an invalid spec raises an error before the model is loaded
+    parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
+    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed)
     with bind(host, port) as listener:
         from kvpolicy.cli.model_loading import load
 
         loaded, tokenizer = load(model, dtype, device)
-        with serving(loaded, tokenizer, model, spec, listener) as server:
+        with serving(loaded, tokenizer, model, str(parsed), listener, file and file.load) as server:
             run(server, listener)
