@@ -146,10 +146,10 @@ def test_two_clients_at_once_get_what_each_gets_alone(client: Any) -> None:
     def ask(number: int) -> str:
         return complete(client, prompt=PROMPT[number:], temperature=1.5, seed=number).choices[0].text
 
-    alone = [ask(number) for number in range(4)]
+    alone = [ask(number) for number in range(3)]
     assert len(set(alone)) > 1
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(ask, range(4))) == alone
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(ask, range(3))) == alone
 
 
 def test_there_is_one_model(client: Any, port: int) -> None:
