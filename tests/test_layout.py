@@ -29,7 +29,7 @@ LEVELS: list[set[str]] = [
     {"planning", "reporting", "parallel"},
     {"hf"},
     {"calibration", "distortion"},
-    {"cli", "testing"} | FACADES,
+    {"cli", "serving", "testing"} | FACADES,
 ]
 """The rooms and flat modules of `kvpolicy`, from the lowest level; a module imports its own level and lower ones."""
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

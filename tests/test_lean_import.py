@@ -12,6 +12,9 @@ HEAVY = (
     "accelerate",
     "datasets",
     "deepspeed",
+    "fastapi",
+    "uvicorn",
+    "openai",
     "kvpolicy_lm_eval.model",
     "kvpolicy_eval",
 )

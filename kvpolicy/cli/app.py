@@ -18,6 +18,7 @@ from kvpolicy.cli.commands.generate import generate
 from kvpolicy.cli.commands.inspect import inspect
 from kvpolicy.cli.commands.list import list_
 from kvpolicy.cli.commands.plan import plan
+from kvpolicy.cli.commands.serve import serve
 from kvpolicy.cli.commands.tiny import tiny
 from kvpolicy.cli.errors import sentence
 
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "inspect": inspect,
     "bench": bench,
+    "serve": serve,
     "tiny": tiny,
 }
 """The subcommands without groups, in the order of the help. Their modules import PyTorch only when a command runs."""

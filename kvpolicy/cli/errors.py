@@ -7,6 +7,7 @@ import re
 EXTRAS = {
     **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers", "transformers"), "hf"),
     **dict.fromkeys(("sklearn", "tqdm"), "calib"),
+    **dict.fromkeys(("fastapi", "openai", "starlette", "uvicorn"), "serve"),
     **{"deepspeed": "deepspeed", "lm_eval": "lm-eval", "matplotlib": "plots"},
 }
 """The extra of the package that installs each optional module."""

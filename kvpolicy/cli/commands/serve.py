@@ -1,0 +1,51 @@
+"""`kvpolicy serve`: answer requests of OpenAI clients, with a policy attached to the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvpolicy.cli import arguments
+from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.model_names import TINY
+
+ModelName = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model),
+]
+
+
+def serve(
+    model: ModelName = TINY,
+    policy: arguments.Policy = arguments.POLICY,
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="Port; 0 for one that is free.")] = 8000,
+    host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on. By default only this machine can connect.")
+    ] = "127.0.0.1",
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
+    ] = None,
+    dtype: arguments.Dtype = "auto",
+    device: arguments.Device = "",
+) -> None:
+    """Serve a model under a policy to OpenAI clients, one request at a time.
+
+    The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. The usage of an answer
+    has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
+    which are not computed again. SIGTERM ends the server with exit code 0.
+    """
+    from kvpolicy.policy import Policy
+    from kvpolicy.serving.prefix import PrefixFile
+    from kvpolicy.serving.server import bind, run, serving
+
+    parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
+    file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed)
+    with bind(host, port) as listener:
+        from kvpolicy.cli.model_loading import load
+
+        loaded, tokenizer = load(model, dtype, device)
+        with serving(loaded, tokenizer, model, str(parsed), listener, file and file.load) as server:
+            run(server, listener)

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server whose model has a policy attached."""

@@ -1,0 +1,149 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from kvpolicy.serving.generation import Cancelled, Failure, Generation, Job, describe
+from kvpolicy.serving.metrics import Metrics
+from kvpolicy.serving.requests import Call, RequestError, parse_chat, parse_completion
+from kvpolicy.serving.stream import error_body, finish, rewrite
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.version import __version__
+
+CLIENT_CLOSED = 499
+"""The status of a request whose client is gone; nobody reads it."""
+
+
+def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Generation, metrics: Metrics) -> FastAPI:
+    """Build the app of a server.
+
+    Args:
+        name: The name of the model.
+        policy: The spec of the policy.
+        handlers: Transformers' handlers for chat and completions.
+        generation: What generates.
+        metrics: The counters.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        yield
+        await generation.stop_running()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvpolicy", "policy": policy}
+    chat, completion = handlers
+    watching: set[asyncio.Task[None]] = set()
+
+    async def answer(request: Request, kind: str, parse: Callable[[Any, str], Call], handler: Any) -> Response:
+        try:
+            call = parse(await _read(request), name)
+            job = Job(f"{kind}-{uuid.uuid4().hex}", call)
+            generation.open(job)
+            # Until the response is complete, which uvicorn reports as a disconnect too.
+            task = asyncio.create_task(_watch(request, job))
+            watching.add(task)
+            task.add_done_callback(watching.discard)
+            return await _respond(handler, job, generation)
+        except Cancelled:
+            return Response(status_code=CLIENT_CLOSED)
+        except Failure as error:
+            return _error(str(error), error.status)
+        except KVPolicyError as error:
+            metrics.count("refused")
+            if isinstance(error, RequestError):
+                return _error(str(error), error.status, error.code)
+            return _error(str(error), 400)
+        except Exception as error:
+            metrics.count("failed")
+            failure = describe(error)
+            return _error(str(failure), failure.status)
+
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, "chatcmpl", parse_chat, chat)
+
+    async def completions(request: Request) -> Response:
+        return await answer(request, "cmpl", parse_completion, completion)
+
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def model(wanted: str) -> Response:
+        if wanted == name:
+            return JSONResponse(card)
+        return _error(f"model must be {name!r}, the one that this server has, got {wanted!r}.", 404, "model_not_found")
+
+    async def health() -> Response:
+        return JSONResponse({"status": "ok", "model": name, "policy": policy, "kvpolicy": __version__})
+
+    async def counters() -> Response:
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def no_route(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        return _error(
+            "The path must be /v1/chat/completions, /v1/completions, /v1/models, /health or /metrics, with the method "
+            "that belongs to it.",
+            status,
+        )
+
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{wanted:path}", model, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/metrics", counters, methods=["GET"])
+    app.add_exception_handler(404, no_route)
+    app.add_exception_handler(405, no_route)
+    return app
+
+
+async def _respond(handler: Any, job: Job, generation: Generation) -> Response:
+    try:
+        response = await handler.handle_request(job.call.body, job.key)
+    except BaseException:
+        job.cancelled.set()
+        generation.close(job)
+        raise
+    if not job.call.stream:
+        return JSONResponse(finish(json.loads(response.body), job))
+    # Only now, since a status cannot be taken back: the policy may refuse the prompt.
+    await job.begun
+    if job.failure is not None and not job.tokens:
+        raise job.failure
+    return StreamingResponse(rewrite(response.body_iterator, job), media_type="text/event-stream")
+
+
+async def _watch(request: Request, job: Job) -> None:
+    """Cancel a job once its client is gone; after the end of the response this does nothing."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.cancelled.set()
+
+
+async def _read(request: Request) -> Any:
+    """Decode the body of a request."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page may send other types to a local server without asking
+        raise RequestError(f"The content type must be application/json, got {kind or 'none'}.", 415)
+    try:
+        text = (await request.body()).decode("utf-8")
+        body = json.loads(text)
+        json.dumps(body, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise KVPolicyError(f"The body of a request must be JSON in UTF-8, got an error: {error}.") from None
+    return body
+
+
+def _error(message: str, status: int, code: str | None = None) -> Response:
+    return JSONResponse(error_body(message, status, code), status_code=status)

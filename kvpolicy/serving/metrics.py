@@ -1,0 +1,78 @@
+"""The counters of a server, as Prometheus text."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvpolicy.serving.usage import CacheUsage
+
+OUTCOMES = ("answered", "refused", "cancelled", "failed")
+"""How a request may end."""
+
+
+@dataclass(eq=False, slots=True)
+class Metrics:
+    """Counters since the server started, and what it holds now.
+
+    Attributes:
+        requests: Requests by outcome.
+        prompt_tokens: Tokens of prompts.
+        generated_tokens: Tokens generated.
+        waiting: Requests that wait for their turn.
+        running: Whether a request is being answered, 0 or 1.
+        last: The cache of the last answered request.
+        prefix_nbytes: Bytes of the cache that requests start from.
+    """
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    last: CacheUsage | None = None
+    prefix_nbytes: int = 0
+    _cache: Any = None
+    _nbytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, outcome: str) -> None:
+        """Count a request that ended; called by the thread that generates and by the event loop."""
+        with self._lock:
+            self.requests[outcome] += 1
+
+    def queue(self, change: int) -> None:
+        """Count a request that begins to wait (1) or has its turn (-1); called by both as well."""
+        with self._lock:
+            self.waiting += change
+
+    def hold(self, cache: Any) -> None:
+        """Note the running request's cache, which has its slots."""
+        self._nbytes = cache.nbytes
+        self._cache = weakref.ref(cache)
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of the running request's cache; 0 once the cache is gone, whoever held it."""
+        return self._nbytes if self._cache is not None and self._cache() is not None else 0
+
+    def text(self) -> str:
+        """Return all of them in the text format of Prometheus."""
+        last = self.last or CacheUsage(kept_tokens=0.0, cache_nbytes=0, full_nbytes=0)
+        lines = ["# HELP kvpolicy_requests_total Requests by outcome.", "# TYPE kvpolicy_requests_total counter"]
+        lines += [f'kvpolicy_requests_total{{outcome="{name}"}} {number}' for name, number in self.requests.items()]
+        for name, kind, value, what in (
+            ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
+            ("generated_tokens_total", "counter", self.generated_tokens, "Generated tokens."),
+            ("requests_waiting", "gauge", self.waiting, "Requests that wait for their turn."),
+            ("requests_running", "gauge", self.running, "Requests being answered, at most one."),
+            ("cache_nbytes", "gauge", self.cache_nbytes, "Bytes of the running request's cache."),
+            ("prefix_nbytes", "gauge", self.prefix_nbytes, "Bytes of the cache that requests start from."),
+            ("last_kept_tokens", "gauge", last.kept_tokens, "Tokens kept at the end of the last answer."),
+            ("last_cache_nbytes", "gauge", last.cache_nbytes, "Bytes of its cache."),
+            ("last_full_nbytes", "gauge", last.full_nbytes, "Bytes of the full cache for the same tokens."),
+        ):
+            lines += [f"# HELP kvpolicy_{name} {what}", f"# TYPE kvpolicy_{name} {kind}", f"kvpolicy_{name} {value}"]
+        return "\n".join(lines) + "\n"

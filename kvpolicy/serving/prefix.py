@@ -1,0 +1,93 @@
+"""A saved cache that every request starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cache_file import read_header
+from kvpolicy.hf.saved_cache import stored_tokens
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefix:
+    """A saved cache that every request starts from.
+
+    Attributes:
+        ids: The tokens that the cache has seen.
+        cache: The cache, which is copied for each request.
+    """
+
+    ids: tuple[int, ...]
+    cache: Any
+
+    def check(self, prompt: list[int]) -> None:
+        """Refuse a prompt that is not the prefix with something behind it.
+
+        Raises:
+            KVPolicyError: Saying where the prompt differs.
+        """
+        same = next((i for i, (a, b) in enumerate(zip(prompt, self.ids, strict=False)) if a != b), None)
+        if same is None and len(prompt) > len(self.ids):
+            return
+        got = f"only {len(prompt):,} tokens" if same is None else f"another token at position {same:,}"
+        raise KVPolicyError(
+            f"The prompt must be the {len(self.ids):,} tokens of --prefix and at least one more, got {got}; try the "
+            "text that the file was made of with a question behind it."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFile:
+    """A file of a cache, checked as far as its header tells, before the model is loaded.
+
+    Args:
+        path: The file.
+        policy: The policy that it must have.
+
+    Raises:
+        KVPolicyError: If the file cannot be read, or its cache has another policy or several rows.
+    """
+
+    path: Path
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        """Read the header."""
+        header = read_header(self.path)
+        theirs = Policy.from_dict(header["policy"])
+        if theirs != self.policy:
+            raise KVPolicyError(
+                f"The cache of --prefix must have the policy {self.policy}, got {theirs}; try kvpolicy serve with "
+                "that policy."
+            )
+        if header["rows"] != 1:
+            raise KVPolicyError(f"The cache of --prefix must have one row, got {header['rows']}; try saving one row.")
+
+    def load(self, model: Any) -> Prefix:
+        """Load the cache.
+
+        Args:
+            model: The model, with the policy attached.
+
+        Raises:
+            KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding.
+        """
+        cache = PolicyCache.load(model, self.path)
+        tokens = stored_tokens(self.path)
+        if tokens is None:
+            raise KVPolicyError(
+                "The file of --prefix must have the token ids of its cache, got one without; try cache.save(path, "
+                "tokens=ids)."
+            )
+        seen = int(cache.policy_layers[0].length[0])
+        if seen != tokens.shape[1]:
+            raise KVPolicyError(
+                f"The cache of --prefix must be without padding, got {tokens.shape[1]:,} columns of {seen:,} tokens; "
+                "try saving the cache of the prompt alone."
+            )
+        return Prefix(ids=tuple(tokens[0].tolist()), cache=cache)

@@ -1,0 +1,153 @@
+"""The server as a whole: its socket, its start-up log, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from kvpolicy.hf.attach import attach
+from kvpolicy.serving import handlers
+from kvpolicy.serving.app import build_app
+from kvpolicy.serving.generation import Generation
+from kvpolicy.serving.metrics import Metrics
+from kvpolicy.serving.prefix import Prefix
+from kvpolicy.spec.errors import KVPolicyError
+
+GRACE = 5.0
+"""Seconds that the running request has after a signal."""
+
+
+class Server(uvicorn.Server):
+    """A server that ends the running request with an error if it takes too long after a signal.
+
+    uvicorn would cancel the requests, and log a traceback for each.
+
+    Args:
+        config: The configuration.
+        generation: What generates.
+    """
+
+    def __init__(self, config: uvicorn.Config, generation: Generation) -> None:
+        """A server that does not listen yet."""
+        super().__init__(config)
+        self._generation = generation
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no new requests, and wait for the running one."""
+        self._generation.refuse_new()
+        stop = asyncio.create_task(self._stop_later())
+        await super().shutdown(sockets)
+        stop.cancel()
+
+    async def _stop_later(self) -> None:
+        await asyncio.sleep(GRACE)
+        await self._generation.stop_running()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Reserve an address; connections are refused until the server listens.
+
+    Args:
+        host: The name or the number of an interface.
+        port: The port; 0 for one that is free.
+
+    Raises:
+        KVPolicyError: If the address cannot be used.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((host, port))
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        raise KVPolicyError(
+            f"--host and --port must be an address that is free, got {host} and {port} ({error.strerror}); try --port "
+            "0 for a free port."
+        ) from error
+    return found
+
+
+@contextmanager
+def serving(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    policy: str,
+    listener: socket.socket,
+    load: Callable[[Any], Prefix] | None = None,
+) -> Generator[uvicorn.Server, None, None]:
+    """Attach a policy to a model, and make the server.
+
+    Args:
+        model: A model without a policy.
+        tokenizer: Its tokenizer.
+        name: The name of the model in requests.
+        policy: The spec of the policy.
+        listener: A bound socket.
+        load: Loads the cache that every request starts from, given the model with the policy attached; or None.
+
+    Yields:
+        The server; call `run(sockets=[listener])`. The policy is detached at the end.
+
+    Raises:
+        KVPolicyError: If the policy does not fit the model, or transformers' server is not as expected.
+    """
+    handlers.check_transformers()
+    has_template = handlers.adapt_tokenizer(tokenizer)
+    with attach(model, policy) as handle:
+        prefix = None if load is None else load(model)
+        metrics = Metrics()
+        generation = Generation(handle, metrics, prefix)
+        routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
+        app = build_app(name, policy, routes, generation, metrics)
+        config = uvicorn.Config(app, log_level="warning", lifespan="on")
+        # transformers logs each request as a warning.
+        logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
+        for line in _notes(name, policy, listener, has_template, prefix):
+            print(line, file=sys.stderr, flush=True)
+        yield Server(config, generation)
+
+
+def run(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until SIGTERM or Ctrl-C. After SIGTERM the process goes on, so that it can end with exit code 0."""
+    if threading.current_thread() is not threading.main_thread():
+        server.run(sockets=[listener])
+        return
+    # uvicorn handles the signal, and raises it again for the handler that it found.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _notes(
+    name: str, policy: str, listener: socket.socket, has_template: bool, prefix: Prefix | None
+) -> Generator[str, None, None]:
+    """The start-up log."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]" if ":" in host else host
+    yield f"{name} under {policy}: http://{address}:{port}/v1"
+    yield "One request is answered at a time; others wait for their turn."
+    if not has_template:
+        yield (
+            "The tokenizer has no chat template: the contents of messages are joined by newlines, with nothing after "
+            "the last."
+        )
+    if prefix is not None:
+        yield f"Every prompt must begin with the {len(prefix.ids):,} tokens of the prefix."
+    if not host.startswith("127.") and host != "::1":
+        yield "The server can be reached from other machines, and asks for no key."

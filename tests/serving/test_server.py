@@ -1,0 +1,336 @@
+"""`kvpolicy serve` with the official client: answers, streams, refusals, several clients, and clients that leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import openai
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.serving import handlers
+from kvpolicy.serving.prefix import Prefix, PrefixFile
+from kvpolicy.serving.server import bind, run, serving
+
+PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+POLICY = "streaming@0.5"
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        return response.read().decode()
+
+
+def metric(port: int, name: str) -> float:
+    (found,) = re.findall(rf"^kvpolicy_{re.escape(name)} (\S+)$", get(port, "/metrics"), re.MULTILINE)
+    return float(found)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(model: tuple[Any, Any], load: Callable[[Any], Prefix] | None = None) -> Generator[int, None, None]:
+    """A server in a thread, and its port."""
+    with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load) as server:
+        thread = threading.Thread(target=run, args=(server, listener))
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    return kvpolicy.tiny()
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: tuple[Any, Any]) -> tuple[str, dict[str, Any]]:
+    """What `generate` answers under the policy, and what its cache holds; computed before the server attaches."""
+    model, tokenizer = tiny
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad(), kvpolicy.attach(model, POLICY) as handle:
+        made = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    report = handle.report()
+    held = {"kept_tokens": report.layers[0].kept[0], "cache_nbytes": report.nbytes, "full_nbytes": report.full_nbytes}
+    return tokenizer.decode(made, skip_special_tokens=True), held
+
+
+@pytest.fixture(scope="module")
+def port(tiny: tuple[Any, Any], wanted: Any) -> Iterator[int]:
+    """A running server."""
+    with running(tiny) as number:
+        yield number
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def complete(client: Any, **fields: Any) -> Any:
+    return client.completions.create(**{"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields})
+
+
+def chat(client: Any, *contents: str, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0, **fields)
+
+
+def test_an_answer_is_that_of_generate(client: Any, wanted: tuple[str, dict[str, Any]]) -> None:
+    answer = complete(client)
+    assert (answer.choices[0].text, answer.usage.kvpolicy) == wanted
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 8
+    assert answer.model == "tiny" and answer.choices[0].finish_reason == "length"
+
+
+def test_messages_are_joined_by_newlines_without_a_chat_template(client: Any, wanted: Any) -> None:
+    answer = chat(client, *PROMPT.split("\n"))
+    assert (answer.choices[0].message.content, answer.usage.kvpolicy) == wanted
+
+
+def test_a_stream_is_the_answer_in_pieces(client: Any, wanted: Any) -> None:
+    text, held = wanted
+    chunks = list(chat(client, PROMPT, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
+    assert len(chunks) > 5 and chunks[-2].choices[0].finish_reason == "length"
+    assert not chunks[-1].choices and chunks[-1].usage.kvpolicy == held
+    chunks = list(complete(client, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_not_part_of_the_answer(stream: bool, client: Any, wanted: Any) -> None:
+    text = wanted[0]
+    answer = complete(client, stream=stream, stop=text[2:4])
+    chunks = [*answer] if stream else [answer]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[:2]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_two_clients_at_once_get_what_each_gets_alone(client: Any) -> None:
+    """Sampled answers too, since the seed is set when a request has its turn."""
+
+    def ask(number: int) -> str:
+        return complete(client, prompt=PROMPT[number:], temperature=1.5, seed=number).choices[0].text
+
+    alone = [ask(number) for number in range(3)]
+    assert len(set(alone)) > 1
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(ask, range(3))) == alone
+
+
+def test_there_is_one_model(client: Any, port: int) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").policy == POLICY
+    assert json.loads(get(port, "/health"))["status"] == "ok"
+    with pytest.raises(openai.NotFoundError, match="model must be 'tiny'"):
+        client.models.retrieve("gpt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "gpt"}, "model must be 'tiny', the one that this server has, got 'gpt'"),
+        ({"prompt": ""}, "must have at least one token"),
+        ({"prompt": ["a", "b"]}, "prompt must be a string, got a list"),
+        ({"prompt": "1234567", "max_tokens": 2}, "The budget must be at least"),
+        ({"prompt": "1234567", "max_tokens": 2, "stream": True}, "The budget must be at least"),
+        ({"max_tokens": -1}, "max_tokens must be an integer of at least 1, got -1"),
+        ({"max_tokens": 2048}, "must fit into 2,048 positions"),
+        ({"temperature": -1}, "temperature must be a number from 0"),
+        ({"stop": [""]}, "stop must be a string or a list"),
+        ({"n": 2}, "got n=2; try it without n"),
+        ({"extra_body": {"cache_implementation": "static"}}, "got cache_implementation="),
+    ],
+)
+def test_bad_requests_get_a_sentence(fields: dict[str, Any], message: str, client: Any) -> None:
+    with pytest.raises(openai.APIStatusError, match=re.escape(message)) as caught:
+        complete(client, **fields)
+    assert caught.value.status_code == (404 if "model" in fields else 400)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages must be a list of at least one message"),
+        ([{"content": "?"}], "A message must be an object with a role"),
+        ([{"role": "user"}], "The content of a message must be a string, got nothing"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "must be text"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "A tool call must"),
+    ],
+)
+def test_bad_messages_get_a_sentence(messages: list[Any], message: str, client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(model="tiny", messages=messages)
+
+
+def test_a_body_that_is_not_json(port: int) -> None:
+    for kind, body, status in (("application/json", b"{", 400), ("text/plain", b"{}", 415)):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/completions", data=body, headers={"Content-Type": kind}
+        )
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=10)
+        assert caught.value.code == status
+        assert "must be" in json.loads(caught.value.read())["error"]["message"]
+        caught.value.close()
+
+
+def test_a_client_that_leaves_frees_its_memory(client: Any, port: int) -> None:
+    """The gauge follows a weak reference: it is 0 only once the cache is gone."""
+    before = metric(port, 'requests_total{outcome="cancelled"}')
+    stream = complete(client, max_tokens=1500, stream=True, temperature=1, seed=1)
+    for _ in zip(range(3), stream, strict=False):
+        pass
+    assert metric(port, "cache_nbytes") > 0
+    stream.close()
+    wait_for(lambda: metric(port, "requests_running") == 0)
+    assert metric(port, "cache_nbytes") == 0
+    with pytest.raises(openai.APITimeoutError):
+        complete(client, max_tokens=1500, temperature=1, seed=1, timeout=0.3)
+    wait_for(lambda: metric(port, "requests_running") == 0 == metric(port, "requests_waiting"))
+    assert metric(port, 'requests_total{outcome="cancelled"}') == before + 2
+    assert metric(port, "cache_nbytes") == 0
+    assert complete(client).usage.kvpolicy["kept_tokens"] == metric(port, "last_kept_tokens")
+
+
+def test_sigterm_ends_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that takes too long then ends with an error."""
+    monkeypatch.setattr("kvpolicy.serving.server.GRACE", 0.1)
+    with bind("127.0.0.1", 0) as free:
+        number = free.getsockname()[1]
+    told: list[str] = []
+
+    def is_healthy() -> bool:
+        try:
+            return "ok" in get(number, "/health")
+        except OSError:
+            return False
+
+    def end() -> None:
+        wait_for(is_healthy)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{number}/v1", api_key="none", max_retries=0) as client:
+            stream = complete(client, max_tokens=1900, stream=True, temperature=1, seed=1)
+            next(stream)
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                list(stream)
+            except openai.APIError as error:
+                told.append(error.message)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert main(["serve", "tiny", POLICY, "--port", str(number)]) == 0
+    thread.join(20)
+    assert told == ["The server is shutting down; try again later."]
+    started = capsys.readouterr().err
+    assert f"tiny under {POLICY}: http://127.0.0.1:{number}/v1\n" in started
+    assert "One request is answered at a time" in started and "no chat template" in started
+    assert "Traceback" not in started
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_requests_start_from_a_saved_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each from a copy: the first does not change what the second starts from."""
+    model, tokenizer = kvpolicy.tiny()
+    text, question = PROMPT.removesuffix("?wolf="), "?wolf="
+    ids, whole = (tokenizer(part, return_tensors="pt").input_ids for part in (text, text + question))
+    path, silent = tmp_path / "text.safetensors", tmp_path / "silent.safetensors"
+    with torch.no_grad(), kvpolicy.attach(model, POLICY):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=cache)
+        cache.save(path, tokens=ids)
+        cache.save(silent)
+        made = model.generate(whole, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    expected = tokenizer.decode(made[0, whole.shape[1] :], skip_special_tokens=True)
+    with (
+        running((model, tokenizer), PrefixFile(path, kvpolicy.Policy.parse(POLICY)).load) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        answers = [complete(client, prompt=text + question) for _ in range(2)]
+        assert [answer.choices[0].text for answer in answers] == [expected, expected]
+        assert answers[0].usage.prompt_tokens == whole.shape[1]
+        assert answers[0].usage.kvpolicy["cache_nbytes"] == cache.nbytes
+        assert metric(port, "cache_nbytes") == 0 < metric(port, "prefix_nbytes")
+        for prompt, message in ((text, "got only 37 tokens"), ("lion=" + text, "got another token at position 1")):
+            with pytest.raises(openai.BadRequestError, match=message):
+                complete(client, prompt=prompt)
+    for policy, file, message in (
+        (POLICY, tmp_path / "none.safetensors", "A cache file must exist"),
+        ("h2o@0.5", path, f"must have the policy h2o@0.5, got {POLICY}"),
+        (POLICY, silent, "must have the token ids of its cache"),
+    ):
+        assert main(["serve", "tiny", policy, "--port", "0", "--prefix", str(file)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "tiny", POLICY, "--port", str(port)]) == 2
+    assert "must be an address that is free" in capsys.readouterr().err
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvpolicy.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main(["serve", "tiny", POLICY]) == 2
+    assert "pip install 'kvpolicy[serve]'" in capsys.readouterr().err
+
+
+def test_another_server_of_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers.check_transformers()
+    monkeypatch.setattr(handlers.utils.GenerationState, "get_manager", lambda self, name: None)
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"server of versions .*get_manager is different"):
+        handlers.check_transformers()
+    monkeypatch.setattr(handlers, "completion", None)
+    with pytest.raises(kvpolicy.KVPolicyError, match="where completion"):
+        handlers.check_transformers()
+
+
+def test_a_chat_template_is_applied() -> None:
+    _, tokenizer = kvpolicy.tiny()
+    tokenizer.chat_template = "{% if messages[1] %}{{ raise_exception('two') }}{% endif %}{{ messages[0].content }}="
+    assert handlers.adapt_tokenizer(tokenizer)
+    inputs = tokenizer.apply_chat_template([{"role": "user", "content": "?wolf"}], return_dict=True)
+    assert inputs["input_ids"] == tokenizer("?wolf=", add_special_tokens=False)["input_ids"]
+    with pytest.raises(kvpolicy.KVPolicyError, match="must fit the model's chat template, got an error: two"):
+        tokenizer.apply_chat_template(2 * [{"role": "user", "content": "?wolf"}])
+
+
+def test_tools_need_a_chat_template(client: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with pytest.raises(openai.BadRequestError, match="must have a chat template for tools"):
+        chat(client, PROMPT, tools=[tool])
