@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -59,7 +61,12 @@ class TaskEvaluator:
         }
 
     def accuracy(
-        self, policy: str, byte_share: float | None = None, mode: str = "inside", only: Collection[str] = ()
+        self,
+        policy: str,
+        byte_share: float | None = None,
+        mode: str = "inside",
+        only: Collection[str] = (),
+        saved: bool = False,
     ) -> tuple[dict[str, float], float]:
         """Share of right answers of each task, and the bytes held, as a share of the full cache's.
 
@@ -68,6 +75,8 @@ class TaskEvaluator:
             byte_share: Budget as a share of the full cache's bytes.
             mode: The place of the question. Tasks without a second question are left out of `second`.
             only: Names of tasks; all by default.
+            saved: Whether the compressed cache is saved to a file, and the rest is fed to what is loaded. With the
+                question inside, its last token is fed so.
         """
         right: dict[str, float] = {}
         held_bytes = 0
@@ -78,9 +87,8 @@ class TaskEvaluator:
                     continue
                 hits = 0
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
-                    batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, held_back(name, policy, mode), policy, byte_share
-                    )
+                    last = max(held_back(name, policy, mode), int(saved))
+                    batch_hits, batch_held, batch_full = self._answer(batch, fed, last, policy, byte_share, saved)
                     hits += batch_hits
                     held_bytes += batch_held
                     full_bytes += batch_full
@@ -97,7 +105,7 @@ class TaskEvaluator:
                 yield rows[start : start + BATCH], fed
 
     def _answer(
-        self, prompts: list[Placed], fed: int, held_back: int, policy: str, byte_share: float | None
+        self, prompts: list[Placed], fed: int, held_back: int, policy: str, byte_share: float | None, saved: bool
     ) -> tuple[int, int, int]:
         """Answer one batch.
 
@@ -107,6 +115,7 @@ class TaskEvaluator:
             held_back: Tokens at their ends that are fed after all others.
             policy: Spec of the policy, which is attached.
             byte_share: Budget as a share of the full cache's bytes.
+            saved: Whether the cache passes through a file once it is compressed.
 
         Returns:
             Right answers, bytes held at the end, and bytes that the full cache holds of the same batch.
@@ -135,12 +144,22 @@ class TaskEvaluator:
                 position_ids=positions[:, start:end],
                 past_key_values=cache,
             )
+            if saved and not start:
+                cache = _through_a_file(self.model, cache)
         out = self.model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, past_key_values=cache
         )
         completions = self.tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
         hits = sum(text.strip().startswith(answer) for text, answer in zip(completions, answers, strict=True))
         return hits, cache.nbytes, full_bytes
+
+
+def _through_a_file(model: Any, cache: kvpolicy.PolicyCache) -> kvpolicy.PolicyCache:
+    """What is loaded of a cache that was saved."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        cache.save(path, compress="zlib")
+        return kvpolicy.PolicyCache.load(model, path)
 
 
 def mean(accuracy: dict[str, float]) -> float:

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def readings() -> list[str]:
     return [f"full+{reader}:read={read}" for reader in READERS for read in READS]
 
 
-def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str]) -> list[str]:
+def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str], saved: bool = False) -> list[str]:
     """The row of a policy.
 
     Args:
@@ -62,12 +63,13 @@ def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[st
         policy: Spec without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for a policy that keeps everything.
         tasks: Names of the tasks.
+        saved: Whether every cache passes through a file.
 
     Raises:
         ValueError: If the smallest layout of the policy exceeds the bytes.
     """
     given = {} if byte_share is None else {"byte_share": byte_share}
-    only = {"only": tuple(tasks)}
+    only: dict[str, Any] = {"only": tuple(tasks)} | ({"saved": True} if saved else {})
     results: list[Result] = [
         bench.result(policy, **given, **only, **({} if mode == "inside" else {"mode": mode})) for mode in MODES
     ]
@@ -89,7 +91,9 @@ def _moved(policy: str, byte_share: float | None) -> float:
     return kvpolicy.plan("tiny", sized, prompt=LENGTH).moved / full.moved
 
 
-def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str]) -> str:
+def answers(
+    bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str], saved: bool = False
+) -> str:
     """A table of policies, after the full cache.
 
     Args:
@@ -97,31 +101,36 @@ def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tas
         policies: Specs without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for policies that keep everything.
         tasks: Names of the tasks.
+        saved: Whether every cache passes through a file.
     """
     title = "every token held" if byte_share is None else f"{byte_share:.0%} of the bytes"
     shown = [*(task for task in SHOWN if task in tasks), "all"]
     names = [title, *(f"{task}, {mode}" for task in shown for mode in MODES), "held", "moved"]
-    lines = [line(bench, "full", None, tasks)]
+    lines = [line(bench, "full", None, tasks, saved)]
     for policy in policies:
         try:
-            lines.append(line(bench, policy, byte_share, tasks))
+            lines.append(line(bench, policy, byte_share, tasks, saved))
         except ValueError as error:
             print(f"{policy} at {title}: {error}", file=sys.stderr)
     return table(names, lines)
 
 
-def page(bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str]) -> str:
+def page(
+    bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str], saved: bool = False
+) -> str:
     """All tables, and how they were measured."""
     readers = [spec for spec in policies if not isinstance(kvpolicy.Policy.parse(spec).reader, kvpolicy.ReadAll)]
     others = [policy for policy in policies if policy not in readers]
-    parts = [answers(bench, others, share, tasks) for share in byte_shares if others]
-    parts += [answers(bench, readers, None, tasks)] if readers else []
-    return "\n\n".join([*parts, note(bench, tasks)])
+    parts = [answers(bench, others, share, tasks, saved) for share in byte_shares if others]
+    parts += [answers(bench, readers, None, tasks, saved)] if readers else []
+    return "\n\n".join([*parts, note(bench, tasks, saved)])
 
 
-def note(bench: Bench, tasks: Sequence[str]) -> str:
+def note(bench: Bench, tasks: Sequence[str], saved: bool = False) -> str:
     """How the numbers were measured."""
+    files = "Every compressed cache is saved to a file, and what is loaded answers. " if saved else ""
     return (
+        f"{files}"
         f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
         f"{', '.join(tasks)}. inside: the question is part of the compressed prompt; after: it is fed to the "
         "compressed cache; second: a second question is, after the first one was compressed with the prompt. Held: "
@@ -141,11 +150,12 @@ def main(argv: list[str] | None = None) -> None:
         "--shares", nargs="+", type=float, default=BYTE_SHARES, help="fractions of the full cache's bytes"
     )
     parser.add_argument("--cache", type=Path, help="folder for results, with which an interrupted run continues")
+    parser.add_argument("--saved", action="store_true", help="save every compressed cache, and let the file answer")
     add_fill_argument(parser, "answers")
     args = parser.parse_args(argv)
     bench = Bench(args.n, torch.float32, args.cache)
-    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks)
-    publish(text, "answers", args.fill)
+    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks, args.saved)
+    publish(text, "answers-saved" if args.saved else "answers", args.fill)
 
 
 if __name__ == "__main__":
