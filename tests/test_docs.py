@@ -100,7 +100,10 @@ def test_wrong_commands_would_be_found(line: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("block", of("console"), ids=lambda block: block.place)
-def test_commands_print_what_the_page_says(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_what_the_page_says(
+    block: Block, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where commands write
     said = re.split(r"^\$ (.*(?:\\\n.*)*)\n?", block.text, flags=re.MULTILINE)
     assert not said[0].strip() and len(said) > 1, f"{block.place}: a console begins with '$ command'"
     for line, wanted in zip(said[1::2], said[2::2], strict=True):

@@ -75,8 +75,7 @@ class TaskEvaluator:
             byte_share: Budget as a share of the full cache's bytes.
             mode: The place of the question. Tasks without a second question are left out of `second`.
             only: Names of tasks; all by default.
-            saved: Whether the compressed cache is saved to a file, and the rest is fed to what is loaded. With the
-                question inside, its last token is fed so.
+            saved: Whether the compressed cache is saved to a file, and the rest is fed to what is loaded.
         """
         right: dict[str, float] = {}
         held_bytes = 0
@@ -87,8 +86,9 @@ class TaskEvaluator:
                     continue
                 hits = 0
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
-                    last = max(held_back(name, policy, mode), int(saved))
-                    batch_hits, batch_held, batch_full = self._answer(batch, fed, last, policy, byte_share, saved)
+                    batch_hits, batch_held, batch_full = self._answer(
+                        batch, fed, held_back(name, policy, mode), policy, byte_share, saved
+                    )
                     hits += batch_hits
                     held_bytes += batch_held
                     full_bytes += batch_full
@@ -134,20 +134,29 @@ class TaskEvaluator:
         sized = None if byte_share is None else f"{policy}@{int(byte_share * full_bytes)}B"
         # Where forward passes end: after what is compressed, and before what is held back. `generate` feeds the rest.
         ends = sorted({columns - tokens for tokens in (fed, held_back) if tokens})
+        if saved and not ends:  # the first token of the answer comes before the file
+            ends = [columns]
         first_part = ends[0] if ends else columns
         new = longest + columns - first_part
         cache = kvpolicy.PolicyCache(self.model, sized, prompt=mask[:, :first_part].sum(-1), new=new)
         for start, end in zip([0, *ends], ends, strict=False):
-            self.model(
+            logits = self.model(
                 ids[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, start:end],
                 past_key_values=cache,
-            )
+            ).logits
+            if end == columns:
+                ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+                mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             if saved and not start:
                 cache = _through_a_file(self.model, cache)
         out = self.model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=longest, do_sample=False, past_key_values=cache
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=columns + longest - ids.shape[1],
+            do_sample=False,
+            past_key_values=cache,
         )
         completions = self.tokenizer.batch_decode(out[:, columns:], skip_special_tokens=True)
         hits = sum(text.strip().startswith(answer) for text, answer in zip(completions, answers, strict=True))

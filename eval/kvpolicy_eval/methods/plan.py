@@ -9,6 +9,8 @@ BUDGETS = [0.3, 0.2, 0.1]
 BASELINE = "window"
 ALLOCATOR_SELECTORS = ["window", "h2o", "snapkv"]
 """Selectors with which allocators are measured."""
+HEAD_SELECTORS = ["snapkv", "h2o", "kvzip"]
+"""Selectors with which head allocators are measured."""
 MERGER_SELECTORS = ["streaming", "h2o", "snapkv"]
 """Selectors with which mergers are measured."""
 CODEC_SELECTOR = "snapkv"
@@ -51,9 +53,9 @@ def methods() -> list[str]:
     """All methods that have a page, in the order of the registry.
 
     >>> methods()[:4]
-    ['uniform', 'pyramid', 'squeeze', 'full']
+    ['uniform', 'pyramid', 'squeeze', 'even']
     """
-    return [name for kind in registry.kinds() for name in registry.BUILT_IN[kind]]
+    return [name for by_name in registry.BUILT_IN.values() for name in by_name]
 
 
 def reader_policies(name: str) -> list[str]:
@@ -79,12 +81,14 @@ def selection_policies(name: str) -> list[str]:
 
     >>> selection_policies("streaming")
     ['streaming', 'window']
-    >>> selection_policies("pyramid")[:2]
-    ['window', 'pyramid+window']
+    >>> selection_policies("pyramid")[:2], selection_policies("duo")[:2]
+    (['window', 'pyramid+window'], ['snapkv', 'uniform/duo+snapkv'])
     """
     if name in registry.MERGERS:
         pairs = ((base, base if name == "drop" else f"{base}+{name}") for base in MERGER_SELECTORS)
         return list(dict.fromkeys(policy for pair in pairs for policy in pair))
+    if name in registry.HEAD_ALLOCATORS:
+        return [policy for selector in HEAD_SELECTORS for policy in (selector, f"uniform/{name}+{selector}")]
     if name not in registry.ALLOCATORS:
         return list(dict.fromkeys([*SELECTORS.get(name, [name]), BASELINE]))
     if name == "uniform":  # it is the default, so that there is nothing to compare it with

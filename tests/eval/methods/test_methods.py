@@ -43,7 +43,8 @@ def test_what_is_measured_of_a_method_is_of_this_method(name: str) -> None:
     assert len(policies) > 1 or name == "all"
     parsed = [kvpolicy.Policy.parse(policy) for policy in policies]
     _, kind = registry.lookup(name)
-    assert any(isinstance(part, kind) for one in parsed for part in (getattr(one, part) for part in registry.kinds()))
+    parts = [part for one in parsed for part in (one.heads, *(getattr(one, part) for part in registry.kinds()))]
+    assert any(isinstance(part, kind) for part in parts)
 
 
 def test_a_page_gets_its_table_and_nothing_is_measured_twice(
