@@ -42,5 +42,5 @@ def test_what_describes_no_codec(content: object, words: str) -> None:
 
 
 def test_unknown_parts_of_a_policy() -> None:
-    with pytest.raises(KVPolicyError, match="by its parts and its budget, got 'selektor'"):
-        Policy.from_dict({"selektor": {"h2o": {}}})
+    with pytest.raises(KVPolicyError, match="by its parts and its budget, got 'chooser'"):
+        Policy.from_dict({"chooser": {"h2o": {}}})
