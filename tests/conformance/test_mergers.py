@@ -12,7 +12,7 @@ from kvpolicy import Policy, PolicyCache, Regress
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import DIM
-from tests.conformance.models import build
+from tests.conformance.models import build, layers_for
 from tests.conformance.play import ROWS, forward, make_batch, play, talk
 from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.conformance.replay import Noise, Twin, reference_codec, replay
@@ -32,7 +32,7 @@ CODED = [name for name in CODECS if name not in {*ROUGH, "plain"}]
 
 def compare(policy: str, family: str = "llama", rows: str = "padded", least: float = 4) -> None:
     parsed = Policy.parse(policy)
-    model = build(family, layers=LAYERS if family == "llama" else None)
+    model = build(family, layers=layers_for(policy, family))
     tape, cache, logits = play(model, parsed, ROWS[rows])
     assert torch.isfinite(logits).all()
     if parsed.decode == "evict":  # the plan of a growing cache is that of its last prompt

@@ -16,7 +16,7 @@ import torch
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.registry import lookup, name_of
 from tests.conformance.calibration import DIM
-from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.models import FAMILIES, UNNAMED, build, layers_for
 from tests.conformance.play import ROWS, play
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
 from tests.conformance.replay import Tape, Twin, reference_codec, replay
@@ -52,9 +52,10 @@ def sample() -> list[Row]:
 
 def compare(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     policy = Policy.parse(words(allocator, selector, codec))
-    model = build(family, DTYPES[dtype])
+    layers = layers_for(allocator, family)
+    model = build(family, DTYPES[dtype], layers=layers)
     tape, cache, logits = play(model, policy, ROWS[rows])
-    twin = Twin(reference_codec(policy.codec), turns(build(family), DIM))
+    twin = Twin(reference_codec(policy.codec), turns(build(family, layers=layers), DIM))
     assert torch.isfinite(logits).all()
     check_budgets(policy, cache, tape, ROWS[rows])
     if dtype == "fp32":
