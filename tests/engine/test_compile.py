@@ -174,7 +174,7 @@ def test_other_conversations_need_no_other_graph() -> None:
     assert counter.frame_count == 1
 
 
-TURNS = [PROMPT, 5, 1]
+TURNS = [PROMPT, 5]
 PROMPTS = ["h2o@0.5", "squeeze+h2o+kivi:group_size=4:residual_length=4@0.5"]
 
 
