@@ -96,9 +96,7 @@ ANNOUNCED = [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{
 PIECES = [[10, 1, 15], [25, 1], [1, 25]]
 
 
-@product(
-    "policy,pieces", ANNOUNCED, PIECES, sample=star(ANNOUNCED, PIECES, centers=[("", PIECES[0]), (SMALL, [])])
-)
+@product("policy,pieces", ANNOUNCED, PIECES, sample=star(ANNOUNCED, PIECES, centers=[("", PIECES[0]), (SMALL, [])]))
 def test_announced_chunks_are_one_prompt(policy: str, pieces: list[int]) -> None:
     ids, mask = make_batch(LENGTHS, [26])
     policy += "@0.5"

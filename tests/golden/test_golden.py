@@ -29,9 +29,7 @@ def first() -> dict[str, Any]:
     return _run()
 
 
-def test_two_runs_agree_and_another_ranking_is_noticed(
-    first: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_runs_agree_and_another_ranking_is_noticed(first: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*first] == NAMES
     assert not record.differences(first, _run())
     _, kind = lookup("h2o")
