@@ -211,9 +211,10 @@ def test_a_compiled_model_without_a_cache(given: bool) -> None:
             assert isinstance(out.past_key_values, PolicyCache)
 
 
-@pytest.mark.parametrize(
-    "policy", ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5", "window@99"]
-)
+TICKED = ["window+kivi:group_size=4:residual_length=4@0.5", "h2o:decode=grow@0.5", "window@99"]
+
+
+@product("policy", TICKED, sample=[(policy,) for policy in TICKED[:2]])
 def test_a_forgotten_tick_is_an_error(policy: str) -> None:
     """Never a lost token."""
     model = build("llama", layers=1)
