@@ -22,11 +22,11 @@ def check(policy: str, family: str, lengths: list[int]) -> None:
     tolerance = 0.1 if Policy.parse(policy).codec.stages else 5e-5
     ids, mask = make_batch(lengths)
     with kvpolicy.attach(model, policy):
-        together = PolicyCache(model, new=14)
+        together = PolicyCache(model, new=sum(TURNS[1:]))
         logits = talk(model, ids, mask, TURNS, together)
         for row, length in enumerate(lengths):
             skip = TURNS[0] - length
-            alone = PolicyCache(model, new=14)
+            alone = PolicyCache(model, new=sum(TURNS[1:]))
             own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
             own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
             assert (own[0] - logits[row, skip:]).abs().max() < tolerance

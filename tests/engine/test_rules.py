@@ -88,8 +88,8 @@ def test_a_tick_too_many_does_no_harm(policy: str) -> None:
     model = build("llama")
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):
-        want = talk(model, ids, mask, TURNS, PolicyCache(model, new=14))
-        cache, start, got = PolicyCache(model, new=14), 0, list[Tensor]()
+        want = talk(model, ids, mask, TURNS, PolicyCache(model, new=sum(TURNS[1:])))
+        cache, start, got = PolicyCache(model, new=sum(TURNS[1:])), 0, list[Tensor]()
         for size in TURNS:
             got.append(forward(model, ids, mask, start, start + size, cache))
             cache.tick()
