@@ -329,7 +329,8 @@ def tree(tmp_path: Path) -> Path:
     """A copy of the source tree."""
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+            # With what is compiled already; a file beside it that another process still writes is none of it.
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.pyc.*"))
         else:
             shutil.copy(ROOT / name, tmp_path / name)
     return tmp_path

@@ -98,7 +98,7 @@ BOTH = ["h2o", "window:decode=grow"]
 )
 def test_rows_of_a_batch_have_the_sizes_that_they_have_alone(name: str, selector: str) -> None:
     """Rows of several lengths demote blocks of several sizes side by side; some codecs need a ranking of the tokens."""
-    model = build("llama")
+    model = build("llama", layers=2)
     ids, mask = make_batch(LENGTHS, TURNS)
     codec = made(name, **OPTIONS.get(name, {}))
     policy = Policy(selector=Policy.parse(f"{selector}@0.7").selector, codec=codec, budget=0.7)
@@ -121,7 +121,7 @@ def test_rows_of_a_batch_have_the_sizes_that_they_have_alone(name: str, selector
 @pytest.mark.parametrize("name", SIZED)
 def test_one_row_is_as_with_the_numbers_given(name: str) -> None:
     """Bit for bit, as long as the number of tokens that a row may hold does not change."""
-    model = build("llama")
+    model = build("llama", layers=2)
     ids, mask = make_batch([130], [130, *[1] * 10])
     codec = made(name, **OPTIONS.get(name, {}))
     results: list[tuple[torch.Tensor, PolicyCache]] = []

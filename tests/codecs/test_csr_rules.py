@@ -158,8 +158,10 @@ ONLY_ONE: list[dict[str, Any]] = [
 ] + [{"key_space": "rotated", "index": "packed"}, {"outlier_atoms": 40}]
 
 
-@pytest.mark.parametrize("count", [1, 4, C])
-@pytest.mark.parametrize("fields", ONLY_ONE)
+COUNTS = [C, 4, 1]
+
+
+@sampling.product("fields,count", ONLY_ONE, COUNTS, sample=sampling.each_once(ONLY_ONE, COUNTS))
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(folder: Path, fields: dict[str, Any], count: int) -> None:
     """To the last bit: a rank of several holds the codes of its heads that one rank would hold."""
     csr, store = made(folder, 32, **fields)

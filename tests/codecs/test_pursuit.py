@@ -12,6 +12,7 @@ from torch import Tensor
 from kvpolicy.codecs import _pursuit, _sparse
 from kvpolicy.codecs._pursuit import Solver, pursue
 from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
+from tests import sampling
 
 B, H, D, N, M = 2, 3, 16, 40, 12
 
@@ -56,9 +57,7 @@ def test_it_takes_the_atom_of_the_largest_product(own: int, area: int, monkeypat
             torch.testing.assert_close(coef[b, h, i].double(), want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
-@pytest.mark.parametrize("area", [0, _pursuit._MAX_GRAM])
-@pytest.mark.parametrize("count", [1, 4, 5, 33, 120])
+@sampling.product("count,area,solver", [1, 4, 5, 33, 120], [0, _pursuit._MAX_GRAM], ["mp", "refit", "omp"])
 def test_a_head_alone_has_the_codes_that_it_has_beside_others(
     count: int, area: int, solver: Solver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,17 @@ _SOURCES = {**FAMILIES, **UNNAMED}
 
 
 @functools.cache
+def layers_for(policy: str, family: str = "llama") -> int | None:
+    """Two layers, the first and one behind it, where layers have nothing to do with each other; else as many as are.
+
+    Budgets of two layers that are measured can be equal.
+    """
+    if "squeeze" in policy or "pyramid" in policy or getattr(_SOURCES[family](), "layer_types", None):
+        return None
+    return 2
+
+
+@functools.cache
 def build(family: str, dtype: torch.dtype = torch.float32, layers: int | None = None) -> Any:
     """A model in evaluation mode; its attention is made sharp, because flat attention hides errors.
 

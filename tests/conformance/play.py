@@ -13,8 +13,8 @@ from kvpolicy import Policy, PolicyCache
 from tests.conformance.models import VOCABULARY
 from tests.conformance.replay import Recorder, Tape, recording
 
-ROWS = {"one": [26], "padded": [26, 17, 11]}
-TURNS = [26, 1, 1, 1, 1, 1, 6, 1, 1, 1]
+ROWS = {"one": [26], "padded": [26, 11]}
+TURNS = [26, 1, 1, 1, 1, 6, 1, 1]
 
 
 def make_batch(lengths: list[int], turns: list[int] = TURNS, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -39,8 +39,11 @@ def test_all_data(name: str, kind: str) -> None:
     twin.check()
 
 
-@pytest.mark.parametrize("kind", ["outliers", "constant", "zero", "huge"])
-@pytest.mark.parametrize("name", CASES)
+HARD = ["outliers", "constant", "zero", "huge"]
+TWO_KINDS = [(name, HARD[(number + more) % len(HARD)]) for number, name in enumerate(CASES) for more in (0, 1)]
+
+
+@product("name,kind", [*CASES], HARD, sample=TWO_KINDS)
 def test_one_token(name: str, kind: str) -> None:
     twin = Twin(CASES[name], 32)
     twin.write(tokens(32, kind, [5], []))

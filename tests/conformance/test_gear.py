@@ -11,6 +11,7 @@ import torch
 from kvpolicy.codecs.gear import GEAR
 from tests.conformance.twins import CLOSE, DATA, SLOTS, B, H, Pair, Written, apart, plain_store, sides, tokens
 from tests.reference.codecs import gear
+from tests.sampling import product
 
 
 class Token(NamedTuple):
@@ -94,16 +95,22 @@ def gear_twin(name: str, dim: int) -> GroupTwin:
     return GroupTwin(GEAR(**config), config, dim)
 
 
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
-@pytest.mark.parametrize("name", GEARS)
+DIMS = [32, 64, 80, 96, 128]
+DEALT = [(name, DIMS[(number + more) % len(DIMS)]) for number, name in enumerate(GEARS) for more in (0, 2)]
+
+
+@product("name,dim", [*GEARS], DIMS, sample=DEALT)
 def test_gear_in_all_dimensions(name: str, dim: int) -> None:
     twin = gear_twin(name, dim)
     twin.write(tokens(dim, "outliers", list(range(SLOTS)), [(1, 0, 6)]))
     twin.check()
 
 
-@pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("name", GEARS)
+KINDS = [*DATA]
+SOME_DATA = [(name, KINDS[(number + 3 * more) % len(KINDS)]) for number, name in enumerate(GEARS) for more in range(4)]
+
+
+@product("name,kind", [*GEARS], KINDS, sample=SOME_DATA)
 def test_gear_of_all_data(name: str, kind: str) -> None:
     twin = gear_twin(name, 64)
     twin.write(tokens(64, kind, list(range(SLOTS)), [(1, 0, 6), (0, 1, 2)]))

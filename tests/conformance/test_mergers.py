@@ -12,7 +12,7 @@ from kvpolicy import Policy, PolicyCache, Regress
 from kvpolicy.registry import lookup
 from tests.conformance.bench import Bench, draw, padding
 from tests.conformance.calibration import DIM
-from tests.conformance.models import build
+from tests.conformance.models import build, layers_for
 from tests.conformance.play import ROWS, forward, make_batch, play, talk
 from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.conformance.replay import Noise, Twin, reference_codec, replay
@@ -22,6 +22,9 @@ from tests.sampling import product
 ACTIVE = [name for name in MERGERS if lookup(name)[1]().traits.when != "never"]
 DECODING = [name for name in ACTIVE if lookup(name)[1]().traits.when == "always"]
 OTHERS = [name for name in SELECTORS if name not in ("h2o", "snapkv")]
+LAYERS = 2
+"""Of the model that each method meets: the first, and one behind it."""
+
 ROUGH = {"zipcache", "csr", "rotate", "turboquant"}
 """Codecs whose own arithmetic differs from the reference's by more than merging may."""
 CODED = [name for name in CODECS if name not in {*ROUGH, "plain"}]
@@ -29,13 +32,14 @@ CODED = [name for name in CODECS if name not in {*ROUGH, "plain"}]
 
 def compare(policy: str, family: str = "llama", rows: str = "padded", least: float = 4) -> None:
     parsed = Policy.parse(policy)
-    tape, cache, logits = play(build(family), parsed, ROWS[rows])
+    model = build(family, layers=layers_for(policy, family))
+    tape, cache, logits = play(model, parsed, ROWS[rows])
     assert torch.isfinite(logits).all()
     if parsed.decode == "evict":  # the plan of a growing cache is that of its last prompt
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
     # The ridge regression solves for values with the errors of fp32 attention, divided by small eigenvalues.
     noise = Noise(error=5e-4) if isinstance(parsed.merger, Regress) else None
-    verdict = replay(parsed, tape, noise=noise, twin=Twin(reference_codec(parsed.codec), turns(build(family), DIM)))
+    verdict = replay(parsed, tape, noise=noise, twin=Twin(reference_codec(parsed.codec), turns(model, DIM)))
     assert verdict.turns >= len(tape) * least, "most choices were within fp32's noise"
 
 
@@ -103,7 +107,7 @@ def test_adversarial_input(merger: str, case: str) -> None:
 @pytest.mark.parametrize("merger", ACTIVE)
 @pytest.mark.parametrize("codec", ["plain", "kivi", "csr"])
 def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
-    model, policy = build("llama"), Policy.parse(words("h2o", merger, codec))
+    model, policy = build("llama", layers=LAYERS), Policy.parse(words("h2o", merger, codec))
     lengths, sizes = [26, 11], [26, 1, 1, 1, 6, 1, 1]
     ids, mask = make_batch(lengths, sizes)
     with kvpolicy.attach(model, policy):
@@ -117,7 +121,7 @@ def test_a_padded_row_is_itself_alone(merger: str, codec: str) -> None:
 
 @pytest.mark.parametrize("merger", DECODING)
 def test_rows_move_with_their_counts(merger: str) -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([26, 20], [26, 1, 1, 1, 1, 1, 1])
     with kvpolicy.attach(model, words("h2o", merger)):
         straight, swapped = PolicyCache(model, new=6), PolicyCache(model, new=6)
@@ -138,7 +142,7 @@ def talk_on(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: PolicyCach
 @pytest.mark.parametrize("merger", ACTIVE)
 @pytest.mark.parametrize("codec", ["plain", "kivi"])
 def test_beam_search(merger: str, codec: str) -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([26, 20], [26])
     with torch.no_grad(), kvpolicy.attach(model, words("h2o", merger, codec)) as handle:
         out = model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=6, min_new_tokens=6, do_sample=False)

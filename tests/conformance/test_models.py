@@ -1,15 +1,14 @@
 """Allocators x selectors x codecs x families x {one row, padded batch} x {fp32, bf16} against the reference.
 
 `-m full` runs every selector x codec x family, with an allocator, rows and a dtype that are drawn; all combinations
-would be 32,000, and grow with every method. By default, each family, selector and codec meets each allocator, both
-kinds of rows and both dtypes. Every selector meets every codec in `test_layer`. What a family has of its own, such as
-its rotary embedding, is tested with `ROTARY`.
+would be 32,000, and grow with every method. By default, each family meets both kinds of rows, both dtypes, the
+allocator that looks at its residual stream, and a codec that undoes its rotary embedding. Every selector meets every
+codec in `test_layer`, which needs no model.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -17,34 +16,46 @@ import torch
 from kvpolicy import Policy, PolicyCache
 from kvpolicy.registry import lookup, name_of
 from tests.conformance.calibration import DIM
-from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.models import FAMILIES, UNNAMED, build, layers_for
 from tests.conformance.play import ROWS, play
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
 from tests.conformance.replay import Tape, Twin, reference_codec, replay
 from tests.conformance.turning import turns
 from tests.reference import allocators
-from tests.sampling import Row, pairwise, product
+from tests.sampling import Row, product
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 AXES = (ALLOCATORS, SELECTORS, CODECS, [*FAMILIES, *UNNAMED], [*ROWS], [*DTYPES])
-ALLOCATOR, SELECTOR, CODEC, FAMILY, ROW_COUNT, DTYPE = range(6)
+ALLOCATOR, _, _, FAMILY, ROW_COUNT, DTYPE = range(6)
 ROTARY = [name for name in CODECS if lookup(name)[1]().traits.key_space == "unrotated"]
 """Codecs that undo a family's rotary embedding."""
 
 
 def sample() -> list[Row]:
-    """A pairwise sample, in which selectors, codecs and families need not meet; families meet one of `ROTARY`."""
-    rows = pairwise(*AXES, seed=2, apart=[(SELECTOR, CODEC), (SELECTOR, FAMILY), (CODEC, FAMILY)])
-    met = {row[FAMILY] for row in rows if row[CODEC] in ROTARY}
-    left = [family for family in AXES[FAMILY] if family not in met]
-    return [*rows, *(("uniform", "h2o", codec, family, "padded", "fp32") for codec, family in zip(cycle(ROTARY), left))]
+    """Each family in two rows: padded in fp32 with a codec of `ROTARY`, compared exactly, and one row alone in bf16.
+
+    One of the two has the allocator that looks at a family's residual stream. Selectors and codecs take turns, so that
+    each selector meets both kinds of rows and both dtypes.
+    """
+    looking, others = (
+        [name for name in ALLOCATORS if bool(lookup(name)[1]().layer_metric) is wanted] for wanted in (True, False)
+    )
+    rows: list[Row] = []
+    for number, family in enumerate(AXES[FAMILY]):
+        allocators = [looking[number % len(looking)], others[number // 2 % len(others)]]
+        first, second = allocators if number % 2 else allocators[::-1]
+        selectors = [SELECTORS[(number + shift) % len(SELECTORS)] for shift in (1, 6)]
+        rows.append((first, selectors[0], ROTARY[number % len(ROTARY)], family, "padded", "fp32"))
+        rows.append((second, selectors[1], CODECS[number % len(CODECS)], family, "one", "bf16"))
+    return rows
 
 
 def compare(allocator: str, selector: str, codec: str, family: str, rows: str, dtype: str) -> None:
     policy = Policy.parse(words(allocator, selector, codec))
-    model = build(family, DTYPES[dtype])
+    layers = layers_for(allocator, family)
+    model = build(family, DTYPES[dtype], layers=layers)
     tape, cache, logits = play(model, policy, ROWS[rows])
-    twin = Twin(reference_codec(policy.codec), turns(build(family), DIM))
+    twin = Twin(reference_codec(policy.codec), turns(build(family, layers=layers), DIM))
     assert torch.isfinite(logits).all()
     check_budgets(policy, cache, tape, ROWS[rows])
     if dtype == "fp32":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,8 +27,15 @@ def _answers(rank: int, world: int, folders: dict[str, str], backend: str) -> di
     return found
 
 
-def _run(folder: Path, names: list[str], backend: str, world: int) -> dict[str, Any]:
-    results = run_ranks(_answers, world, {name: save(name, folder) for name in names}, backend)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The folders of all checkpoints."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: save(name, folder) for name in [*{*NAMED, *MORE}]}
+
+
+def _run(folders: dict[str, str], backend: str, world: int) -> dict[str, Any]:
+    results = run_ranks(_answers, world, folders, backend)
     assert all(result == results[0] for result in results)  # the same bits on all ranks
     return results[0]
 
@@ -38,13 +44,13 @@ def _right(found: Any) -> bool:
     return not isinstance(found, str) and found[0] <= CLOSE and found[1]
 
 
-def test_deepspeed_is_correct_on_two_ranks(tmp_path: Path) -> None:
-    found = _run(tmp_path, [*{*NAMED, *MORE}], "deepspeed", 2)
+def test_deepspeed_is_correct_on_two_ranks(saved: dict[str, str]) -> None:
+    found = _run(saved, "deepspeed", 2)
     assert all(map(_right, found.values())), found
 
 
-def test_transformers_is_correct_on_two_ranks_or_names_the_other_backend(tmp_path: Path) -> None:
-    found = _run(tmp_path, [*{*NAMED, *MORE}], "hf", 2)
+def test_transformers_is_correct_on_two_ranks_or_names_the_other_backend(saved: dict[str, str]) -> None:
+    found = _run(saved, "hf", 2)
     refused = {name for name, value in found.items() if isinstance(value, str)}
     assert all(_right(value) for name, value in found.items() if name not in refused), found
     heads = {"one head", "three heads", "no head"}
@@ -53,12 +59,12 @@ def test_transformers_is_correct_on_two_ranks_or_names_the_other_backend(tmp_pat
 
 
 @pytest.mark.full
-def test_two_kv_heads_are_replicated_on_four_ranks(tmp_path: Path) -> None:
-    found = _run(tmp_path, ["llama", "four experts"], "deepspeed", 4)
+def test_two_kv_heads_are_replicated_on_four_ranks(saved: dict[str, str]) -> None:
+    found = _run({name: saved[name] for name in ("llama", "four experts")}, "deepspeed", 4)
     assert all(map(_right, found.values())), found
 
 
 @pytest.mark.full
-def test_deepspeed_is_correct_on_four_ranks(tmp_path: Path) -> None:
-    found = _run(tmp_path, [*{*NAMED, *MORE} - {"no head"}], "deepspeed", 4)
+def test_deepspeed_is_correct_on_four_ranks(saved: dict[str, str]) -> None:
+    found = _run({name: folder for name, folder in saved.items() if name != "no head"}, "deepspeed", 4)
     assert all(map(_right, found.values())), found

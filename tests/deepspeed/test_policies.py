@@ -100,8 +100,7 @@ def _run(name: str, folder: Path, backend: str, dtype: str, policies: list[str],
     return run_ranks(_compare, world, name, where, backend, dtype, policies, limit=900)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", MODELS)
+@product("name,backend", MODELS, BACKENDS, sample=TWO_SHARDED)
 def test_full_budget_is_exact(name: str, backend: str, tmp_path: Path) -> None:
     for found in _run(name, tmp_path, backend, "float32", ["full"]):
         assert found["full"][0] == 1 and found["full"][2] <= 5e-6
@@ -146,8 +145,8 @@ def _check_half_precision(results: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_half_precision_keeps_nearly_the_same(backend: str, tmp_path: Path) -> None:
-    """Each policy meets one of the backends."""
-    _check_half_precision(_run("llama", tmp_path, backend, "bfloat16", SOME[BACKENDS.index(backend) :: 2]))
+    """Every other policy meets one of the backends; in bf16, ranks differ from one rank by rounding alone."""
+    _check_half_precision(_run("llama", tmp_path, backend, "bfloat16", SOME[BACKENDS.index(backend) :: 4]))
 
 
 @pytest.mark.full

@@ -15,13 +15,16 @@ from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, SELECTORS, words
 from tests.sampling import each_once, product
 
+LAYERS = 2
+"""The first, and one behind it."""
+
 TURNS = [24, *[1] * 8, 5, 1, 1]
 PARTS = (["uniform", "squeeze"], [*SELECTORS, "h2o:decode=grow"], CODECS)
 
 
 @product("allocator,selector,codec", *PARTS, sample=each_once(*PARTS))
 def test_interleaved(allocator: str, selector: str, codec: str) -> None:
-    model, policy = build("llama"), words(allocator, selector, codec)
+    model, policy = build("llama", layers=LAYERS), words(allocator, selector, codec)
     one, two = make_batch([24, 11], TURNS, seed=1), make_batch([19], TURNS, seed=2)
     with kvpolicy.attach(model, policy):
         apart = [talk(model, *batch, TURNS, PolicyCache(model)) for batch in (one, two)]
@@ -50,7 +53,7 @@ def test_policies_of_their_own() -> None:
 
 
 def test_the_models_own_caches_are_new_each_time() -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24], [24])
     with kvpolicy.attach(model, "h2o@0.5") as handle:
         first = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=5)
@@ -61,7 +64,7 @@ def test_the_models_own_caches_are_new_each_time() -> None:
 
 @pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "kvcrush/h2o+kivi:group_size=4:residual_length=4@0.5"])
 def test_a_reset_cache_is_new(policy: str) -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
         talk(model, *make_batch([24], TURNS, seed=1), TURNS, cache)
@@ -72,7 +75,7 @@ def test_a_reset_cache_is_new(policy: str) -> None:
 
 
 def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
-    model, (ids, _) = build("llama"), make_batch([24], [24])
+    model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model)
         for columns, budget in ((24, 12), (10, 5)):
@@ -82,7 +85,7 @@ def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
 
 
 def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
-    model, (ids, _) = build("llama"), make_batch([44], [44])
+    model, (ids, _) = build("llama", layers=LAYERS), make_batch([44], [44])
     chunked: dict[str, Any] = {"do_sample": False, "max_new_tokens": 2, "min_new_tokens": 2, "prefill_chunk_size": 5}
     with kvpolicy.attach(model, "window@0.5"):
         cache, budgets = PolicyCache(model), list[int]()
@@ -94,7 +97,7 @@ def test_every_chunk_of_a_second_turn_knows_the_whole_of_it() -> None:
 
 
 def test_beams_of_a_cache_that_was_told_its_rows() -> None:
-    model, (ids, mask) = build("llama"), make_batch([24, 17], [24])
+    model, (ids, mask) = build("llama", layers=LAYERS), make_batch([24, 17], [24])
     with kvpolicy.attach(model, "window@0.5"):
         cache = PolicyCache(model, prompt=[24, 17])
         beams: dict[str, Any] = {"num_beams": 2, "do_sample": False, "max_new_tokens": 3}
@@ -105,7 +108,7 @@ def test_beams_of_a_cache_that_was_told_its_rows() -> None:
 @pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@0.5"])
 def test_a_copied_cache_goes_its_own_way(policy: str) -> None:
     """One prefix, several answers."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24], TURNS)
     with kvpolicy.attach(model, policy):
         whole = talk(model, ids, mask, TURNS, PolicyCache(model))

@@ -20,6 +20,8 @@ from tests.conformance.policies import CODECS, SELECTORS, words
 from tests.sampling import each_once, product
 
 NEW = 12
+LAYERS = 2
+"""The first, and one behind it."""
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
@@ -44,7 +46,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Tensor:
 @pytest.mark.parametrize("rows", [[24], [24, 15, 9]])
 @pytest.mark.parametrize("mode", [*MODES])
 def test_full_budget_gives_the_stock_tokens(mode: str, rows: list[int]) -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch(rows, [24])
     stock = generate(model, ids, mask, **MODES[mode])
     for policy in ("full", "h2o@64", "squeeze+snapkv@64"):
@@ -74,7 +76,7 @@ REPEATED = ["greedy", "beams", "several", "several beams"]
 @product("selector,codec,mode", RANKINGS, CODECS, REPEATED, sample=each_once(RANKINGS, CODECS, REPEATED))
 def test_small_budgets(selector: str, codec: str, mode: str) -> None:
     """Rows are repeated and reordered with all that belongs to them; budgets hold; nothing is lost."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24, 15], [24])
     with kvpolicy.attach(model, words(selector, codec)) as handle:
         out = generate(model, ids, mask, **MODES[mode])
@@ -89,7 +91,7 @@ def test_small_budgets(selector: str, codec: str, mode: str) -> None:
 
 def test_beams_carry_their_own_slots() -> None:
     """A beam's continuation is what the same tokens give alone."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24], [24])
     with kvpolicy.attach(model, "h2o@0.5"):
         out = model.generate(
@@ -109,21 +111,21 @@ def test_beams_carry_their_own_slots() -> None:
 @pytest.mark.parametrize("selector", ["snapkv:window=6", "streaming:sinks=2", "h2o", "squeeze+window"])
 def test_all_chunks_are_compressed(selector: str) -> None:
     """Not only the first, as elsewhere."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([60, 41], [60])
     with kvpolicy.attach(model, f"{selector}@0.5") as handle:
         generate(model, ids, mask, do_sample=False, max_new_tokens=1, prefill_chunk_size=16)
     assert handle.cache is not None
     slots = handle.cache.policy_layers
     total = torch.stack([(layer.positions >= 0).sum(-1)[:, 0] for layer in slots]).sum(0)
-    assert total.tolist() == [30 * 3, 20 * 3]
+    assert total.tolist() == [30 * LAYERS, 20 * LAYERS]
     assert all(layer.length.tolist() == [60, 41] for layer in slots)
 
 
 @pytest.mark.parametrize("policy", ["window@20", "h2o+kivi:group_size=4:residual_length=4@0.5", "full"])
 def test_second_turn(policy: str) -> None:
     """The conversation goes on over the same cache; with room for all of it, as if it had never stopped."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24], [24])
     more = torch.full((1, 5), 7)
     with kvpolicy.attach(model, policy):
@@ -140,7 +142,7 @@ def test_second_turn(policy: str) -> None:
 
 
 def test_padded_second_turn() -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24, 15], [24])
     with kvpolicy.attach(model, "full"):
         cache = PolicyCache(model)
@@ -154,7 +156,7 @@ def test_padded_second_turn() -> None:
 @product("policy,codec", ANNOUNCED, CODECS, sample=each_once(ANNOUNCED, CODECS))
 def test_more_tokens_than_announced(policy: str, codec: str) -> None:
     """A hint that was too low costs memory, never a token."""
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, _ = make_batch([24], [24])
     body, _, budget = policy.partition("@")
     coded = f"{body}+kivi:group_size=4:residual_length=4" if codec == "kivi" else body
@@ -170,7 +172,7 @@ def test_more_tokens_than_announced(policy: str, codec: str) -> None:
 
 @pytest.mark.parametrize("selector", ["window", "h2o"])
 def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, _ = make_batch([90], [90])
     with kvpolicy.attach(model, f"{selector}@10"):
         cache = PolicyCache(model)
@@ -180,7 +182,7 @@ def test_new_turn_may_be_longer_than_the_budget(selector: str) -> None:
 
 
 def test_embeddings_in_place_of_tokens() -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24, 15], [24])
     given: Any = {"inputs_embeds": model.get_input_embeddings()(ids), "attention_mask": mask}
     stock = model.generate(**given, **GREEDY)
@@ -215,7 +217,7 @@ def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> 
 
 
 def test_cropping_says_so() -> None:
-    model = build("llama")
+    model = build("llama", layers=LAYERS)
     ids, mask = make_batch([24], [24])
     with kvpolicy.attach(model, "h2o@0.5") as handle:
         generate(model, ids, mask, **GREEDY)

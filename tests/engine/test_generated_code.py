@@ -102,7 +102,7 @@ def is_case(row: tuple[Any, ...]) -> bool:
     return selector == "h2o" or codec == "plain"
 
 
-SAMPLE = [("h2o", "plain", "append"), ("h2o+compensate", "plain", "append"), ("h2o", "kivi", "demote")]
+SAMPLE = [("h2o", "plain", "append"), ("h2o+compensate", "plain", "append"), ("h2o", "tokenwise", "demote")]
 
 
 @product("selector,codec,step", SELECTORS, CODECS, STEPS, sample=SAMPLE, allowed=is_case)

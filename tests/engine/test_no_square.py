@@ -64,8 +64,12 @@ METHODS = [
     "kvcrush:buckets=distance:pick=best/window@0.5",
     "h2o+kivi@0.5",
     "full",
+    "kvzip:chunk=128:sinks=2@0.5",
 ]
-LOOKING = [words(name) for name in ("expected", "h2o", "kvcrush", "kvzip", "probe", "scissorhands")]
+LOOKING = [
+    *(words(name) for name in ("expected", "h2o", "kvcrush", "probe", "scissorhands")),
+    "kvzip:chunk=128:sinks=2@0.5",
+]
 TURNS = [(policy, bool(number % 2)) for number, policy in enumerate([*LOOKING, "h2o+kivi@0.5"])]
 """What looks at attention in a way of its own, every other one with padding."""
 

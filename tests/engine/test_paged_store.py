@@ -18,12 +18,18 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.engine.paged import DIM, GROUP, HEADS, SCALE, SELECTORS, Run
+from tests.sampling import product, star
 
 ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=1.0), AdaKV(safeguard=0.7), Even()]
 
 
-@pytest.mark.parametrize("heads", ALLOCATORS, ids=repr)
-@pytest.mark.parametrize("selector", SELECTORS)
+@product(
+    "selector,heads",
+    [*SELECTORS],
+    ALLOCATORS,
+    sample=star([*SELECTORS], ALLOCATORS, centers=[("", ALLOCATORS[0]), ("snapkv:window=6:kernel=3", None)]),
+    ids=str,
+)
 def test_prompts_and_steps_are_those_of_a_list(selector: str, heads: Any) -> None:
     run = Run(selector, heads, [40, 17])
     run.prompt([60, 33])
@@ -65,14 +71,14 @@ def test_memory_is_that_of_the_pages() -> None:
     assert run.store.owner.shape == (1, 24)
 
 
-@pytest.mark.parametrize("last", [47, 200])
-def test_a_row_that_fits_keeps_every_token(last: int) -> None:
+@pytest.mark.parametrize(("budget", "last"), [(200, 47), (90, 90)])
+def test_a_row_that_fits_keeps_every_token(budget: int, last: int) -> None:
     """Also where the budget is no multiple of a page; slots follow when more tokens come than were announced."""
-    run = Run("h2o", AdaKV(), [200], last=last)
+    run = Run("h2o", AdaKV(), [budget], last=last)
     run.prompt([40])
     if last == 47:
         run.rows[0].room = [200] * HEADS
-    for _ in range(170 if last == 200 else 60):
+    for _ in range(60):
         run.step()
     if last == 47:
         assert run.store.tokens_by_head().tolist() == [[100] * HEADS]

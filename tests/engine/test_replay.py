@@ -25,6 +25,7 @@ from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import words
 from tests.conformance.replay import recording, reference_selector, replay
 from tests.reference.selectors import complete, kvzip, top
+from tests.sampling import each_once, product, star
 
 SMALL = "kvzip:chunk=9:sinks=2"
 ASKED = "kvzip:chunk=9:sinks=2:instruction=5-6-8:later=7-7:overlap=4:reply=3"
@@ -78,8 +79,10 @@ def expected(family: str, policy: str, ids: Tensor, budget: int) -> list[list[li
     return [[top(row, budget) for row in layer] for layer in worth]
 
 
-@pytest.mark.parametrize("policy", [SMALL, ASKED, "kvzip"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2"])
+SCORED = (["llama", "qwen3", "gpt2", "gemma2"], [SMALL, ASKED, "kvzip"])
+
+
+@product("family,policy", *SCORED, sample=each_once(*SCORED))
 def test_scores_are_those_of_the_stock_model(family: str, policy: str) -> None:
     ids, _ = make_batch([40], [40])
     cache = prefilled(f"{policy}@16", ids, [40], family=family)
@@ -89,8 +92,11 @@ def test_scores_are_those_of_the_stock_model(family: str, policy: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("policy", [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{SMALL}"])
-@pytest.mark.parametrize("pieces", [[10, 1, 15], [25, 1], [1, 25]])
+ANNOUNCED = [SMALL, ASKED, f"{SMALL}:plus=true", f"squeeze+{SMALL}", f"kvcrush/{SMALL}"]
+PIECES = [[10, 1, 15], [25, 1], [1, 25]]
+
+
+@product("policy,pieces", ANNOUNCED, PIECES, sample=star(ANNOUNCED, PIECES, centers=[("", PIECES[0]), (SMALL, [])]))
 def test_announced_chunks_are_one_prompt(policy: str, pieces: list[int]) -> None:
     ids, mask = make_batch(LENGTHS, [26])
     policy += "@0.5"
@@ -132,8 +138,10 @@ def test_one_number_announces_the_longest_row(number: Any) -> None:
     assert kept(cache) == kept(prefilled(f"{SMALL}@8", ids, [26], mask=mask))
 
 
-@pytest.mark.parametrize("policy", [SMALL, ASKED, f"{SMALL}:plus=true:decode=grow"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "opt", "gpt_oss"])
+ALONE = (["llama", "gemma3", "opt", "gpt_oss"], [SMALL, ASKED, f"{SMALL}:plus=true:decode=grow"])
+
+
+@product("family,policy", *ALONE, sample=each_once(*ALONE))
 def test_rows_are_as_alone(family: str, policy: str) -> None:
     ids, mask = make_batch(LENGTHS, [26, 1, 6, 1])
     turns = [26, 1, 6, 1]

@@ -77,8 +77,11 @@ def hybrid() -> Any:
     ).eval()  # fmt: skip
 
 
-@pytest.mark.parametrize("known", [{}, {"prompt": 100, "new": 0}, {"prompt": 100, "new": 7}])
-@pytest.mark.parametrize("sizes", [[100], [10] * 10, [10] + [1] * 90])
+KNOWN: list[dict[str, Any]] = [{}, {"prompt": 100, "new": 0}, {"prompt": 100, "new": 7}]
+SIZES = [[100], [10] * 10, [10] + [1] * 90]
+
+
+@product("sizes,known", SIZES, KNOWN, sample=star(SIZES, KNOWN, centers=[([], KNOWN[0]), (SIZES[1], {})]))
 def test_windows_that_fill_later_count_in_a_budget_of_bytes(sizes: list[int], known: dict[str, Any]) -> None:
     model, ids = hybrid(), torch.randint(3, 48, (1, 100), generator=torch.Generator().manual_seed(0))
     limit = 32_000

@@ -8,7 +8,7 @@ import torch
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
 from tests.conformance.access import kept_positions
-from tests.conformance.models import FAMILIES, build
+from tests.conformance.models import FAMILIES, build, layers_for
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, SELECTORS, words
 from tests.sampling import each_once, product
@@ -17,16 +17,16 @@ LENGTHS = [26, 15, 6]
 
 
 def check(policy: str, family: str, lengths: list[int]) -> None:
-    model = build(family)
+    model = build(family, layers=layers_for(policy, family))
     # Rows alone differ from a batch by fp32's noise, which may tip a number of a codec to the next code.
     tolerance = 0.1 if Policy.parse(policy).codec.stages else 5e-5
     ids, mask = make_batch(lengths)
     with kvpolicy.attach(model, policy):
-        together = PolicyCache(model, new=14)
+        together = PolicyCache(model, new=sum(TURNS[1:]))
         logits = talk(model, ids, mask, TURNS, together)
         for row, length in enumerate(lengths):
             skip = TURNS[0] - length
-            alone = PolicyCache(model, new=14)
+            alone = PolicyCache(model, new=sum(TURNS[1:]))
             own_ids, own_mask = ids[row : row + 1, skip:], mask[row : row + 1, skip:]
             own = talk(model, own_ids, own_mask, [length, *TURNS[1:]], alone)
             assert (own[0] - logits[row, skip:]).abs().max() < tolerance
@@ -64,7 +64,7 @@ CHUNKS = [12, 12, 12, 1, 1, 1, 6, 1, 1]
 @pytest.mark.parametrize("codec", ["plain", "kvquant", "rotate", "csr"])
 def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
     """What is settled once of a row, its pins and its measure, waits until the row has a token."""
-    model, policy = build("llama"), words(allocator, "h2o", codec)
+    model, policy = build("llama", layers=layers_for(allocator)), words(allocator, "h2o", codec)
     ids, mask = make_batch([36, 20, 5], [36, *CHUNKS[3:]])
     with kvpolicy.attach(model, policy):
         together = PolicyCache(model, prompt=[36, 20, 5], new=11)

@@ -88,8 +88,8 @@ def test_a_tick_too_many_does_no_harm(policy: str) -> None:
     model = build("llama")
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy):
-        want = talk(model, ids, mask, TURNS, PolicyCache(model, new=14))
-        cache, start, got = PolicyCache(model, new=14), 0, list[Tensor]()
+        want = talk(model, ids, mask, TURNS, PolicyCache(model, new=sum(TURNS[1:])))
+        cache, start, got = PolicyCache(model, new=sum(TURNS[1:])), 0, list[Tensor]()
         for size in TURNS:
             got.append(forward(model, ids, mask, start, start + size, cache))
             cache.tick()
@@ -118,7 +118,7 @@ def test_a_row_without_a_prompt(policy: str) -> None:
         alone = talk(model, ids[:1], mask[:1], TURNS, PolicyCache(model))
     assert torch.isfinite(logits).all()
     assert (logits[0] - alone[0]).abs().max() < (0.1 if "kivi" in policy else 5e-5)
-    assert cache.policy_layers[0].length.tolist() == [40, 14]
+    assert cache.policy_layers[0].length.tolist() == [sum(TURNS), sum(TURNS[1:])]
 
 
 @pytest.mark.parametrize("sizes", [[26], [13, 13], [7, 7, 7, 5], [25, 1], [1] * 26])

@@ -19,6 +19,7 @@ import kvpolicy
 from kvpolicy_eval.data import prompts
 from kvpolicy_lm_eval.arguments import check_spelling
 from kvpolicy_lm_eval.model import KVPolicyLM
+from tests.sampling import each_once, product
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
 HARSH = "streaming@0.1"
@@ -61,7 +62,10 @@ def numbers(found: list[Any]) -> torch.Tensor:
     return torch.tensor([one[0] if isinstance(one, tuple) else one for one in found])
 
 
-@pytest.fixture(params=["choices", "texts", "questions"])
+KINDS = ["choices", "texts", "questions"]
+
+
+@pytest.fixture(params=KINDS)
 def requests(request: pytest.FixtureRequest) -> list[Instance]:
     """One list of requests of each type."""
     return request.getfixturevalue(request.param)
@@ -76,8 +80,9 @@ def test_a_harsh_policy_changes_answers(make, requests):
     assert answers(make(HARSH), requests) != answers(make("full"), requests)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_batch_size_changes_nothing(make, requests, policy: str):
+@product("policy,kind", POLICIES, KINDS, sample=each_once(POLICIES, KINDS))
+def test_batch_size_changes_nothing(make, request: pytest.FixtureRequest, policy: str, kind: str):
+    requests = request.getfixturevalue(kind)
     alone, together = (answers(make(policy, batch_size=size), requests) for size in (1, 4))
     if isinstance(alone[0], str):
         assert alone == together

@@ -3,9 +3,10 @@
 def _body(rank: int, world: int, ...) -> Any: ...     # at the top of a module
 results = run_ranks(_body, 2, ...)                    # one per rank
 
-Two ranks are started once and serve all tests of this process, since each of them imports torch, transformers and
-perhaps DeepSpeed. They end when a test fails, and with this process. `fresh=True` starts ranks for one call alone,
-where a test measures their memory, or sets what they read from the environment when they start.
+Two ranks are started once and serve all tests of this process, since what a test imports and compiles takes long. They
+end when a test fails, and with this process. `fresh=True` starts ranks for one call alone, where a test measures their
+memory. All ranks of this process are forks of one server, which has imported torch and transformers and done nothing
+else; the environment that they read is that of its start.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ import torch.multiprocessing as mp
 
 LIMIT = 120.0
 """Seconds that all ranks may take together."""
+
+IMPORTED = ["torch._dynamo", "torch.distributed.tensor", "transformers.models.llama.modeling_llama"]
+"""What most ranks import, for seconds; nothing of kvpolicy, which a rank finds in the `sys.path` of its test."""
 
 KEPT = 2
 """The number of ranks that most tests ask for, which are kept."""
@@ -74,7 +78,8 @@ class _Ranks:
     """Processes that form one group of `torch.distributed` and wait for work."""
 
     def __init__(self, world: int) -> None:
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._results: Any = context.Queue()
         self._meeting = tempfile.mkdtemp()  # ranks meet in a file: a free port may be another test's when they start
         self._tasks: list[Any] = []

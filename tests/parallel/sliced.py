@@ -24,7 +24,7 @@ from kvpolicy.parallel.runtime import share
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
 
-PROMPT, STEPS, NEXT = 26, 6, 11
+PROMPT, STEPS, NEXT = 26, 4, 11
 
 
 class Heads(NamedTuple):
@@ -49,7 +49,7 @@ class Heads(NamedTuple):
         return self.heads // world + (rank < self.heads % world)
 
 
-def model_of(heads: Heads, layers: int = 3) -> Any:
+def model_of(heads: Heads, layers: int = 2) -> Any:
     """A small model, the same on every rank."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
@@ -160,8 +160,8 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
     share(model, replicas=heads.replicas)
     if folder and rank == 0:
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
-        save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9, 0.5])
-        scores = _random(3, heads.heads, seed=4).tolist()
+        save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9])
+        scores = _random(2, heads.heads, seed=4).tolist()
         save_heads(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
     dist.barrier()
     for words in policies:

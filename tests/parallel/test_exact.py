@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.policies import MERGERS, every_pair, star_of_three, words
+from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, every_pair, star_of_three, words
 from tests.parallel.ranks import run_ranks
 from tests.parallel.sliced import Heads, compare
+from tests.sampling import each_once
 
 CRUSHED = [
     "anchor=random",
@@ -74,7 +75,8 @@ def _check(heads: Heads, world: int, policies: list[str], folder: Path) -> None:
 def test_every_method_on_two_ranks(tmp_path: Path) -> None:
     by_head = "snapkv+kvquant:bits=3:sinks=2:block_size=3:calibration=FOLDER/kvquant@0.6"
     by_profile = "squeeze:profile=FOLDER/profile.json+tova@0.5"
-    _check(Heads(4, 2), 2, [*(words(*row) for row in star_of_three()), by_head, by_profile], tmp_path)
+    rows = each_once(ALLOCATORS, SELECTORS, CODECS)
+    _check(Heads(4, 2), 2, [*(words(*row) for row in rows), by_head, by_profile], tmp_path)
 
 
 READ = "h2o+compensate+quest:read=6:page=2:dense=0:resort=3@0.8"
@@ -89,7 +91,7 @@ def test_mergers_on_two_ranks(heads: Heads, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_every_pair_on_two_ranks(tmp_path: Path) -> None:
-    _check(Heads(4, 2), 2, every_pair(), tmp_path)
+    _check(Heads(4, 2), 2, [*(words(*row) for row in star_of_three()), *every_pair()], tmp_path)
 
 
 @pytest.mark.parametrize("number", range(len(TWO)), ids=map(str, TWO))

@@ -13,7 +13,7 @@ from kvpolicy import PolicyCache
 from tests.conformance.models import build
 from tests.conformance.play import TURNS, make_batch, talk
 from tests.engine.test_attach import trace
-from tests.robust.hostile import EACH, GREEDY, answer, converse, each, exact, own, prompt, refused, roomy
+from tests.robust.hostile import EACH, GREEDY, NEW, answer, converse, each, exact, own, prompt, refused, roomy
 
 
 @EACH
@@ -128,7 +128,7 @@ def test_a_cache_is_used_again(policy: str) -> None:
         cache.reset()
         cache.reset()
         again = talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], cache)
-        fresh = PolicyCache(model, new=14)
+        fresh = PolicyCache(model, new=NEW)
         assert torch.equal(talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], fresh), again)
 
 
@@ -187,7 +187,7 @@ def test_embeddings_alone(policy: str) -> None:
     ids, mask = make_batch([26, 17])
     with kvpolicy.attach(model, policy), torch.no_grad():
         want, _ = converse(model, [26, 17])
-        cache, given = PolicyCache(model, new=14), model.get_input_embeddings()(ids)
+        cache, given = PolicyCache(model, new=NEW), model.get_input_embeddings()(ids)
         places = (mask.cumsum(-1) - 1).clamp_min(0)
         start = 0
         for size in TURNS:

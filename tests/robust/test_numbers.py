@@ -102,7 +102,7 @@ def test_a_model_of_nothing_but_nan(policy: str) -> None:
     """It ends, and the cache is whole."""
     model = build("llama")
     with kvpolicy.attach(model, policy), spoiled(model, slice(None), NAN):
-        logits = talk(model, *make_batch([26, 17]), TURNS, PolicyCache(model, new=14))
+        logits = talk(model, *make_batch([26, 17]), TURNS, PolicyCache(model, new=sum(TURNS[1:])))
     assert logits[:, 25].isnan().all()
 
 

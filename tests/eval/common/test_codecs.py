@@ -18,6 +18,7 @@ from kvpolicy_eval.common.codecs import _SHORT, CODECS, short_windows, with_rank
 from kvpolicy_eval.common.heldout import HeldOutText
 from kvpolicy_eval.common.synthetic import one_layer_config, with_random_calibration
 from kvpolicy_eval.tables import bits, frontier
+from tests.sampling import product
 
 HEADS, DIM = 2, 128
 
@@ -35,8 +36,10 @@ def test_short_windows(codec: str) -> None:
         assert short.layout(10_000).exact < long.layout(10_000).exact
 
 
-@pytest.mark.parametrize("tokens", [1024, 4096, pytest.param(32768, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("codec", CODECS)
+TOKENS = [1024, 4096, 32768]
+
+
+@product("codec,tokens", CODECS, TOKENS, sample=[(codec, TOKENS[number % 2]) for number, codec in enumerate(CODECS)])
 def test_bytes_are_those_of_the_plan(codec: str, tokens: int, tmp_path: Path) -> None:
     policy = Policy.parse(with_ranking(codec, "window"))
     policy = dataclasses.replace(policy, codec=with_random_calibration(policy.codec, tmp_path, HEADS, DIM, atoms=64))

@@ -27,7 +27,7 @@ def case(method: str, mode: str, policy: str = "", batch: int = 2, limit: int = 
     ("method", "mode", "policy"),
     [
         ("dynamic", "eager", ""),
-        ("static", "graphs", ""),
+        pytest.param("static", "graphs", "", marks=pytest.mark.full),
         ("policy", "eager", "squeeze:profile=PROFILE+window@9"),
         ("policy", "graphs", "squeeze+window@9"),
         ("policy", "eager", "kvcrush/snapkv:window=4@0.5"),

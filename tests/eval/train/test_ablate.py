@@ -25,7 +25,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     texts = training_texts()[:4]
     tokenizer = build_tokenizer(texts)
     trainer = Trainer(tokenizer, encode_text(tokenizer, texts[:2], token_id(tokenizer, "</s>")), PHASES[:1])
-    trainer.run(max_steps=2)
+    trainer.run(max_steps=1)
     export(trainer.net, tokenizer, folder)
     return Bench(folder, n=1)
 

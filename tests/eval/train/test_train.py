@@ -78,7 +78,7 @@ def test_windowed_attention_equals_a_mask(length: int, window: int) -> None:
 
 
 def test_resumed_training_equals_uninterrupted(trainer: Trainer, tokenizer, text, tmp_path: Path) -> None:
-    trainer.run(max_steps=2)
+    trainer.run(max_steps=1)
     trainer.save(tmp_path)
     trainer.run(max_steps=1)
     resumed = Trainer(tokenizer, text, PHASES[:1], seed=9)
