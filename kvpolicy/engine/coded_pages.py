@@ -12,7 +12,7 @@ from kvpolicy.engine.decode import NO_SLOT, assert_async
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.page_attention import attend_pages
 from kvpolicy.engine.page_codes import CodedPages, alloc_codes, by_field, decode_heads, encode
-from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.paged_store import PagedStore, flat_pages
 from kvpolicy.engine.pages import (
     as_pages,
     best_slot,
@@ -134,6 +134,11 @@ class CodedPagedStore(PagedStore):
         keys, values = decode_heads(self.codec, self.codes[0], self.calibrations[0], table, self.keys.dtype)
         occupied = self._held_slots()[0] >= 0
         return Past(torch.cat([keys, self.keys], 2), torch.cat([values, self.values], 2), occupied)
+
+    def _step_targets(self) -> list[tuple[Tensor, int]]:
+        paged = [(flat_pages(target), self.heads) for target in (*slot_tensors(self.state), self.positions)]
+        emptied = [] if self.grows else [paged[-1]]
+        return [*emptied, (self.keys, 1), (self.values, 1), *paged]
 
     def write(self, slots: Tensor, data: SlotData | None, mask: Tensor | None, stage: int | None = None) -> None:
         """Write tokens to slots, or empty slots, in place.

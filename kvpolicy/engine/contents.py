@@ -17,6 +17,7 @@ from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_par
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
 from kvpolicy.engine.state import map_state
+from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.mergers.drop import Drop
 from kvpolicy.protocols import (
     SINGLE_RANK,
@@ -91,6 +92,7 @@ class LayerContents:
         read_shape: What a decode step reads; None for everything.
         reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
         link: What every read of a decode step goes through.
+        undo: What a rollback needs of the steps since the mark; None without a mark.
         length: Tokens that each row has seen, [B] int64.
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
@@ -148,6 +150,7 @@ class LayerContents:
         self.is_initialized = False
         self._free_steps: float = 0
         self._may_exceed_plan = False
+        self.undo: UndoLog | None = None
 
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
@@ -197,13 +200,14 @@ class LayerContents:
         return self.counts if isinstance(self.counts, Tensor) else None
 
     def nbytes_by_kind(self) -> dict[str, int]:
-        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters, and counts if there are any."""
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""
         if not self.is_initialized:
             return {}
         counters = (self.length, self.budget, self.columns, *(self.limits or ()))
         exact = (self.keys, self.values)
         merged = (self.counts, self.merged)
-        return bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
+        kinds = bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
+        return kinds if self.undo is None else kinds | {UNDO_LOG: self.undo.nbytes}
 
     @property
     def nbytes(self) -> int:

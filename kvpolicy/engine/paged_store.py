@@ -27,9 +27,10 @@ from kvpolicy.engine.pages import (
 )
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import HeadBudgets, Selection, finite_priority, select_tokens
-from kvpolicy.engine.state import map_slots
+from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.engine.undo_log import UNDO_LOG
 from kvpolicy.protocols import (
     SINGLE_RANK,
     Codec,
@@ -58,6 +59,7 @@ class PagedStore(LayerStore):
         complete: Whether a row has all the pages of its budget, [B] bool: only then are tokens evicted in a step.
     """
 
+    is_paged = True
     owner: Tensor
     average: Tensor
     complete: Tensor
@@ -205,9 +207,12 @@ class PagedStore(LayerStore):
         table = page_table(self.owner, self.heads)
         return Past(table.slots(self.keys), table.slots(self.values), table.occupied(self.positions) >= 0)
 
+    def _step_targets(self) -> list[tuple[Tensor, int]]:
+        per_slot = (self.keys, self.values, self.positions, *slot_tensors(self.state))
+        return [(flat_pages(target), self.heads) for target in per_slot]
+
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
-        # All pages of a row as one long row of slots, in which `slots` are counted.
-        flat = target.view(target.shape[0], 1, -1, *target.shape[3:])
+        flat = flat_pages(target)
         slots = slots.flatten(1, 2)[:, None]
         mask = None if mask is None else mask.flatten(1, 2)[:, None]
         super()._write_rows(flat, slots, data.flatten(1, 2)[:, None], mask)
@@ -276,7 +281,8 @@ class PagedStore(LayerStore):
         steps = capacity.growth(self.tokens_by_head().amax(-1))
         if not self.grows:
             steps = torch.minimum(steps, self.budget - self.budget.new_tensor(self.expected_len))
-        return self._extend(steps.masked_fill(self.complete | (self._free_slots() > 0), 0).tolist())
+        with self.undoable(ahead=1):
+            return self._extend(steps.masked_fill(self.complete | (self._free_slots() > 0), 0).tolist())
 
     def reserve(self, new: int) -> int:
         """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
@@ -381,7 +387,7 @@ class PagedStore(LayerStore):
         counters = (self.length, self.budget, self.average, self.complete, self.columns, *(self.limits or ()))
         kinds = bytes_by_kind((self.keys, self.values), self.codes, self.positions, self.state, counters)
         kinds["positions"] += self.owner.nbytes
-        return kinds
+        return kinds if self.undo is None else kinds | {UNDO_LOG: self.undo.nbytes}
 
     # rows
 
@@ -429,3 +435,8 @@ class PagedStore(LayerStore):
         self._rows = RowPages(*map(torch.tensor, numbers["rows"]))
         pages, size = numbers["pages"]
         self._page_shape: tuple[int, int] = pages, size
+
+
+def flat_pages(target: Tensor) -> Tensor:
+    """All pages of a row as one long row of slots, [B, NB, P, ...] -> [B, 1, NB * P, ...]."""
+    return target.view(target.shape[0], 1, -1, *target.shape[3:])

@@ -35,7 +35,7 @@ from kvpolicy.engine.reading import (
     show,
     unscanned,
 )
-from kvpolicy.engine.slots import LayerSlots
+from kvpolicy.engine.rollback import LayerRollback
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
@@ -45,7 +45,7 @@ REBUILD_SLOTS = 8192
 """Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
 
 
-class LayerReading(LayerSlots):
+class LayerReading(LayerRollback):
     """The slots of a layer and the index of its reader. `LayerStore` operates on them.
 
     Where the reader reads everything, nothing here does anything but attend to all slots.
@@ -342,7 +342,8 @@ class LayerReading(LayerSlots):
             return
         self._steps_unsorted += 1
         if self._steps_unsorted >= traits.resort:
-            self._sort_slots()
+            with self.undoable():
+                self._sort_slots()
 
     def _sort_slots(self) -> None:
         """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""

@@ -74,7 +74,16 @@ class LayerSlots(LayerContents):
             # masked or not, or have the same data and mask: a masked duplicate of a written slot could undo the write.
             written = mask.reshape(*mask.shape, *(1,) * (target.dim() - 3))
             data = torch.where(written, data, gather_slots(target, slots))
+        if self.undo is not None and self.undo.has_room:  # block work is undone by a copy of the layer
+            self.undo.record(target, slots)
         write_slots(target, slots, data)
+
+    def _step_targets(self) -> list[tuple[Tensor, int]]:
+        """The tensors whose slots a decode step writes, in this order, and how many slots of each head."""
+        written = 2 if merging.merges_in_steps(self.merger, self.grows) else 1
+        emptied = [(self.positions, 1)] if sum(self.layout.coded) and not self.grows else []
+        per_slot = (self.keys, self.values, self.positions, *slot_tensors((self.state, self.counts)))
+        return [*emptied, *((target, written) for target in per_slot)]
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute what an index holds of slots [B, H, n] that were written, counted from the layer's first slot."""
@@ -157,6 +166,21 @@ class LayerSlots(LayerContents):
     def _buffered(self) -> Tensor:
         """Tokens of each head in the full-precision buffer, the dictionary left out, [B, H]."""
         return ((self.positions[..., : self.layout.exact] >= 0) & self._open_slots()).sum(-1)
+
+    def _is_full(self) -> bool:
+        """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
+        return self.limits is not None and bool((self._buffered() >= self.limits.flush_threshold).any())
+
+    def _buffer(self) -> SlotData:
+        """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
+        exact = self.layout.exact
+        state = map_slots(lambda t: t[..., :exact], self.state)
+        counts = map_state(lambda t: t[..., :exact], self.counts)
+        return SlotData(self.keys, self.values, self.positions[..., :exact], state, counts)
+
+    def _view(self) -> View:
+        """The slots as the selector sees them in a step."""
+        return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
 
     # reading
 

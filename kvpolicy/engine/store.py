@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
 from kvpolicy.engine.attention import ScoreTransform, attend, largest_queries, newest_queries
+from kvpolicy.engine.cropping import LayerCropping
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
-from kvpolicy.engine.growing import LayerGrowth
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
@@ -24,7 +24,7 @@ from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.protocols import Forward, Seen, State, View
 
 
-class LayerStore(LayerGrowth):
+class LayerStore(LayerCropping):
     """The slots of one layer under a policy.
 
     Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
@@ -104,6 +104,7 @@ class LayerStore(LayerGrowth):
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
             rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
         """
+        self.note_sizes(pending.keys.shape[2])
         self.record(pending, rope_offset)
         self._index_is_current = False
         seen_before = self.length
@@ -226,13 +227,6 @@ class LayerStore(LayerGrowth):
             data = token_batch.with_dictionary(data, self._buffer(), self.reserved, self._open_slots())
         return data
 
-    def _buffer(self) -> SlotData:
-        """The full-precision buffer; its keys and values may be shorter until a prompt is placed."""
-        exact = self.layout.exact
-        state = map_slots(lambda t: t[..., :exact], self.state)
-        counts = map_state(lambda t: t[..., :exact], self.counts)
-        return SlotData(self.keys, self.values, self.positions[..., :exact], state, counts)
-
     def _assign_first(self, data: SlotData, rows: Tensor | None = None) -> None:
         """Write positions, state and counts to the first slots of `rows` [B, 1, 1], or of all rows."""
         token_batch.assign_first(self.positions, data.positions, rows)
@@ -269,11 +263,10 @@ class LayerStore(LayerGrowth):
 
     def demote(self) -> None:
         """Demote blocks of the oldest tokens until no head's full-precision buffer is full."""
-        while self.limits is not None and bool((self._buffered() >= self.limits.flush_threshold).any()):
-            if self.codec.traits.recode_all:
-                self.recode()
-            else:
-                self.demote_block()
+        if self._is_full():
+            with self.undoable():
+                while self._is_full():
+                    self.recode() if self.codec.traits.recode_all else self.demote_block()
         self._free_steps = self._count_free_steps()
 
     def demote_block(self) -> None:
@@ -401,6 +394,8 @@ class LayerStore(LayerGrowth):
         Returns:
             [B, Hq, 1, D].
         """
+        if self.undo is not None:
+            self.undo.begin(self._copied_tensors())
         position = self.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         self.length.add_(1 if valid is None else valid[:, 0].long())
         self.columns.add_(1)
@@ -422,11 +417,9 @@ class LayerStore(LayerGrowth):
         if needs.decode_attn or needs.vectors:
             view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.query_rope))
             update_state(self.selector, self.state, weights if needs.decode_attn else None, view, valid)
+        if self.undo is not None:
+            self.undo.end()
         return out
-
-    def _view(self) -> View:
-        """The slots as the selector sees them in a step."""
-        return View(self.positions, self.length, self.budget, self.layer_idx, self.ranks)
 
     def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
@@ -465,11 +458,13 @@ class LayerStore(LayerGrowth):
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
         if self.schedule.count_step():
-            self.rerank()
+            with self.undoable():
+                self.rerank()
         self._free_steps -= 1
         self._count_unsorted_step()
         if self._free_steps < 1:
             self.demote()
+        self.note_counters()
 
     def rerank(self) -> None:
         """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
@@ -491,6 +486,7 @@ class LayerStore(LayerGrowth):
         if self._free_steps >= 1:
             return 0
         needed = capacity.slots_needed(self.expected_len, self.budget.tolist(), self._row_counts(), grows=self.grows)
-        added = self._extend(needed)
-        self.demote()
+        with self.undoable(ahead=1):
+            added = self._extend(needed)
+            self.demote()
         return added

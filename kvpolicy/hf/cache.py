@@ -146,9 +146,11 @@ class PolicyCache(CacheForward):
             PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
             a removed span is passed to the model as further tokens.
         """
+        self.refuse_marked("shift()")
         check_shift(self, from_position, by)
         if not by:
             return
+        self.turns = []  # their columns are others now, so that a crop is refused
         with torch.no_grad():
             for layer in self.policy_layers:
                 layer.leave_inference_mode()
@@ -197,6 +199,7 @@ class PolicyCache(CacheForward):
             >>> loaded.layers[0].positions.tolist()
             [[[2, 3], [2, 3]]]
         """
+        self.refuse_marked("save()")
         content = describe_cache(self, tokens)
         write(rank_path(path, *self.attachment.place), content, compress)
 
@@ -235,7 +238,9 @@ class PolicyCache(CacheForward):
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy does not manage, by layer."""
         stock: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(self.layers) if not isinstance(x, PolicyLayer)]
-        return {i: sum(t.untyped_storage().nbytes() for t in (x.keys, x.values)) for i, x in stock if x.is_initialized}
+        logged = (lambda _: 0) if self.held_mark is None else self.held_mark.nbytes
+        held = {i: (x.keys, x.values) for i, x in stock if x.is_initialized}
+        return {i: sum(t.untyped_storage().nbytes() for t in pair) + logged(i) for i, pair in held.items()}
 
     @on_host
     def tick(self) -> None:
@@ -250,6 +255,7 @@ class PolicyCache(CacheForward):
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Announce a prompt and `new` more tokens: a growing cache makes room for them at once."""
+        self.refuse_marked("expect()")
         prompt, self.new = expected(prompt, new)
         self.prompt = longest(self.prompt, prompt)
         self._end = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
@@ -21,6 +21,7 @@ from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.transcript import extended
+from kvpolicy.hf.undoing import UndoableCache
 from kvpolicy.planning.planner import Tokens
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -28,7 +29,7 @@ from kvpolicy.protocols import Forward
 from kvpolicy.reporting.logging import log_extended
 
 
-class CacheForward(Cache):
+class CacheForward(UndoableCache):
     """The layers of a cache under a policy, and the forward that runs on them. See `PolicyCache`.
 
     Attributes:
@@ -74,11 +75,6 @@ class CacheForward(Cache):
         return PolicyLayer(lambda: make_store(policy, index, rope), board)
 
     @property
-    def policy_layers(self) -> list[PolicyLayer]:
-        """The layers under the policy."""
-        return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
-
-    @property
     def prompt(self) -> Tensor | None:
         """Announced tokens of each row's whole prompt, [B] or [] int64; None if unknown."""
         return None if self._prompt is None else torch.tensor(self._prompt)
@@ -117,6 +113,7 @@ class CacheForward(Cache):
         holds = self.policy.selector.needs.replay is not None and (starts or first.pending is not None)
         if holds and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
+        self.note_forward(new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._one_token = one_token
         self._holds = holds

@@ -9,12 +9,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.replay import ReplayCache
+from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
+from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec.errors import KVPolicyError
 
 CACHE_NAMES = ("past_key_values", "layer_past")
+_OWN_LAYERS = ("assistant_early_exit", "use_mtp")
+"""Ways of drafting that run a part of the model, through a cache of some of its layers."""
+
 _REPLACED = "_kvpolicy_replaced"
 """On a stock cache whose place a PolicyCache took; copies have it too, which no weak dictionary would know."""
 
@@ -101,12 +107,27 @@ def note_replaced(cache: Any) -> None:
         setattr(cache, _REPLACED, True)
 
 
-def check_asked(generation_config: Any, mode: Any) -> None:
-    """Raise KVPolicyError where `generate` would ask to install a cache's packages, or run drafts, before we see it."""
-    if mode == "assisted_generation":  # an early exit changes the model's config, and an error leaves it changed
+def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
+    """Raise KVPolicyError where `generate` would ask to install a cache's packages, or run drafts, before we see it.
+
+    Args:
+        policy: The policy of the cache that would be used.
+        generation_config: The generation config.
+        mode: The mode of generation of transformers.
+    """
+    assisted = mode == "assisted_generation"
+    if assisted and any(getattr(generation_config, name, None) for name in _OWN_LAYERS):
+        # An early exit changes the model's config, and an error leaves it changed.
         raise KVPolicyError(
-            "Assisted decoding cannot run under a policy, since what a rejected draft evicted is gone: leave out "
-            "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp."
+            "Assisted decoding cannot run under a policy with assistant_early_exit or use_mtp, which draft with the "
+            "model's own layers; try an assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
+        )
+    drafts = getattr(generation_config, "is_assistant", False)
+    if (assisted or drafts) and (policy_obstacle(policy) or not isinstance(policy.selector, KeepAll)):
+        role = "of the assistant model " if drafts else ""
+        raise KVPolicyError(
+            f"Assisted decoding cannot run under the policy {role}{policy}, since what a rejected draft evicted or "
+            "encoded is gone; try the policy full, or kvpolicy.speculate(model, policy, input_ids)."
         )
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         raise KVPolicyError(

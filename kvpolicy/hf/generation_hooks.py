@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
+from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.forward_calls import check_asked, check_stock, prompt_columns, row_lengths
 from kvpolicy.spec.errors import KVPolicyError
@@ -45,7 +46,8 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
         columns = prompt_columns(model_kwargs, generation_config)
         # transformers passes `max_length - 1`, since the last generated token is never an input.
         new = max(length + 1 - columns, 0) if columns else None
-        check_asked(generation_config, mode)
+        policy = given.policy if isinstance(given, PolicyCache) else attachment_of(model).policy
+        check_asked(policy, generation_config, mode)
         if isinstance(given, PolicyCache):
             given.expect(row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
@@ -54,6 +56,8 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
             check_stock(model_kwargs["past_key_values"])
             prompt = row_lengths(model_kwargs, columns)
             cache = model_kwargs["past_key_values"] = PolicyCache(model, prompt=prompt, new=new)
+            if getattr(generation_config, "is_assistant", False):  # as transformers does with its own cache
+                cache.activate_past_recording()
             note(cache)
         return result
 

@@ -21,7 +21,6 @@ from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.spec.errors import KVPolicyError
 
 
 def make_store(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerStore:
@@ -44,7 +43,7 @@ class PolicyLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False  # generate() would compile by itself, and nothing would call tick()
-    is_croppable = False
+    is_croppable = False  # not always: an eviction cannot be undone
     supports_early_init = False
     # Properties of the store take the place of the base class's attributes.
     keys: Tensor = property(lambda self: getattr(self.store, "keys", None))  # pyright: ignore
@@ -206,21 +205,21 @@ class PolicyLayer(CacheLayerMixin):
         if self.mask_digest is None:
             self.hold_digest(torch.zeros_like(self.store.length))
         assert self.mask_digest is not None
+        if self.store.undo is not None:
+            self.store.undo.record_digest(self.mask_digest)
         extend_digest(self.mask_digest, valid, columns)
+
+    def rollback(self, accepted: int) -> None:
+        """Undo all decode steps since the mark but the first `accepted`."""
+        digest = self.store.rollback(accepted)
+        if digest is not None and self.mask_digest is not None:
+            self.mask_digest.copy_(digest)
 
     @on_host
     def hold_digest(self, digest: Tensor) -> None:
         """Hold a digest of the columns seen, [B] int64."""
         self.mask_digest = digest
         fix_addresses([digest])  # a compiled step writes to it, as to the slots
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: what was evicted for the tokens to remove is gone."""
-        if tokens_to_remove != 0:
-            raise KVPolicyError(
-                f"tokens_to_remove must be 0 for a cache under a policy, got {tokens_to_remove}: evicted tokens are "
-                "gone; try a new cache, or generate without an assistant model."
-            )
 
     def __repr__(self) -> str:
         """The slots, and how they are stored."""

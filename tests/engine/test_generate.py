@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from typing import Any
@@ -213,7 +214,42 @@ def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> 
             generate(model, ids, mask, **GREEDY, **given)
         assert str(error.value).endswith(".") and ". " not in str(error.value)
         assert handle.cache is None
+        assert how == "assistant_early_exit" or "h2o@0.5" in str(error.value)
     assert model.config.num_hidden_layers == layers
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("sides", ["model", "assistant", "both"])
+def test_assisted_decoding_with_every_token_kept(family: str, sides: str) -> None:
+    """Rejected drafts are cropped, and the tokens are those of the stock caches."""
+    model, assistant = build(family), copy.deepcopy(build("qwen2"))
+    ids, mask = make_batch([24], [24])
+    how = GREEDY | {"assistant_model": assistant}
+    stock = generate(model, ids, mask, **how)
+    assert torch.equal(stock, generate(model, ids, mask, **GREEDY))
+    attached = [model] * (sides != "assistant") + [assistant] * (sides != "model")
+    with contextlib.ExitStack() as stack:
+        for each in attached:
+            stack.enter_context(kvpolicy.attach(each, "full"))
+        assert torch.equal(generate(model, ids, mask, **how), stock)
+
+
+def test_prompt_lookup_with_every_token_kept() -> None:
+    model = build("llama")
+    ids, mask = make_batch([12], [12])
+    ids, mask = torch.cat([ids, ids], 1), torch.cat([mask, mask], 1)
+    stock = generate(model, ids, mask, **GREEDY)
+    with kvpolicy.attach(model, "full"):
+        assert torch.equal(generate(model, ids, mask, **GREEDY, prompt_lookup_num_tokens=3), stock)
+
+
+def test_an_assistant_that_evicts_is_refused_by_name() -> None:
+    model, assistant = build("llama"), build("qwen2")
+    ids, mask = make_batch([24], [24])
+    with kvpolicy.attach(assistant, "h2o@0.5"):
+        with pytest.raises(ValueError, match=r"the policy of the assistant model h2o@0\.5"):
+            generate(model, ids, mask, **GREEDY, assistant_model=assistant)
+        assert generate(assistant, ids, mask, **GREEDY).shape == (1, 24 + NEW)
 
 
 def test_cropping_says_so() -> None:
@@ -222,7 +258,7 @@ def test_cropping_says_so() -> None:
     with kvpolicy.attach(model, "h2o@0.5") as handle:
         generate(model, ids, mask, **GREEDY)
         assert handle.cache is not None
-        with pytest.raises(ValueError, match="tokens_to_remove must be 0"):
+        with pytest.raises(ValueError, match="must not be cropped under the selector H2O"):
             handle.cache.crop(-3)
         with pytest.raises(ValueError, match="tokens_to_remove must be 0"):
             handle.cache.crop(20)

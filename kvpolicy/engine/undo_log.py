@@ -1,0 +1,191 @@
+"""What single decode steps change of a layer, so that they can be undone.
+
+A step overwrites a slot or two of each head. The log keeps what these slots held, for a fixed number of steps, so that
+its tensors have fixed shapes and a step compiles with it. Small tensors, and statistics that a step changes everywhere,
+are copied before each step: subtracting what was added would not give back the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.decode import assert_async
+from kvpolicy.engine.state import tensors
+from kvpolicy.kernels.slot_writes import gather_slots, write_slots
+from kvpolicy.protocols import State
+
+UNDO_LOG = "undo log"
+"""The kind of its bytes in reports."""
+
+TOO_MANY = "more steps than the mark allows: call cache.rollback(accepted)"
+
+
+class Overwritten(NamedTuple):
+    """What the slots of one tensor held before each step.
+
+    Attributes:
+        slots: [steps, B, H, n] int64.
+        held: [steps, B, H, n, ...].
+    """
+
+    slots: Tensor
+    held: Tensor
+
+
+class Content(NamedTuple):
+    """A copy of what a layer holds.
+
+    Attributes:
+        parts: Its tensors, by attribute.
+        numbers: What it keeps on the host.
+        read_shape: What a decode step reads of it.
+        sizes: What a crop needs.
+    """
+
+    parts: dict[str, State]
+    numbers: dict[str, Any]
+    read_shape: Any = None
+    sizes: Sequence[Any] = ()
+
+
+class UndoLog:
+    """The steps since a mark, or since the last block work behind it.
+
+    Block work (a demotion, a new ranking, more slots) changes a layer as a whole. It is done when it is due, as without
+    a mark, on a copy of the layer: `before`. Logs form a chain, since the work may be due several times.
+
+    Attributes:
+        most: The most steps.
+        start: Steps between the mark and this log.
+        first: The fewest accepted steps with which the block work of this log was due.
+        before: What the layer held before that work; None for the first log.
+        below: The log before that work; None for the first log.
+        has_room: Whether its tensors are allocated; they are not while block work runs.
+        step: Steps in this log, [] int64.
+        counters: Counters of the host after each step since the mark, the first at the mark; one list for all logs.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        start: int = 0,
+        first: int = 0,
+        before: Content | None = None,
+        below: UndoLog | None = None,
+    ) -> None:
+        """Make a log without room; `make_room` follows."""
+        self.most = most
+        self.start = start
+        self.first = first
+        self.before = before
+        self.below = below
+        self.counters: list[tuple[Any, ...]] = [] if below is None else below.counters
+        self.has_room = False
+        self._written: list[Overwritten] = []
+        self._copies: list[Tensor] = []
+        self._digests: Tensor | None = None
+        self._next = 0
+
+    def make_room(self, targets: Sequence[tuple[Tensor, int]], copied: Sequence[Tensor], digest: Tensor | None) -> None:
+        """Allocate the log.
+
+        Args:
+            targets: The tensors [B, H, S, ...] whose slots a step writes, in this order, and how many of each head.
+            copied: The tensors that are copied before each step.
+            digest: The digest of the mask, [B] int64, if the layer holds it.
+        """
+        # Outside inference mode, because only inference mode may change tensors that were made in it.
+        with torch.inference_mode(False):
+            self._written = [
+                Overwritten(
+                    torch.zeros(self.most, *target.shape[:2], size, dtype=torch.int64, device=target.device),
+                    torch.zeros(
+                        self.most,
+                        *target.shape[:2],
+                        size,
+                        *target.shape[3:],
+                        dtype=target.dtype,
+                        device=target.device,
+                    ),
+                )
+                for target, size in targets
+            ]
+            self._copies = [_steps_of(self.most, t) for t in copied]
+            self._digests = None if digest is None else _steps_of(self.most, digest)
+            device = targets[0][0].device
+            self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self.has_room = True
+
+    @property
+    def fed(self) -> int:
+        """Steps since the mark."""
+        return self.start + int(self.step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all logs since the mark, and of the copies of the layer."""
+        own = [part for written in self._written for part in written]
+        own += [*self._copies, *([] if self._digests is None else [self._digests])]
+        own += [self.step] if self.has_room else []
+        copied = [] if self.before is None else [t for part in self.before.parts.values() for t in tensors(part)]
+        below = 0 if self.below is None else self.below.nbytes
+        return sum(t.nbytes for t in (*own, *copied)) + below
+
+    # a decode step, traceable
+
+    def begin(self, copied: Sequence[Tensor]) -> None:
+        """Begin a step, before it changes anything; `copied` as in `make_room`."""
+        assert_async(self.step < self.most, TOO_MANY)
+        for steps, tensor in zip(self._copies, copied, strict=True):
+            steps.index_copy_(0, self.step[None], tensor[None])
+        self._next = 0
+
+    def record(self, target: Tensor, slots: Tensor) -> None:
+        """Keep what slots [B, H, n] of a tensor hold, before they are written."""
+        written = self._written[self._next]
+        written.slots.index_copy_(0, self.step[None], slots[None])
+        written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])
+        self._next += 1
+
+    def end(self) -> None:
+        """End a step."""
+        self.step.add_(1)
+
+    def record_digest(self, digest: Tensor) -> None:
+        """Keep the digest of the mask of the step that has just ended, before the step's column is added."""
+        if self._digests is not None:
+            self._digests.index_copy_(0, self.step[None] - 1, digest[None])
+
+    # undoing
+
+    def undo(self, keep: int, targets: Sequence[tuple[Tensor, int]], copied: Sequence[Tensor]) -> list[Tensor]:
+        """Undo all steps of this log but the first `keep`.
+
+        Args:
+            keep: How many of this log's steps stay.
+            targets: As in `make_room`.
+            copied: As in `make_room`.
+
+        Returns:
+            For each step that was undone, the slots [B, H, n] that it wrote last.
+        """
+        undone = range(int(self.step) - 1, keep - 1, -1)
+        for step in undone:
+            for written, (target, _) in zip(reversed(self._written), reversed(targets), strict=True):
+                write_slots(target, written.slots[step], written.held[step])
+        if undone:
+            for steps, tensor in zip(self._copies, copied, strict=True):
+                tensor.copy_(steps[keep])
+        return [self._written[-1].slots[step] for step in undone]
+
+    def digest(self, keep: int) -> Tensor | None:
+        """The digest of the mask after the first `keep` steps of this log; None if it is the newest one."""
+        return None if self._digests is None or keep >= int(self.step) else self._digests[keep]
+
+
+def _steps_of(most: int, tensor: Tensor) -> Tensor:
+    return torch.zeros(most, *tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,226 @@
+"""Taking back the newest tokens of a cache from which nothing was evicted."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvpolicy.engine.cropping import crop_obstacle
+from kvpolicy.hf.mask_digest import extend_digest
+from kvpolicy.planning.result import CachePlan
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Needs
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class Rows(NamedTuple):
+    """What a cache knows of its rows, on the host.
+
+    Attributes:
+        columns: Columns seen.
+        length: Tokens that each row has seen.
+        digest: Digest of the columns that each row has seen.
+    """
+
+    columns: int
+    length: list[int]
+    digest: list[int]
+
+    def after(self, columns: int, valid: Tensor | None) -> Rows:
+        """The rows after so many more columns, of which `valid` [B, columns] are not padding; all without it."""
+        digest = torch.tensor(self.digest)
+        extend_digest(digest, valid, columns)
+        added = torch.tensor(columns) if valid is None else valid.sum(-1)
+        return Rows(self.columns + columns, (torch.tensor(self.length) + added).tolist(), digest.tolist())
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Rows:
+        """Select or repeat rows."""
+        length, digest = (fn(torch.tensor(rows)).tolist() for rows in (self.length, self.digest))
+        return Rows(self.columns, length, digest)
+
+
+class Turn(NamedTuple):
+    """A forward of a prompt or chunk.
+
+    Attributes:
+        before: The rows before it.
+        after: The rows after it.
+        valid: Which of its columns are not padding, one byte for each column of a row; None if all are.
+        end: Announced tokens of each row at the end, as known before; None if unknown.
+        plan: The cache's plan before.
+    """
+
+    before: Rows
+    after: Rows
+    valid: tuple[bytes, ...] | None
+    end: list[int] | None
+    plan: CachePlan | None
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Turn:
+        """Select or repeat rows."""
+        end = None if self.end is None else fn(torch.tensor(self.end)).tolist()
+        valid = self.valid
+        if valid is not None:
+            valid = tuple(valid[row] for row in fn(torch.arange(len(valid))).tolist())
+        return Turn(self.before.map_rows(fn), self.after.map_rows(fn), valid, end, self.plan)
+
+    def first_valid(self, columns: int) -> Tensor | None:
+        """Which of its first columns are not padding, [B, columns] bool; None if all are."""
+        if self.valid is None or all(0 not in row[:columns] for row in self.valid):
+            return None
+        return torch.tensor([list(row[:columns]) for row in self.valid]).bool()
+
+
+def obstacle(cache: Any) -> str:
+    """Which part of a cache's policy keeps tokens from being taken back; empty if none does."""
+    return policy_obstacle(cache.policy)
+
+
+def policy_obstacle(policy: Policy) -> str:
+    """Which part of a policy keeps tokens from being taken back while nothing is evicted; empty if none does."""
+    if policy.allocator.layer_metric:
+        return f"the allocator {policy.allocator!r}, which measures every prompt"
+    return crop_obstacle(policy.selector, policy.codec, policy.merger, policy.reader, paged=policy.heads is not None)
+
+
+def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
+    """The turn that is about to begin; see `UndoableCache.note_forward`."""
+    first = cache.policy_layers[0]
+    digest = torch.zeros_like(seen) if first.mask_digest is None else first.mask_digest
+    before = Rows(first.get_seq_length(), seen.tolist(), digest.tolist())
+    valid = None if valid is None or bool(valid.all()) else valid.cpu()
+    rows = None if valid is None else tuple(bytes(row) for row in valid.byte().tolist())
+    return Turn(before, before.after(new, valid), rows, cache._end, cache.plan)
+
+
+def crop(cache: Any, tokens_to_remove: int) -> None:
+    """Take back the newest columns of a cache; see `UndoableCache.crop`."""
+    try:
+        removed = -operator.index(tokens_to_remove)
+    except TypeError:
+        removed = -1
+    if removed < 0 or isinstance(tokens_to_remove, bool):
+        raise KVPolicyError(
+            f"tokens_to_remove must be 0 or a negative integer, as in transformers, got {tokens_to_remove!r}; try "
+            "cache.crop(-1) to take back one token."
+        )
+    if not removed:
+        for window in _windows(cache):
+            if _records(window) and window.is_initialized:
+                _crop_window(window, 0)
+        return
+    cache.refuse_marked("crop()")
+    _check(cache, removed)
+    first = cache.policy_layers[0]
+    columns = first.get_seq_length() - removed
+    if not columns:
+        prompt = cache.prompt
+        cache.reset()
+        cache.prompt = prompt
+        return
+    _crop_rows(cache, columns)
+    cache.guard.columns -= removed
+    for window in _windows(cache):
+        _crop_window(window, removed)
+
+
+def _check(cache: Any, removed: int) -> None:
+    """Refuse to take back what cannot be; nothing is changed then."""
+    if part := obstacle(cache):
+        raise KVPolicyError(
+            f"Tokens must not be cropped under {part}, got crop({-removed}); try cache.mark() before the tokens and "
+            "cache.rollback(accepted) after them."
+        )
+    first = cache.policy_layers[0]
+    seen = first.get_seq_length()
+    if removed > seen:
+        raise KVPolicyError(f"At most {seen} tokens can be cropped from this cache, got crop({-removed}).")
+    if not all(layer.store.keeps_all for layer in cache.policy_layers):
+        raise KVPolicyError(
+            f"Tokens must not be cropped after an eviction, which crop({-removed}) cannot undo; try cache.mark() "
+            "before the tokens and cache.rollback(accepted) after them."
+        )
+    if any(not _records(w) and w.get_seq_length() >= w.sliding_window for w in _windows(cache)):
+        raise KVPolicyError(
+            "Tokens must not be cropped after they pushed others out of a sliding window; try "
+            "cache.activate_past_recording() before the tokens."
+        )
+
+
+def _crop_rows(cache: Any, columns: int) -> None:
+    """Leave the layers under the policy with the first columns."""
+    first = cache.policy_layers[0]
+    now = Rows(first.get_seq_length(), first.length.tolist(), first.mask_digest.tolist())
+    turns: list[Turn] = list(cache.turns)
+    last = None
+    while turns and turns[-1].before.columns >= columns:
+        last = turns.pop()
+        now = last.before
+    turn = turns[-1] if turns else None
+    undoes_prompt = last is not None or (turn is not None and columns < turn.after.columns)
+    if undoes_prompt and cache.policy.selector.needs != Needs():
+        raise KVPolicyError(
+            f"Tokens of a prompt must not be cropped under {cache.policy.selector!r}, whose statistics they changed; "
+            "try to crop generated tokens only."
+        )
+    if turn is None:
+        raise KVPolicyError(
+            "Tokens must be cropped from a cache that saw its prompts, got one that was filled otherwise; try "
+            "cache.mark() before the tokens and cache.rollback(accepted) after them."
+        )
+    if columns < turn.after.columns:
+        count = columns - turn.before.columns
+        kept = turn.before.after(count, turn.first_valid(count))
+    else:
+        kept = turn.after.after(columns - turn.after.columns, None)
+        if now != turn.after.after(now.columns - turn.after.columns, None):
+            raise KVPolicyError(
+                "Every row must have a token in each column behind a prompt to be cropped, got padding among generated "
+                "tokens; try to remove rows that are finished."
+            )
+    if last is not None:
+        cache._end, cache.plan = last.end, last.plan
+    if columns < turn.after.columns:
+        _shorten_turn(cache, turn, kept)
+        turn = turn._replace(after=kept)
+    else:
+        for layer in cache.policy_layers:
+            layer.store.crop(columns, layer.store.length.new_tensor(kept.length))
+    first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
+    cache.turns = [*turns[:-1], turn]
+
+
+def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
+    """Leave the layers with the first tokens of a turn: their prompt is placed again, under the budget that it has."""
+    cache._end, cache.plan = turn.end, turn.plan
+    count = kept.columns - turn.before.columns
+    valid = turn.first_valid(count)
+    for layer in cache.policy_layers:
+        store = layer.store
+        length = store.length.new_tensor(turn.before.length)
+        pending = store.newest(length, count, None if valid is None else valid.to(length.device))
+        store.crop(turn.before.columns, length)
+        store.columns.fill_(kept.columns)
+        cache.compress(layer, pending)
+    cache._tokens = None  # of a forward, which this is not
+
+
+def _windows(cache: Any) -> list[DynamicSlidingWindowLayer]:
+    return [layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer)]
+
+
+def _records(window: DynamicSlidingWindowLayer) -> bool:
+    """Whether a window keeps what leaves it until a crop."""
+    return getattr(window, "record_past", False)
+
+
+def _crop_window(window: DynamicSlidingWindowLayer, removed: int) -> None:
+    window.crop(-removed)
+    assert window.keys is not None and window.values is not None
+    # A crop leaves views, which keep what was taken back alive.
+    window.keys, window.values = window.keys.clone(), window.values.clone()

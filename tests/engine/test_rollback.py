@@ -1,0 +1,294 @@
+"""Decode steps are undone bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, KVPolicyStateError, PolicyCache
+from kvpolicy.engine.rollback import LayerRollback
+from tests.conformance.bench import Bench, draw
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
+from tests.sampling import each_once, product, star
+
+PROMPT = 26
+STEPS = 24
+BEFORE = 3
+"""Steps before the mark."""
+AFTER = 5
+"""Steps after the rollback."""
+HEADS = ["even", "adakv"]
+READERS = ["exact:read=8", "quest:read=8:page=4", "labels:read=8", "reuse/exact:read=8"]
+CUTS = [(0, 0), (1, 0), (5, 0), (5, 2), (5, 4), (8, 8)]
+"""Tokens fed under the mark, and how many of them are accepted."""
+
+
+def tensors_of(thing: Any, seen: set[int] | None = None, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a cache can reach, with where it is found."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, Tensor):
+        yield path, thing
+        return
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        parts = [(str(name), part) for name, part in thing.items()]
+    elif isinstance(thing, list | tuple):
+        parts = [(str(number), part) for number, part in enumerate(thing)]
+    elif type(thing).__module__.startswith(("kvpolicy", "transformers.cache_utils")) and hasattr(thing, "__dict__"):
+        parts = [*vars(thing).items()]
+    else:
+        return
+    for name, part in parts:
+        if name in ("calibrations", "attachment"):  # the model's
+            continue
+        yield from tensors_of(part, seen, f"{path}.{name}")
+
+
+def same(one: PolicyCache, other: PolicyCache) -> None:
+    """Two caches hold the same tensors, bit for bit."""
+    first, second = dict(tensors_of(one)), dict(tensors_of(other))
+    assert first.keys() == second.keys()
+    differ = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
+    assert not differ, differ
+    assert one.nbytes == other.nbytes and str(one.report()) == str(other.report())
+
+
+def undone(family: str, policy: str, lengths: list[int], fed: int, accepted: int, new: int | None = STEPS) -> None:
+    """A cache that took tokens back is as one that never saw them, and goes on alike."""
+    model = build(family)
+    ids, mask = make_batch(lengths, [PROMPT, STEPS])
+    drafts, _ = make_batch(lengths, [PROMPT, STEPS], seed=1)
+    middle = PROMPT + BEFORE
+    with kvpolicy.attach(model, policy):
+        caches = [PolicyCache(model, new=new) for _ in range(2)]
+        for cache in caches:
+            forward(model, ids, mask, 0, PROMPT, cache)
+            for column in range(PROMPT, middle):
+                forward(model, ids, mask, column, column + 1, cache)
+        cache, twin = caches
+        before = cache.nbytes
+        cache.mark(most=max(fed, 1))
+        assert cache.nbytes > before
+        given = torch.cat([ids[:, : middle + accepted], drafts[:, middle + accepted :]], 1)
+        for column in range(middle, middle + fed):
+            forward(model, given, mask, column, column + 1, cache)
+        cache.rollback(accepted)
+        for column in range(middle, middle + accepted):
+            forward(model, ids, mask, column, column + 1, twin)
+        same(cache, twin)
+        for column in range(middle + accepted, middle + accepted + AFTER):
+            logits = [forward(model, ids, mask, column, column + 1, each) for each in caches]
+            assert torch.equal(*logits)
+        same(cache, twin)
+
+
+POLICIES = star([*SELECTORS, "full"], CODECS, centers=[("", "plain"), ("h2o", "")])
+OTHERS = [
+    *(words("snapkv", merger) for merger in MERGERS),
+    *(words("h2o", merger) for merger in MERGERS if merger != "drop"),
+    *(f"full+{reader}" for reader in READERS),
+    "window+quest:read=8:page=4@0.5",
+    "h2o+labels:read=8@0.7",
+    words("full", "kivi", "labels:read=8", budget="1.0"),
+    *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
+    words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
+    "uniform/adakv+snapkv:decode=grow@0.7",
+    "pyramid+h2o@12",
+]
+
+
+def spec(selector: str, codec: str) -> str:
+    return words(selector, codec, budget="1.0" if selector == "full" else "0.6")
+
+
+@product(
+    "methods,cut,lengths",
+    POLICIES,
+    CUTS,
+    [[PROMPT], [PROMPT, 17, 11]],
+    sample=each_once(POLICIES, [(5, 2), (1, 0), (8, 8), (5, 0)], [[PROMPT, 17, 11], [PROMPT]]),
+)
+def test_a_rejected_draft_leaves_no_trace(methods: tuple[str, str], cut: tuple[int, int], lengths: list[int]) -> None:
+    undone("llama", spec(*methods), lengths, *cut)
+
+
+@product(
+    "policy,cut,lengths",
+    OTHERS,
+    CUTS,
+    [[PROMPT], [PROMPT, 17, 11]],
+    sample=each_once(OTHERS, [(5, 2), (8, 8), (5, 0)], [[PROMPT, 17, 11], [PROMPT]]),
+)
+def test_of_mergers_readers_and_head_budgets(policy: str, cut: tuple[int, int], lengths: list[int]) -> None:
+    undone("llama", policy, lengths, *cut)
+
+
+def test_a_layer_alone() -> None:
+    """Without a model, and with ties in every score."""
+    bench, twin = (Bench("h2o@4", [4, 3]) for _ in range(2))
+    ones = [torch.ones_like(t) for t in draw(6, 0, batch=2)]
+    for each in (bench, twin):
+        each.forward(*ones)
+    layer = bench.layer
+    assert isinstance(layer, LayerRollback)
+    layer.mark(3)
+    for number in range(3):
+        bench.forward(*draw(1, number, batch=2), valid=torch.tensor([[True], [number != 1]]))
+    assert layer.rollback(1) is None
+    twin.forward(*draw(1, 0, batch=2), valid=torch.tensor([[True], [True]]))
+    first, second = dict(tensors_of(layer)), dict(tensors_of(twin.layer))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("policy", ["full", "full+quest:read=8:page=4", "uniform/adakv+snapkv:decode=grow@0.7"])
+def test_slots_that_were_added_for_a_rejected_draft_are_taken_back(policy: str) -> None:
+    """Nobody said how many tokens will come, so that the cache grows by 16 after these and the 13 before them."""
+    undone("llama", policy, [PROMPT, 17], 17, 2, None)
+
+
+@pytest.mark.parametrize(("fed", "accepted"), [(8, 0), (6, 5)])
+def test_sliding_windows_take_tokens_back(fed: int, accepted: int) -> None:
+    """Layers that the policy does not manage had pushed tokens out of their windows."""
+    undone("gemma2", "h2o@0.5", [PROMPT, 9], fed, accepted)
+
+
+def test_every_byte_of_a_log_is_counted() -> None:
+    """Also that of copies before a demotion, and of windows."""
+    model = build("gemma2")
+    ids, mask = make_batch([PROMPT, 17], [PROMPT, STEPS])
+    with kvpolicy.attach(model, words("h2o", "kivi", "labels:read=8")):
+        cache = PolicyCache(model, new=STEPS)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        cache.mark(most=10)
+        for column in range(PROMPT, PROMPT + 9):
+            forward(model, ids, mask, column, column + 1, cache)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for _, t in tensors_of(cache)}
+        # Each sliding layer of transformers holds the width of its window as a tensor of 8 bytes.
+        assert sum(storages.values()) == cache.nbytes + 8 * 3
+        assert cache.report().nbytes == cache.nbytes
+        assert all("undo log" in layer.held() for layer in cache.policy_layers)
+
+
+def test_misuse_is_refused_in_one_sentence() -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
+
+    def refused(part: str, kind: type[KVPolicyError] = KVPolicyStateError) -> Any:
+        return pytest.raises(kind, match=rf"^[^.]*{part}[^;]*(; try [^.]*)?[^.]*\.?[^.]*\.$")
+
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model, new=STEPS)
+        with refused("whole prompt before a mark"):
+            cache.mark()
+        with refused("must follow a mark"):
+            cache.rollback(0)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        for most in (0, -1, True, 1.5, "8"):
+            with refused("most must be an integer", KVPolicyError):
+                cache.mark(most)  # pyright: ignore[reportArgumentType]
+        cache.mark(most=1)
+        before = copy.deepcopy(cache)
+        for change in (
+            lambda: forward(model, ids, mask, PROMPT, PROMPT + 2, cache),
+            lambda: cache.expect(None, 3),
+            lambda: cache.reorder_cache(torch.tensor([0])),
+            lambda: cache.batch_repeat_interleave(2),
+        ):
+            with refused("under a mark|while a mark"):
+                change()
+        same(cache, before)
+        forward(model, ids, mask, PROMPT, PROMPT + 1, cache)
+        with refused("At most 1 tokens"):
+            forward(model, ids, mask, PROMPT + 1, PROMPT + 2, cache)
+        for accepted in (-1, 2, True, 0.5):
+            with refused("accepted must be an integer from 0 to 1", KVPolicyError):
+                cache.rollback(accepted)  # pyright: ignore[reportArgumentType]
+        cache.mark(most=2)  # replaces the mark, and keeps the token
+        cache.rollback(0)
+        assert cache.policy_layers[0].length.tolist() == [PROMPT + 1]
+        cache.mark()
+        cache.reset()
+        forward(model, ids, mask, 0, PROMPT, cache)
+
+
+def test_a_copy_of_a_marked_cache_goes_its_own_way() -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model, new=STEPS)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        before = copy.deepcopy(cache)
+        cache.mark(most=4)
+        forward(model, ids, mask, PROMPT, PROMPT + 1, cache)
+        other = copy.deepcopy(cache)
+        forward(model, ids, mask, PROMPT + 1, PROMPT + 2, other)
+        other.rollback(0)
+        assert cache.policy_layers[0].length.tolist() == [PROMPT + 1]
+        cache.rollback(0)
+        same(cache, before)
+        same(other, before)
+
+
+def test_rolled_back_in_another_mode() -> None:
+    """Only inference mode may change what was made in it."""
+    model = build("llama")
+    ids, _ = make_batch([PROMPT], [PROMPT, STEPS])
+    with kvpolicy.attach(model, words("h2o", "kivi")):
+        cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
+        for each in (cache, twin):
+            with torch.inference_mode():
+                model(ids[:, :PROMPT], past_key_values=each)
+        cache.mark(most=8)
+        for column in range(PROMPT, PROMPT + 6):
+            with torch.inference_mode():
+                model(ids[:, column : column + 1], past_key_values=cache)
+        cache.rollback(1)
+        with torch.inference_mode():
+            model(ids[:, PROMPT : PROMPT + 1], past_key_values=twin)
+        same(cache, twin)
+        cache.mark(most=2)
+        with torch.no_grad():
+            model(ids[:, :1], past_key_values=cache)
+        cache.rollback(0)
+
+
+def test_marked_steps_compile_to_one_graph() -> None:
+    """The position in the log is a tensor, so that no step has a graph of its own."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
+    with kvpolicy.attach(model, "h2o+merge@0.5"):
+        cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
+        for each in (cache, twin):
+            forward(model, ids, mask, 0, PROMPT, each)
+        counter = CompileCounterWithBackend("eager")
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        column = PROMPT
+        for accepted in (1, 0, 3):
+            cache.mark(most=4)
+            for fed in range(4):
+                forward(step, ids, mask, column + fed, column + fed + 1, cache)
+                cache.tick()
+            cache.rollback(accepted)
+            for _ in range(accepted):
+                forward(model, ids, mask, column, column + 1, twin)
+                column += 1
+            same(cache, twin)
+        assert counter.frame_count == 1
+        cache.mark(most=1)
+        forward(step, ids, mask, column, column + 1, cache)
+        with pytest.raises(RuntimeError, match="more steps than the mark allows"):
+            forward(step, ids, mask, column + 1, column + 2, cache)
+    torch.compiler.reset()
