@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvpolicy.hf.cache import PolicyCache as PolicyCache
     from kvpolicy.hf.embedded import tiny as tiny
     from kvpolicy.hf.plan import plan as plan
+    from kvpolicy.hf.speculation import SpeculationStats as SpeculationStats
+    from kvpolicy.hf.speculation import speculate as speculate
     from kvpolicy.hf.weights import weights_per_rank as weights_per_rank
     from kvpolicy.mergers.compensate import Compensate as Compensate
     from kvpolicy.mergers.d2o import D2O as D2O
@@ -79,6 +81,8 @@ _LAZY = {
     "PolicyCache": "kvpolicy.hf.cache",
     "Distortion": "kvpolicy.distortion",
     "tiny": "kvpolicy.hf.embedded",
+    "speculate": "kvpolicy.hf.speculation",
+    "SpeculationStats": "kvpolicy.hf.speculation",
     "KVPolicyError": "kvpolicy.spec.errors",
     "KVPolicyStateError": "kvpolicy.spec.errors",
     "KVPolicyTypeError": "kvpolicy.spec.errors",

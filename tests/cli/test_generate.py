@@ -226,3 +226,17 @@ def test_error_messages(
 def test_a_byte_order_mark_is_removed(tmp_path: Path) -> None:
     (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa=1\r\nb=2\n")
     assert read_prompt(None, str(tmp_path / "marked"), "tiny") == ("a=1\nb=2", False)
+
+
+def test_speculation_gives_the_text_of_the_full_cache(
+    tiny: tuple[Any, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [PROMPT, "--speculate", POLICY, "--new", "10", "--gamma", "3"]
+    out, err = generate(words, capsys)
+    text, tokens, _ = wanted(tiny, PROMPT, "full", 10)
+    assert out == f"{text}\n" and "accepted, by streaming:sinks=1@0.3" in err
+    found = json.loads(generate([*words, "--json"], capsys)[0])["speculation"]
+    assert (found["text"], found["tokens"], found["policy"]) == (text, tokens, POLICY)
+    assert found["accepted"] + found["rounds"] >= len(tokens) - 1
+    for more in (["--compare", "full"], ["--policy", "h2o@0.5"]):
+        assert "--speculate must be given without" in generate([*words, *more], capsys, 2)[1]

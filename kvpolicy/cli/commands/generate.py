@@ -12,6 +12,7 @@ from kvpolicy.cli.completion import complete_policy
 from kvpolicy.cli.formatting import as_json
 from kvpolicy.cli.model_names import TINY
 from kvpolicy.cli.prompts import check_length, encode, prompt_notes, read_prompt
+from kvpolicy.spec.errors import KVPolicyError
 
 if TYPE_CHECKING:
     from kvpolicy.cli.generation import Generation, GenerationOptions
@@ -48,6 +49,18 @@ def generate(
             autocompletion=complete_policy,
         ),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="Generate what the full cache does, with drafts from a cache under this policy, verified in turns.",
+            autocompletion=complete_policy,
+            show_default=False,
+        ),
+    ] = None,
+    gamma: Annotated[
+        int, typer.Option(min=1, metavar="TOKENS", help="Tokens to draft before each verification, with --speculate.")
+    ] = 4,
     new: Annotated[
         int | None,
         typer.Option(
@@ -68,12 +81,19 @@ def generate(
     """Generate text under a policy, or compare policies.
 
     The prompt is the argument, a file or standard input; one newline at the end of a file or of standard input is
-    removed. Without a prompt, the embedded model gets a sample. The text is streamed to standard output. Kept tokens,
-    bytes and speed follow on standard error. Ctrl-C stops the generation, with exit code 130.
+    removed. Without a prompt, the embedded model gets a sample. The text is streamed to standard output, or with
+    --speculate printed at the end. Kept tokens, bytes and speed follow on standard error. Ctrl-C stops the generation,
+    with exit code 130.
     """
     replace_unencodable()
     text, is_sample = read_prompt(prompt, file, model)
     policies = [_canonical(name) for name in (policy, *(compare or ()))]
+    drafter = None if speculate is None else _canonical(speculate)
+    if drafter is not None and (compare or policies[0] not in ("full", _canonical(arguments.POLICY))):
+        raise KVPolicyError(
+            "--speculate must be given without --policy and --compare, since its text is that of the full cache; try "
+            "another command for the other policies."
+        )
     from kvpolicy.cli.generation import GenerationOptions
     from kvpolicy.cli.model_loading import load
 
@@ -84,6 +104,9 @@ def generate(
     check_length(loaded, ids.shape[1], options.new)
     if not json:
         _print_to_stderr(*prompt_notes(model, ids.shape[1], is_sample))
+    if drafter is not None:
+        _speculate(loaded, tokenizer, ids, drafter, gamma, options, model if json else None)
+        return
     runs = _run(loaded, tokenizer, ids, policies, options, quiet=json)
     if json:
         print(as_json("generate", _facts(model, ids.shape[1], runs)))
@@ -147,6 +170,20 @@ def _stream(model: Any, tokenizer: Any, ids: Any, policy: str, options: Generati
     run = generate_text(model, tokenizer, ids, policy, options, streamer)
     _print_to_stderr("", summary(run))
     return run
+
+
+def _speculate(
+    model: Any, tokenizer: Any, ids: Any, policy: str, gamma: int, options: GenerationOptions, name: str | None
+) -> None:
+    """Generate with drafts, and print the text and the counts; as JSON with a `name` of the model."""
+    from kvpolicy.cli.speculation import speculate_text, speculation_summary
+
+    run = speculate_text(model, tokenizer, ids, policy, gamma, options)
+    if name is not None:
+        print(as_json("generate", {"model": name, "prompt_tokens": ids.shape[1], "speculation": run.as_dict()}))
+        return
+    print(run.text)
+    _print_to_stderr("", speculation_summary(run))
 
 
 def _facts(model: str, prompt: int, runs: list[Generation]) -> dict[str, Any]:

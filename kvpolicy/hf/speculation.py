@@ -1,0 +1,271 @@
+"""Speculative decoding of a model with itself: a cache under a policy drafts, the full cache verifies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.attachment import attachments
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.validation import MAX_SIZE
+
+
+class SpeculationStats(NamedTuple):
+    """What happened to the drafts of `speculate`.
+
+    Attributes:
+        drafted: Tokens that the policy's cache drafted.
+        accepted: How many of these the full cache accepted.
+        rounds: Forwards of the full cache behind the prompt's; each adds at least one token.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted drafts of all drafts; 0 without any."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def after(self, drafted: int, accepted: int) -> SpeculationStats:
+        """The same after one more round."""
+        return SpeculationStats(self.drafted + drafted, self.accepted + accepted, self.rounds + 1)
+
+
+@overload
+def speculate(
+    model: nn.Module,
+    policy: Policy | str,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    gamma: int = 4,
+    eos_token_id: int | Iterable[int] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    return_stats: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def speculate(
+    model: nn.Module,
+    policy: Policy | str,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    gamma: int = 4,
+    eos_token_id: int | Iterable[int] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    return_stats: Literal[True],
+) -> tuple[Tensor, SpeculationStats]: ...
+
+
+def speculate(
+    model: nn.Module,
+    policy: Policy | str,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    gamma: int = 4,
+    eos_token_id: int | Iterable[int] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, SpeculationStats]:
+    """Generate what the full cache generates, with drafts from a cache under a policy.
+
+    The model drafts `gamma` tokens one by one, on a cache that is small and therefore fast to read; then it verifies
+    them all in one forward on the full cache. Rejected tokens are rolled back. Nothing is lost but memory: both caches
+    are held.
+
+    Args:
+        model: A model of transformers, with or without a policy attached.
+        policy: The policy of the cache that drafts, or its spec.
+        input_ids: The prompt, [1, P].
+        max_new_tokens: Tokens to generate, unless `eos_token_id` ends the text before.
+        gamma: Tokens to draft before each verification.
+        eos_token_id: The token or tokens that end the text; None for none.
+        temperature: 0 for greedy decoding; else both caches sample at this temperature, and drafts are accepted by the
+            rejection rule, so that the text has the distribution of the full cache.
+        seed: Of the random numbers, if the temperature is above 0.
+        return_stats: Whether to return the counts of drafted and accepted tokens too.
+
+    Returns:
+        The prompt and the new tokens, [1, P + new], on the prompt's device; with `return_stats`, also a
+        `SpeculationStats`.
+
+    Raises:
+        KVPolicyError: If there is more than one row, a number is out of range, or the policy does not suit the model.
+
+    Examples:
+        >>> import kvpolicy
+        >>> model, tokenizer = kvpolicy.tiny()
+        >>> ids = torch.arange(5, 37)[None]
+        >>> out, stats = kvpolicy.speculate(model, "snapkv@0.5", ids, max_new_tokens=6, return_stats=True)
+        >>> torch.equal(out, model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None))
+        True
+        >>> stats.drafted >= stats.accepted
+        True
+
+    Source:
+        Leviathan et al. (arXiv:2211.17192), Algorithm 1, with the drafts of TriForce's retrieval level
+        (arXiv:2404.11912): the same weights on a smaller cache. Differences: any policy takes the place of TriForce's
+        chunks, there is no second, smaller model below it, and the policy chooses anew with each token instead of once
+        per round. The verification of several tokens and single steps differ by rounding, so greedy tokens can differ
+        from those of `generate` where two logits are equal but for the last bits.
+    """
+    policy = Policy.of(policy)
+    _check(input_ids, max_new_tokens=max_new_tokens, gamma=gamma, temperature=temperature)
+    ends = _ends(eos_token_id)
+    with contextlib.ExitStack() as stack:
+        if model not in attachments:
+            stack.enter_context(attach(model, policy))
+        stack.enter_context(torch.no_grad())
+        run = _Run(model, policy, input_ids, max_new_tokens, temperature, seed)
+        tokens, stats = run.tokens(max_new_tokens, gamma, ends)
+    new = torch.tensor([tokens], dtype=input_ids.dtype, device=input_ids.device)
+    out = torch.cat([input_ids, new], 1)
+    return (out, stats) if return_stats else out
+
+
+class _Run:
+    """One text: a cache that drafts, and one that verifies."""
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, input_ids: Tensor, new: int, temperature: float, seed: int
+    ) -> None:
+        """Run the prompt through both caches."""
+        self._model = model
+        self._temperature = temperature
+        self._device = next(model.parameters()).device
+        self._dice = torch.Generator().manual_seed(seed)
+        prompt = input_ids.to(self._device)
+        self._full = PolicyCache(model, "full", prompt=prompt.shape[1], new=new)
+        self._draft = PolicyCache(model, policy, prompt=prompt.shape[1], new=new)
+        self._full.activate_past_recording()  # of sliding layers, for crops
+        self._newest = self._pick(self._forward(self._full, prompt, last_only=True)[-1])
+        self._forward(self._draft, prompt, last_only=True)
+        self._lacking: int | None = None  # an accepted token that the cache that drafts has not seen
+
+    def tokens(self, new: int, gamma: int, ends: frozenset[int]) -> tuple[list[int], SpeculationStats]:
+        """At most `new` tokens, until one of `ends`."""
+        tokens = [self._newest]
+        stats = SpeculationStats()
+        while len(tokens) < new and tokens[-1] not in ends:
+            # A round adds one token more than it accepts. The last one may be a plain step, without drafts.
+            drafts, weights = self._draft_tokens(min(gamma, new - len(tokens) - 1))
+            accepted, following = self._verify(tokens[-1], drafts, weights)
+            stats = stats.after(len(drafts), accepted)
+            for token in (*drafts[:accepted], following):
+                tokens.append(token)
+                if token in ends:
+                    break
+            self._newest = following
+        return tokens, stats
+
+    def _draft_tokens(self, count: int) -> tuple[list[int], list[Tensor]]:
+        """Draft `count` tokens behind the newest one, and the weights that each was drawn with."""
+        drafts: list[int] = []
+        weights: list[Tensor] = []
+        token = self._newest
+        if not count:
+            return drafts, weights
+        if self._lacking is not None:
+            self._forward(self._draft, self._as_ids([self._lacking]))
+            self._lacking = None
+        self._draft.mark(most=count)
+        for _ in range(count):
+            logits = self._forward(self._draft, self._as_ids([token]))[-1]
+            weights.append(self._weights(logits))
+            token = self._pick(logits)
+            drafts.append(token)
+        return drafts, weights
+
+    def _verify(self, newest: int, drafts: list[int], weights: list[Tensor]) -> tuple[int, int]:
+        """How many drafts are accepted, and the token that follows them; both caches then hold all but that one."""
+        logits = self._forward(self._full, self._as_ids([newest, *drafts]))
+        accepted = 0
+        following = None
+        for draft, drawn, row in zip(drafts, weights, logits[:-1], strict=True):
+            following = self._replacement(draft, drawn, row)
+            if following is not None:
+                break
+            accepted += 1
+        if following is None:
+            following = self._pick(logits[accepted])
+        rejected = len(drafts) - accepted
+        if drafts:
+            # The newest token was fed before the drafts, and the last draft was not.
+            self._draft.rollback(min(accepted + 1, len(drafts)))
+        self._lacking = drafts[-1] if drafts and not rejected else None
+        self._full.crop(-rejected)
+        return accepted, following
+
+    def _replacement(self, draft: int, drawn: Tensor, logits: Tensor) -> int | None:
+        """The token that takes the place of a draft; None if the draft is accepted."""
+        if not self._temperature:
+            best = self._pick(logits)
+            return None if best == draft else best
+        wanted = self._weights(logits)
+        # With weights of 0 on both sides the draft would not have been drawn.
+        if float(torch.rand((), generator=self._dice)) * float(drawn[draft]) < float(wanted[draft]):
+            return None
+        return self._draw((wanted - drawn).clamp_min(0))
+
+    def _pick(self, logits: Tensor) -> int:
+        """The next token by logits [V]."""
+        return self._draw(self._weights(logits)) if self._temperature else int(logits.argmax())
+
+    def _weights(self, logits: Tensor) -> Tensor:
+        """The distribution of the next token, [V] fp64 on the host; empty in greedy decoding."""
+        if not self._temperature:
+            return logits.new_empty(0)
+        return (logits.double() / self._temperature).softmax(-1).cpu()
+
+    def _draw(self, weights: Tensor) -> int:
+        # A draft is rejected only where the full cache wants it less, so that it wants another one more.
+        return int(torch.multinomial(weights, 1, generator=self._dice))
+
+    def _forward(self, cache: PolicyCache, ids: Tensor, *, last_only: bool = False) -> Tensor:
+        """Feed tokens [1, P] to a cache; the logits behind each, [P, V], or at least those behind the last."""
+        model: Any = self._model
+        keeps = getattr(model, "_supports_logits_to_keep", None)
+        given = {"logits_to_keep": 1} if last_only and keeps is not None and keeps() else {}
+        return model(ids, past_key_values=cache, use_cache=True, **given).logits[0]
+
+    def _as_ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor([tokens], device=self._device)
+
+
+def _check(input_ids: Any, *, temperature: Any, **numbers: Any) -> None:
+    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+        raise KVPolicyTypeError(
+            f"input_ids must be a tensor of token ids [1, P], got {type(input_ids).__name__}; try "
+            "tokenizer(text, return_tensors='pt').input_ids."
+        )
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
+        raise KVPolicyError(
+            "input_ids must be one row of at least one token, since rows accept different numbers of drafts, got the "
+            f"shape {list(input_ids.shape)}; try one call for each row, without padding."
+        )
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < MAX_SIZE:
+            raise KVPolicyError(f"{name} must be an integer from 1, got {number!r}; try {name}=4.")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise KVPolicyError(f"temperature must be a number from 0, got {temperature!r}; try temperature=0.7.")
+
+
+def _ends(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(map(int, eos_token_id))
