@@ -82,6 +82,8 @@ def _importing(paths: list[Path], *modules: str) -> list[str]:
 def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.ClassDef]:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in node.decorator_list):
+                continue  # the function that follows is documented
             yield node
             if isinstance(node, ast.ClassDef):
                 yield from _public(node.body)
