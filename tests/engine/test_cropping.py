@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,6 +166,20 @@ def test_what_cannot_be_cropped_is_named(policy: str, part: str) -> None:
             cache.crop(-1)
         same(cache, before)
         cache.crop(0)
+
+
+def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, 20])
+    with kvpolicy.attach(model, "full"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        cache.save(tmp_path / "prompt.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "prompt.safetensors")
+        cache.shift(PROMPT, -1)
+        for each in (cache, loaded):
+            with pytest.raises(KVPolicyError, match="from a cache that saw its prompts"):
+                each.crop(-1)
 
 
 def test_other_mistakes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,6 +239,26 @@ def test_a_copy_of_a_marked_cache_goes_its_own_way() -> None:
         cache.rollback(0)
         same(cache, before)
         same(other, before)
+
+
+def test_a_loaded_cache_is_rolled_back(tmp_path: Path) -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 17], [PROMPT, STEPS])
+    with kvpolicy.attach(model, words("h2o", "kivi")):
+        cache = PolicyCache(model, new=STEPS)
+        forward(model, ids, mask, 0, PROMPT, cache)
+        cache.save(tmp_path / "prompt.safetensors")
+        loaded = PolicyCache.load(model, tmp_path / "prompt.safetensors")
+        loaded.mark(most=4)
+        with pytest.raises(KVPolicyStateError, match="while a mark is held"):
+            loaded.save(tmp_path / "other.safetensors")
+        for column in range(PROMPT, PROMPT + 4):
+            forward(model, ids, mask, column, column + 1, loaded)
+        loaded.rollback(0)
+        assert str(loaded.report()) == str(cache.report())
+        for column in range(PROMPT, PROMPT + 4):
+            logits = [forward(model, ids, mask, column, column + 1, each) for each in (cache, loaded)]
+            assert torch.equal(*logits)
 
 
 def test_rolled_back_in_another_mode() -> None:

@@ -48,7 +48,7 @@ def check_same(model: Any, policy: str, ids: Tensor, new: int = NEW, gamma: int 
     return stats
 
 
-@product("seed", range(200), sample=[(seed,) for seed in range(6)])
+@product("seed", range(200), sample=[(seed,) for seed in range(4)])
 def test_greedy_tokens_are_those_of_the_full_cache(seed: int) -> None:
     model = tiny()
     check_same(model, "snapkv@8", prompt(seed, model.config.vocab_size))
@@ -131,7 +131,7 @@ def test_samples_have_the_distribution_of_the_full_cache(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(speculation._Run, "_forward", logits)
     monkeypatch.setattr(speculation, "PolicyCache", Counted)
-    draws = 4000
+    draws = 2500
     counts = torch.zeros(4, 4, 4, dtype=torch.float64)
     drafted = accepted = 0
     for seed in range(draws):
@@ -150,7 +150,7 @@ def test_samples_have_the_distribution_of_the_full_cache(monkeypatch: pytest.Mon
     # What drafts alone has another distribution, which the same test tells apart.
     wrong = (tables[False].double() / 0.8).softmax(-1)
     other = draws * weights[1][:, None, None] * wrong[:, :, None] * wrong[None]
-    assert float(((counts - other)[often] ** 2 / other[often]).sum()) > 1000
+    assert float(((counts - other)[often] ** 2 / other[often]).sum()) > 600
 
 
 def test_sampling_runs_on_a_model_and_repeats_with_its_seed() -> None:
