@@ -75,6 +75,10 @@ class LayerCropping(LayerGrowth):
             sizes = (self.layout.exact, self.capacity, list(self.expected_len), self.budget.tolist())
             self.sizes.append(Sizes(int(self.columns) - new, *sizes))
 
+    def forget_sizes(self, columns: int) -> None:
+        """Forget the sizes before so many columns, to which nothing is cropped any more."""
+        self.sizes = [sizes for sizes in self.sizes if sizes.columns >= columns]
+
     @property
     def can_crop(self) -> bool:
         """Whether the parts of the policy allow to take tokens back while nothing is evicted."""

@@ -17,6 +17,9 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs
 from kvpolicy.spec.errors import KVPolicyError
 
+REMEMBERED = 64
+"""Prompts and chunks that a cache remembers, so that a long conversation does not fill the host's memory."""
+
 
 class Rows(NamedTuple):
     """What a cache knows of its rows, on the host.
@@ -98,6 +101,15 @@ def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
     return Turn(before, before.after(new, valid), rows, cache._end, cache.plan)
 
 
+def remember(cache: Any, turn: Turn) -> None:
+    """Note a turn, and forget the oldest one of too many."""
+    cache.turns = [*cache.turns, turn][-REMEMBERED:]
+    oldest = cache.turns[0].before.columns
+    if oldest and len(cache.turns) == REMEMBERED:
+        for layer in cache.policy_layers:
+            layer.store.forget_sizes(oldest)
+
+
 def crop(cache: Any, tokens_to_remove: int) -> None:
     """Take back the newest columns of a cache; see `UndoableCache.crop`."""
     try:
@@ -168,14 +180,19 @@ def _crop_rows(cache: Any, columns: int) -> None:
             f"Tokens of a prompt must not be cropped under {cache.policy.selector!r}, whose statistics they changed; "
             "try to crop generated tokens only."
         )
-    if turn is None:
+    inside = None  # the turn whose last columns go
+    if columns == now.columns:  # a turn begins here
+        kept = now
+    elif turn is None:
         raise KVPolicyError(
-            "Tokens must be cropped from a cache that saw its prompts, got one that was filled otherwise; try "
-            "cache.mark() before the tokens and cache.rollback(accepted) after them."
+            f"Tokens must be cropped to one of the last {REMEMBERED} prompts or behind it, got a cache that was loaded "
+            "or shifted since, or has forgotten it; try cache.mark() before the tokens and cache.rollback(accepted) "
+            "after them."
         )
-    if columns < turn.after.columns:
+    elif columns < turn.after.columns:
         count = columns - turn.before.columns
         kept = turn.before.after(count, turn.first_valid(count))
+        inside = turn
     else:
         kept = turn.after.after(columns - turn.after.columns, None)
         if now != turn.after.after(now.columns - turn.after.columns, None):
@@ -185,14 +202,14 @@ def _crop_rows(cache: Any, columns: int) -> None:
             )
     if last is not None:
         cache._end, cache.plan = last.end, last.plan
-    if columns < turn.after.columns:
-        _shorten_turn(cache, turn, kept)
-        turn = turn._replace(after=kept)
+    if inside is not None:
+        _shorten_turn(cache, inside, kept)
+        turns[-1] = inside._replace(after=kept)
     else:
         for layer in cache.policy_layers:
             layer.store.crop(columns, layer.store.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
-    cache.turns = [*turns[:-1], turn]
+    cache.turns = turns
 
 
 def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:

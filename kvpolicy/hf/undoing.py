@@ -177,7 +177,7 @@ class UndoableCache(Cache):
         mark = self.held_mark
         if mark is None:
             if not one_token and not cropping.obstacle(self):
-                self.turns.append(cropping.make_turn(self, new, seen, valid))
+                cropping.remember(self, cropping.make_turn(self, new, seen, valid))
             return
         if not one_token:
             raise KVPolicyStateError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.engine.cropping import LayerCropping
+from kvpolicy.hf import cropping
 from tests.conformance.access import store_of
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
@@ -178,8 +180,29 @@ def test_a_loaded_or_shifted_cache_did_not_see_its_prompts(tmp_path: Path) -> No
         loaded = PolicyCache.load(model, tmp_path / "prompt.safetensors")
         cache.shift(PROMPT, -1)
         for each in (cache, loaded):
-            with pytest.raises(KVPolicyError, match="from a cache that saw its prompts"):
+            with pytest.raises(KVPolicyError, match="loaded or shifted since"):
                 each.crop(-1)
+
+
+def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered is cropped as ever."""
+    monkeypatch.setattr(cropping, "REMEMBERED", 2)
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, 20])
+    ends = [PROMPT, *range(PROMPT + 2, PROMPT + 14, 2)]
+    with kvpolicy.attach(model, "full"):
+        cache, twin = (PolicyCache(model) for _ in range(2))
+        for each in (cache, twin):
+            for start, stop in itertools.pairwise([0, *ends] if each is cache else [0, *ends[:-2]]):
+                forward(model, ids, mask, start, stop, each)
+        assert len(cache.turns) == 2 and len(store_of(cache, 0).sizes) <= 4
+        with pytest.raises(KVPolicyError, match="has forgotten it"):
+            cache.crop(-5)
+        cache.crop(-4)
+        for layer, other in zip(cache.policy_layers, twin.policy_layers, strict=True):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.budget, other.budget)
+        step = ends[-3], ends[-3] + 1
+        assert torch.equal(forward(model, ids, mask, *step, cache), forward(model, ids, mask, *step, twin))
 
 
 def test_other_mistakes() -> None:
