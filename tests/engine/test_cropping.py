@@ -21,7 +21,7 @@ from tests.sampling import each_once, product
 
 PROMPT = 12
 TURNS = [(PROMPT, 1, 1, 1), (PROMPT, 1, 1, 5, 1, 1), (PROMPT, 4, 3), (PROMPT, *[1] * 20)]
-POLICIES = ["full", "window@64", "snapkv@1.0", "streaming:decode=grow@1.0"]
+POLICIES = ["full", "window@64", "snapkv@64", "streaming:decode=grow@1.0"]
 ROWS = [[PROMPT], [PROMPT, 7]]
 
 
