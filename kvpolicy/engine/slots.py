@@ -101,9 +101,10 @@ class LayerSlots(LayerContents):
         token = merging.slot_tokens(victim, evicted, exact, self.coded_view(), self.positions, self.counts)
         positions = self.positions[..., : self.layout.exact]
         counts = map_state(lambda t: t[..., : self.layout.exact], self.counts)
-        slot = torch.arange(self.layout.exact, device=positions.device)
-        # Codes refer to the tokens in dictionary slots, which must therefore stay as they are.
-        targets = (positions >= 0) & (slot != victim) & self._open_slots()
+        # A head holds a position once. Positions, since numbers of slots would be int64, and are slower to compare.
+        targets = (positions >= 0) & (positions != token.positions)
+        if self.reserved:  # codes refer to the tokens in dictionary slots, which must therefore stay as they are
+            targets = targets & self._open_slots()
         priority = None
         if self.merger.traits.ranked:
             priority = finite_priority(self.selector.priority(self.state, view))[..., : self.layout.exact]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import products
+from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Tokens
 
@@ -52,8 +52,11 @@ class Tile(NamedTuple):
 
 def unit(keys: Tensor) -> Tensor:
     """Keys [..., D] of length 1, fp32; a key of zeros stays one."""
-    keys = keys.float()
-    return keys / keys.norm(dim=-1, keepdim=True).clamp_min(_TINY)
+    return keys.float() / _lengths(keys)[..., None]
+
+
+def _lengths(keys: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).clamp_min(_TINY)
 
 
 def similar_targets(keys: Tensor, targets: Tensor, is_target: Tensor) -> Nearest:
@@ -127,15 +130,15 @@ def target_of(victim: Tokens, slots: Tokens, by: str) -> Nearest:
         slots: The full-precision buffer.
         by: As in `tiles`.
     """
-    # Not the keys of all slots at length 1, which would be a copy of the buffer.
-    lengths = torch.linalg.vector_norm(slots.keys, dim=-1, dtype=torch.float32).clamp_min(_TINY)
-    cosine = products(unit(victim.keys).to(slots.keys.dtype), slots.keys).squeeze(2) / lengths
-    if by == "keys":
-        rank = cosine.masked_fill(~slots.there, -torch.inf)
-    else:
+    # Divided by the lengths at last: keys of length 1 would be a copy of the buffer, and compiled code would divide the
+    # victim's again for every slot. But fp16 may lack the range for a product of two keys.
+    own = unit(victim.keys) if slots.keys.dtype == torch.float16 else victim.keys
+    cosine = thin_products(own, slots.keys).squeeze(2) / _lengths(slots.keys) / _lengths(own)
+    cosine = cosine.masked_fill(~slots.there, -torch.inf)
+    rank = cosine
+    if by == "position":
         rank = -(slots.positions - victim.positions).abs().float().masked_fill(~slots.there, torch.inf)
-    best = (rank == rank.amax(-1, keepdim=True)) & slots.there
+    best = rank == rank.amax(-1, keepdim=True)
     # Of equal ones the earliest position, which is unique within a head.
-    index = torch.where(best, slots.positions, _FAR).argmin(-1, keepdim=True)
-    found = cosine.gather(-1, index).masked_fill(~slots.there.any(-1, keepdim=True), -torch.inf)
-    return Nearest(index, found)
+    index = torch.where(best & slots.there, slots.positions, _FAR).argmin(-1, keepdim=True)
+    return Nearest(index, cosine.gather(-1, index))
