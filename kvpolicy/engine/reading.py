@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -212,6 +213,14 @@ def by_entry(shape: ReadShape, positions: Tensor) -> Tensor:
     return paged[0] if len(paged) == 1 else torch.cat(paged, 2)
 
 
+def within_entries(reduce: Callable[[Tensor, int], Tensor], per_slot: Tensor) -> Tensor:
+    """Reduce [B, H, X, page] over the slots of each entry, [B, H, X]."""
+    # In steps: inductor (torch 2.13) unrolls a reduction of 4 int32 numbers, and is several times as slow on 16.
+    while per_slot.shape[-1] % 4 == 0:
+        per_slot = reduce(per_slot.unflatten(-1, (-1, 4)), -1)
+    return reduce(per_slot, -1)
+
+
 def entry_slots(shape: ReadShape, entries: Tensor) -> tuple[Tensor, Tensor]:
     """The slots of entries [B, H, n].
 
@@ -263,7 +272,9 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
     score = score.masked_fill(~live[:, :, None], -torch.inf)
     # Logarithms rank like the weights, and do not underflow to equal zeros.
     need = (score - score.logsumexp(-1, keepdim=True)).amax(2)
-    return ranks.largest(need).nan_to_num(0.0, 0.0)
+    need = ranks.largest(need)
+    # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize; no logarithm of a weight is inf.
+    return torch.where(need == need, need, 0.0).clamp_min(torch.finfo(need.dtype).min)
 
 
 def choose(
@@ -281,20 +292,21 @@ def choose(
         ranks: The ranks that hold the other query heads of these KV heads.
     """
     held = by_entry(shape, positions)
-    newest = held.amax(-1)
-    earliest = torch.where(held >= 0, held, BEYOND).amin(-1)
+    newest = within_entries(torch.amax, held)
+    earliest = within_entries(torch.amin, torch.where(held >= 0, held, BEYOND))
     live = newest >= 0
     need = need_of(score, live, ranks)
     bits = (need + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
     # Numbers of fp32 are ordered like their bits, but negative ones the other way round.
-    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-    first = torch.where(positions >= 0, positions, BEYOND).amin(-1, keepdim=True)
-    last = length[:, None, None] - 1
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
+    first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)
+    last = length.int()[:, None, None] - 1
     rank = torch.where(newest > last - recent, _INF_BITS + _RECENT, rank)
     rank = torch.where(earliest == first, _INF_BITS + _FIRST, rank)
     rank = torch.where(newest == last, _INF_BITS + _NEWEST, rank).masked_fill(~live, _HIDDEN)
     # `topk` leaves open which of equal entries it returns, so the order of positions takes the low bits.
-    top = ((rank << 31) | (BEYOND - earliest).clamp_min(0)).topk(shape.chosen, -1)
+    top = ((rank.long() << 31) | (BEYOND - earliest)).topk(shape.chosen, -1)
     within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
     kept = within & (top.values >= (_HIDDEN + 1) << 31)
     slots, inside = entry_slots(shape, top.indices)

@@ -118,7 +118,8 @@ def select_tokens(
 
 def finite_priority(priority: Tensor) -> Tensor:
     """A priority in which NaN ranks above every number and below inf, so that a broken token is not lost silently."""
-    return priority.nan_to_num(torch.finfo(priority.dtype).max, torch.inf, -torch.inf)
+    # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize.
+    return torch.where(priority == priority, priority, torch.finfo(priority.dtype).max)
 
 
 def _in_dtypes_of(before: State, state: State) -> State:
