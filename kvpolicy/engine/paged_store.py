@@ -409,7 +409,8 @@ class PagedStore(LayerStore):
 
     def empty_parts(self) -> dict[str, State]:
         """Tensors on the device `meta`, or empty ones, like those of `parts`, for the pages that are set."""
-        batch, dim = self.length.shape[0], self.keys.shape[-1]
+        batch = self.length.shape[0]
+        dim = self.keys.shape[-1]
         pages, size = self._page_shape
         nowhere = torch.device("meta")
         per_slot = torch.empty(batch, pages, size, device=nowhere)

@@ -33,8 +33,8 @@ class Snapshot(NamedTuple):
 def take(store: LayerStore) -> Snapshot:
     """The content of a store that holds a prompt."""
     tensors = dict(pair for name, part in store.parts().items() for pair in named_tensors(part, name))
-    batch, heads, dim = store.length.shape[0], store.heads, store.keys.shape[-1]
-    return Snapshot(tensors, {"shape": [batch, heads, dim], "group": store.group, **store.numbers()})
+    shape = [store.length.shape[0], store.heads, store.keys.shape[-1]]
+    return Snapshot(tensors, {"shape": shape, "group": store.group, **store.numbers()})
 
 
 def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:

@@ -201,7 +201,8 @@ def _crop_rows(cache: Any, columns: int) -> None:
                 "tokens; try to remove rows that are finished."
             )
     if last is not None:
-        cache._end, cache.plan = last.end, last.plan
+        cache._end = last.end
+        cache.plan = last.plan
     if inside is not None:
         _shorten_turn(cache, inside, kept)
         turns[-1] = inside._replace(after=kept)
@@ -214,7 +215,8 @@ def _crop_rows(cache: Any, columns: int) -> None:
 
 def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
     """Leave the layers with the first tokens of a turn: their prompt is placed again, under the budget that it has."""
-    cache._end, cache.plan = turn.end, turn.plan
+    cache._end = turn.end
+    cache.plan = turn.plan
     count = kept.columns - turn.before.columns
     valid = turn.first_valid(count)
     for layer in cache.policy_layers:

@@ -98,7 +98,8 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
         if index in attachment.model_shape.unmanaged:
             keys, values = (own[name].to(device) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
+            layer.keys = keys
+            layer.values = values
             layer.cumulative_length = header["windows"][str(index)]
             continue
         ranks = _ranks(header["ranks"], attachment, index, device)
@@ -160,7 +161,8 @@ def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str) -
     name = f"The cache file {what!r}"
     remedy = "compute the cache again"
     check_same_model(header["model"], name, attachment.info, exact=True, remedy=remedy)
-    theirs, ours = header["model"]["rope"], attachment.identity["rope"]
+    theirs = header["model"]["rope"]
+    ours = attachment.identity["rope"]
     if theirs != ours:
         raise KVPolicyError(f"{name} must be for the rotary embedding {ours}, got one for {theirs}; {remedy}.")
     wanted = {_name(attachment.model_shape.shape.dtype)}

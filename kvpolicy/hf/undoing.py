@@ -37,7 +37,8 @@ class Mark:
 
     def note_window(self, layer_idx: int, layer: DynamicSlidingWindowLayer) -> None:
         """Keep what a step is about to push out of a window."""
-        keys, values = layer.keys, layer.values
+        keys = layer.keys
+        values = layer.values
         assert keys is not None and values is not None
         full = keys.shape[2] >= layer.sliding_window - 1
         oldest = (keys[:, :, :1].clone(), values[:, :, :1].clone()) if full else None
