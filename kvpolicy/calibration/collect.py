@@ -19,7 +19,7 @@ from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.config_swap import configs_of
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.model_spec import describe
-from kvpolicy.hf.rotary_lookup import rope_of
+from kvpolicy.hf.rotary_lookup import ropes_of
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -139,7 +139,7 @@ class _Reader:
         managed = [site for site in self.sites.layers if site.layer_idx in self.layers]
         self.ropes: dict[int, Rope] = {}
         if "unrotated" in key_spaces:
-            self.ropes = {site.layer_idx: rope_of(self.sites.decoder, site) for site in managed}
+            self.ropes = ropes_of(self.sites.decoder, managed)
 
     def run(self, ids: Tensor) -> dict[str, dict[int, Tensor]]:
         """Keys and values of every token of a window [n], by the field of `Samples` and the layer, each [H, n, D]."""

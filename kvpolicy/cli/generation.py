@@ -178,16 +178,17 @@ def warm_up(model: Any, tokenizer: Any, ids: Any, policy: str) -> None:
 
 
 def _result(handle: Any, tokenizer: Any, prompt: int, timed: TimedStreamer, interrupted: bool) -> Generation:
+    from kvpolicy.reporting.report import mean_kept
+
     cache = handle.cache
     times = timed.times
     layers: list[Any] = [layer for layer in (cache.policy_layers if cache else []) if layer.is_initialized]
-    kept = [float((layer.head_positions[0] >= 0).sum(-1).float().mean()) for layer in layers]
     return Generation(
         policy=str(handle.policy),
         text=tokenizer.decode(timed.tokens, skip_special_tokens=True),
         tokens=tuple(timed.tokens),
         prompt=prompt,
-        kept=sum(kept) / len(kept) if kept else 0.0,
+        kept=mean_kept(cache) if cache else 0.0,
         seen=int(layers[0].length[0]) if layers else 0,
         nbytes=cache.nbytes if layers else 0,
         full_nbytes=cache.full_nbytes if layers else 0,

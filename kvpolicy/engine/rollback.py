@@ -112,14 +112,13 @@ class LayerRollback(LayerSlots):
         # In the mode in which the layer's tensors were made, as they are changed in it.
         with torch.inference_mode(self.is_inference):
             parts = {name: map_state(torch.clone, part) for name, part in self.parts().items()}
-        return Content(parts, copy.deepcopy(self.numbers()), self.read_shape, list(self.sizes))
+        return Content(parts, copy.deepcopy(self.numbers()), list(self.sizes))
 
     def _restore(self, content: Content) -> None:
         """Bring back what the layer held, in place where the shapes are the same."""
         for name, part in content.parts.items():
             self.set_part(name, _restored(self.parts()[name], part))
         self.set_numbers(content.numbers)
-        self.read_shape = content.read_shape
         self.sizes = list(content.sizes)
         self.fix_addresses()
 

@@ -42,13 +42,11 @@ class Content(NamedTuple):
     Attributes:
         parts: Its tensors, by attribute.
         numbers: What it keeps on the host.
-        read_shape: What a decode step reads of it.
         sizes: What a crop needs.
     """
 
     parts: dict[str, State]
     numbers: dict[str, Any]
-    read_shape: Any = None
     sizes: Sequence[Any] = ()
 
 

@@ -35,7 +35,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.hf.residual_hooks import measure
-from kvpolicy.hf.rotary_lookup import rope_of, trained_positions
+from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -73,12 +73,11 @@ class Handle:
         policy.check(info)
         undoes = policy.undoes_rotation
         rotations = _rotations(sites, undoes)
-        ropes = rotations if undoes else {}
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        self._attachment = Attachment(policy, shape, info, described, ropes, rotations, sharing, rotary, trained)
+        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained)
         try:
             self._connect(sites)
         except BaseException:
@@ -269,7 +268,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
 def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
     """The rotary embedding of each layer; none if it cannot be undone, unless a `part` of the policy does so."""
     try:
-        return {site.layer_idx: rope_of(sites.decoder, site, part) for site in sites.layers}
+        return ropes_of(sites.decoder, sites.layers, part)
     except KVPolicyError:
         if part:
             raise

@@ -26,7 +26,6 @@ class Attachment:
         model_shape: The model's cache.
         info: The same as codecs see it.
         identity: What a file of a cache says of the model.
-        ropes: Rotary embedding of each layer; empty unless the policy undoes it.
         rotations: Rotary embedding of each layer; empty if it cannot be undone.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
@@ -40,7 +39,6 @@ class Attachment:
         model_shape: ModelShape,
         info: ModelInfo,
         identity: dict[str, Any],
-        ropes: dict[int, Rope],
         rotations: dict[int, Rope],
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
@@ -51,7 +49,6 @@ class Attachment:
         self.model_shape = model_shape
         self.info = info
         self.identity = identity
-        self.ropes = ropes
         self.rotations = rotations
         self.rotary = rotary
         self.trained_positions = trained_positions
@@ -60,6 +57,11 @@ class Attachment:
         self._sharing = sharing
         self._ranks: dict[int, Ranks] = {}
         self._warned = False
+
+    @property
+    def ropes(self) -> dict[int, Rope]:
+        """Rotary embedding of each layer; empty unless the policy undoes it."""
+        return self.rotations if self.policy.undoes_rotation else {}
 
     def check(self, policy: Policy) -> None:
         """Refuse a cache's policy that needs hooks which this attachment does not have.

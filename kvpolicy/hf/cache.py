@@ -19,7 +19,7 @@ from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
-from kvpolicy.hf.saved_cache import describe_cache, read_for, restore_cache
+from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
@@ -217,9 +217,7 @@ class PolicyCache(CacheForward):
             KVPolicyError: If the file is of another model, dtype or tensor parallel size, was truncated or edited, or
                 was written by a newer version.
         """
-        content, policy = read_for(model, str(path))
-        cache = cls(model, policy)
-        restore_cache(cache, model, content, str(path))
+        cache: PolicyCache = load_cache(cls, model, str(path))[0]
         if new is not None:
             cache.expect(None, new)
         return cache

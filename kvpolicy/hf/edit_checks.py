@@ -33,7 +33,7 @@ def check_shift(cache: Any, start: int, by: int) -> None:
             position is out of range.
     """
     attachment = cache.attachment
-    if not cache.is_initialized or any(layer.pending is not None for layer in cache.policy_layers):
+    if not cache.has_prompt:
         raise KVPolicyError("A cache must have compressed its prompt for tokens to be moved, got one that has not yet.")
     if not attachment.rotations:
         raise KVPolicyError(

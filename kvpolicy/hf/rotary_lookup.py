@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -62,7 +62,21 @@ def rope_of(decoder: nn.Module, site: Site, part: str = "codec") -> Rope:
     Raises:
         KVPolicyError: If it cannot be undone.
     """
+    return ropes_of(decoder, [site], part)[site.layer_idx]
+
+
+def ropes_of(decoder: nn.Module, sites: Iterable[Site], part: str = "codec") -> dict[int, Rope]:
+    """The rotary embedding of each of some layers, as `rope_of`, by layer.
+
+    Raises:
+        KVPolicyError: If one of them cannot be undone.
+    """
+    # Once for all layers: it is often the last of a large model's modules.
     tables = next((m for m in decoder.modules() if type(m).__name__.endswith("RotaryEmbedding")), None)
+    return {site.layer_idx: _rope(tables, site, part) for site in sites}
+
+
+def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
     rotates = _ROTATES.get(type(site.attention).__name__, lambda attention: getattr(attention, "use_rope", True))
     if tables is None or not rotates(site.attention):
         return Rope(None, None, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +128,27 @@ def read_for(model: nn.Module, path: str) -> tuple[CacheFile, Policy]:
     return content, Policy.from_dict(content.header["policy"])
 
 
-def stored_tokens(path: str | Path) -> Tensor | None:
-    """The token ids in a cache file, [B, N] int64; None if there are none.
+def load_cache(kind: Callable[[nn.Module, Policy], Any], model: nn.Module, path: str) -> tuple[Any, Tensor | None]:
+    """Read a file once: the cache in it, and its token ids, [B, N] int64, or None.
+
+    Args:
+        kind: `PolicyCache`.
+        model: The model, with a policy attached.
+        path: The path that was given when it was saved.
 
     Raises:
-        KVPolicyError: If the file cannot be read.
+        KVPolicyError: As `read_for` and `restore_cache`.
     """
-    return read(Path(path)).tensors.get(TOKENS)
+    content, policy = read_for(model, path)
+    cache = kind(model, policy)
+    restore_cache(cache, model, content, path)
+    return cache, content.tensors.get(TOKENS)
 
 
 def _check_complete(cache: Any) -> None:
     if not cache.is_initialized:
         raise KVPolicyError("A cache must have seen a prompt to be saved, got an empty one.")
-    if cache.guard.running or any(layer.pending is not None for layer in cache.policy_layers):
+    if cache.guard.running or not cache.has_prompt:
         raise KVPolicyError(
             "A cache must have compressed its prompt to be saved, got one that waits for the rest of it; try after the "
             "last chunk."

@@ -75,6 +75,11 @@ class UndoableCache(Cache):
         """The layers under the policy."""
         return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
 
+    @property
+    def has_prompt(self) -> bool:
+        """Whether every layer holds a prompt that is compressed, and none waits for the rest of it."""
+        return all(layer.is_initialized and layer.pending is None for layer in self.policy_layers)
+
     @on_host
     def mark(self, most: int = 8) -> None:
         """Make the next decode steps undoable, so that a draft can be verified and its rejected tokens taken back.
@@ -107,7 +112,7 @@ class UndoableCache(Cache):
             raise KVPolicyError(f"most must be an integer from 1, got {most!r}; try cache.mark(most=8).")
         self._check_idle("mark()")
         first = self.policy_layers[0]
-        if not first.is_initialized or first.pending is not None:
+        if not self.has_prompt:
             raise KVPolicyStateError(
                 "A cache must hold a whole prompt before a mark, got one that does not; try to run the prompt first."
             )

@@ -54,6 +54,6 @@ def thin_products(queries: Tensor, keys: Tensor) -> Tensor:
         Estimated scores, [..., M, X] fp32.
     """
     if keys.device.type == "cpu":
-        # Not `matmul`: a sum over channels reads an index once, 1.3 to 3 times as fast as the library.
+        # Not `matmul`: compiled, this is a sum over channels that reads an index once.
         return queries.float() @ keys.float().transpose(-1, -2)
     return products(queries.to(keys.dtype), keys)

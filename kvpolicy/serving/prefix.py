@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_file import read_header
-from kvpolicy.hf.saved_cache import stored_tokens
+from kvpolicy.hf.saved_cache import load_cache
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -77,8 +77,7 @@ class PrefixFile:
         Raises:
             KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding.
         """
-        cache = PolicyCache.load(model, self.path)
-        tokens = stored_tokens(self.path)
+        cache, tokens = load_cache(PolicyCache, model, str(self.path))
         if tokens is None:
             raise KVPolicyError(
                 "The file of --prefix must have the token ids of its cache, got one without; try cache.save(path, "

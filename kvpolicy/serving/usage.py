@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvpolicy.reporting.report import mean_kept
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUsage:
@@ -23,9 +25,7 @@ class CacheUsage:
     @classmethod
     def of(cls, cache: Any) -> CacheUsage:
         """Measure a `PolicyCache` of one row."""
-        layers = [layer for layer in cache.policy_layers if layer.is_initialized]
-        kept = [float((layer.head_positions[0] >= 0).sum(-1).float().mean()) for layer in layers]
-        return cls(kept_tokens=sum(kept) / max(len(kept), 1), cache_nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
+        return cls(kept_tokens=mean_kept(cache), cache_nbytes=cache.nbytes, full_nbytes=cache.full_nbytes)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers, as they stand in `usage.kvpolicy` of an answer."""

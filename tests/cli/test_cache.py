@@ -13,7 +13,8 @@ pytest.importorskip("transformers")
 import kvpolicy
 from kvpolicy import PolicyCache
 from kvpolicy.cli.app import main
-from kvpolicy.hf.saved_cache import stored_tokens
+from kvpolicy.hf.cache_file import read
+from kvpolicy.hf.saved_cache import TOKENS
 
 TEXT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n" * 3
 
@@ -31,7 +32,7 @@ def test_a_file_is_made_described_and_verified(tmp_path: Path, capsys: pytest.Ca
     }
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer(TEXT, return_tensors="pt").input_ids
-    assert torch.equal(stored_tokens(out), ids) and made["columns"] == ids.shape[1]  # pyright: ignore[reportArgumentType]
+    assert torch.equal(read(out).tensors[TOKENS], ids) and made["columns"] == ids.shape[1]
     with kvpolicy.attach(model, policy), torch.no_grad():
         cache = PolicyCache(model)
         model(ids, past_key_values=cache)

@@ -28,13 +28,17 @@ class Bench:
         dtype: Of the model and its cache.
         cache: Folder for results, with which an interrupted run continues; None for no file.
         text: Whether to measure errors and perplexity on held-out text too.
+        saved: Whether every compressed cache passes through a file.
     """
 
-    def __init__(self, docs: int, dtype: torch.dtype, cache: Path | None, *, text: bool = False) -> None:
+    def __init__(
+        self, docs: int, dtype: torch.dtype, cache: Path | None, *, text: bool = False, saved: bool = False
+    ) -> None:
         """Read earlier results; the model is loaded when it is needed."""
         self.docs = docs
         self.dtype = dtype
         self.text = text
+        self.saved = saved
         self.file = None if cache is None else cache / "methods.jsonl"
         self.known: dict[str, Result] = {}
         if self.file is not None and self.file.is_file():
@@ -49,6 +53,8 @@ class Bench:
             policy: Spec of the policy.
             **options: Arguments of `TaskEvaluator.accuracy` other than their defaults.
         """
+        if self.saved:
+            options["saved"] = True
         key = f"{policy} n={self.docs} {self.dtype} text={self.text} kvpolicy={kvpolicy.__version__}"
         key += "".join(f" {name}={value}" for name, value in sorted(options.items()))
         if key not in self.known:

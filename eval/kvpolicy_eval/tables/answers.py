@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ def readings() -> list[str]:
     return [f"full+{reader}:read={read}" for reader in READERS for read in READS]
 
 
-def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str], saved: bool = False) -> list[str]:
+def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[str]) -> list[str]:
     """The row of a policy.
 
     Args:
@@ -63,13 +62,12 @@ def line(bench: Bench, policy: str, byte_share: float | None, tasks: Sequence[st
         policy: Spec without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for a policy that keeps everything.
         tasks: Names of the tasks.
-        saved: Whether every cache passes through a file.
 
     Raises:
         ValueError: If the smallest layout of the policy exceeds the bytes.
     """
     given = {} if byte_share is None else {"byte_share": byte_share}
-    only: dict[str, Any] = {"only": tuple(tasks)} | ({"saved": True} if saved else {})
+    only = {"only": tuple(tasks)}
     results: list[Result] = [
         bench.result(policy, **given, **only, **({} if mode == "inside" else {"mode": mode})) for mode in MODES
     ]
@@ -91,9 +89,7 @@ def _moved(policy: str, byte_share: float | None) -> float:
     return kvpolicy.plan("tiny", sized, prompt=LENGTH).moved / full.moved
 
 
-def answers(
-    bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str], saved: bool = False
-) -> str:
+def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tasks: Sequence[str]) -> str:
     """A table of policies, after the full cache.
 
     Args:
@@ -101,34 +97,31 @@ def answers(
         policies: Specs without a budget.
         byte_share: Budget as a fraction of the full cache's bytes; None for policies that keep everything.
         tasks: Names of the tasks.
-        saved: Whether every cache passes through a file.
     """
     title = "every token held" if byte_share is None else f"{byte_share:.0%} of the bytes"
     shown = [*(task for task in SHOWN if task in tasks), "all"]
     names = [title, *(f"{task}, {mode}" for task in shown for mode in MODES), "held", "moved"]
-    lines = [line(bench, "full", None, tasks, saved)]
+    lines = [line(bench, "full", None, tasks)]
     for policy in policies:
         try:
-            lines.append(line(bench, policy, byte_share, tasks, saved))
+            lines.append(line(bench, policy, byte_share, tasks))
         except ValueError as error:
             print(f"{policy} at {title}: {error}", file=sys.stderr)
     return table(names, lines)
 
 
-def page(
-    bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str], saved: bool = False
-) -> str:
+def page(bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str]) -> str:
     """All tables, and how they were measured."""
     readers = [spec for spec in policies if not isinstance(kvpolicy.Policy.parse(spec).reader, kvpolicy.ReadAll)]
     others = [policy for policy in policies if policy not in readers]
-    parts = [answers(bench, others, share, tasks, saved) for share in byte_shares if others]
-    parts += [answers(bench, readers, None, tasks, saved)] if readers else []
-    return "\n\n".join([*parts, note(bench, tasks, saved)])
+    parts = [answers(bench, others, share, tasks) for share in byte_shares if others]
+    parts += [answers(bench, readers, None, tasks)] if readers else []
+    return "\n\n".join([*parts, note(bench, tasks)])
 
 
-def note(bench: Bench, tasks: Sequence[str], saved: bool = False) -> str:
+def note(bench: Bench, tasks: Sequence[str]) -> str:
     """How the numbers were measured."""
-    files = "Every compressed cache is saved to a file, and what is loaded answers. " if saved else ""
+    files = "Every compressed cache is saved to a file, and what is loaded answers. " if bench.saved else ""
     return (
         f"{files}"
         f"Fraction of correct answers to {bench.docs} prompts of about {LENGTH} tokens a task; all: the mean of "
@@ -153,8 +146,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--saved", action="store_true", help="save every compressed cache, and let the file answer")
     add_fill_argument(parser, "answers")
     args = parser.parse_args(argv)
-    bench = Bench(args.n, torch.float32, args.cache)
-    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks, args.saved)
+    bench = Bench(args.n, torch.float32, args.cache, saved=args.saved)
+    text = page(bench, args.only or [*selections(), *readings()], args.shares, args.tasks)
     publish(text, "answers-saved" if args.saved else "answers", args.fill)
 
 
