@@ -82,6 +82,9 @@ READERS = {
     "labels": "kvpolicy.readers.labels:DoubleSparsity",
     "reuse": "kvpolicy.readers.reuse:Reuse",
 }
+WHOLE = {"tuned": "kvpolicy.policy.tuned:TunedPolicy"}
+"""Names that stand for a whole policy and not for a part."""
+
 ALIASES = {"keepall": "full"}
 
 BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -154,6 +157,16 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
         raise KVPolicyError(f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, names())}")
     kind, target = found
     return kind, _load(name, target)
+
+
+def whole_policy(name: str) -> Any:
+    """The class of the policies that a name stands for; None if it is that of a part.
+
+    Examples:
+        >>> whole_policy("tuned").__name__, whole_policy("h2o")
+        ('TunedPolicy', None)
+    """
+    return _load(name, WHOLE[name]) if name in WHOLE else None
 
 
 def name_of(cls: type[Any]) -> str:

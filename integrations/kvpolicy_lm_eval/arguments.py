@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import inspect
 from collections.abc import Mapping
@@ -89,7 +88,7 @@ def _is_known(name: str, pretrained: Any) -> bool:
 def read_policy(policy: str | Policy | None, budget: float | str | None) -> Policy:
     """Parse a spec, and override its budget if one is given."""
     found = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    return found if budget is None else dataclasses.replace(found, budget=budget)
+    return found if budget is None else found.with_budget(budget)
 
 
 def at_least(name: str, value: Any, low: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import threading
 from collections.abc import Callable
@@ -155,9 +154,9 @@ class Handle:
                 self._undo.append(falcon.replace_forward(site.attention))
             if site.layer_idx not in self._attachment.model_shape.evictable:  # has no budget and no codec
                 continue
-            if self.policy.allocator.layer_metric:
+            if self.policy.layer_metric:
                 self._undo += measure(site, lambda: self._running)
-            if self.policy.codec.traits.pins == "massive":
+            if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)
         self._undo += offer_cache(self._model, self._note_cache)
 
@@ -258,7 +257,7 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     """
     policy = Policy.of(policy)
     if budget is not None:
-        policy = dataclasses.replace(policy, budget=budget)
+        policy = policy.with_budget(budget)
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)

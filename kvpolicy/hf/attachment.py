@@ -69,7 +69,7 @@ class Attachment:
         Raises:
             KVPolicyError: Naming the part of the policy.
         """
-        if policy.allocator.layer_metric and not self.policy.allocator.layer_metric:
+        if policy.layer_metric and not self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same allocator."
@@ -82,7 +82,8 @@ class Attachment:
                 else f"The attached policy must undo the rotation of queries, as the cache's {policy} does, got "
                 f"{self.policy}; try to attach a policy with the same selector."
             )
-        if policy.codec.traits.pins == "massive" and self.policy.codec.traits.pins != "massive":
+        pinning = [_pins_massive(policy, index) > _pins_massive(self.policy, index) for index in self.info.indices]
+        if any(pinning):
             raise KVPolicyError(
                 f"The attached policy must read hidden states, as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same codec."
@@ -117,6 +118,11 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """Copies of a cache belong to the same attachment."""
         return self
+
+
+def _pins_massive(policy: Policy, layer_idx: int) -> bool:
+    """Whether the codec of a layer keeps the tokens with the largest activations in full precision."""
+    return policy.at(layer_idx).codec.traits.pins == "massive"
 
 
 def attachment_of(model: nn.Module) -> Attachment:

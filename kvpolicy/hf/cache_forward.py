@@ -22,8 +22,8 @@ from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.transcript import extended
 from kvpolicy.hf.undoing import UndoableCache
-from kvpolicy.planning.planner import Tokens
 from kvpolicy.planning.result import CachePlan
+from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.reporting.logging import log_extended
@@ -68,7 +68,7 @@ class CacheForward(UndoableCache):
         shape = self.attachment.model_shape
         if index in shape.unmanaged:
             return DynamicSlidingWindowLayer(sliding_window=shape.unmanaged[index])
-        policy = self.policy
+        policy = self.policy.at(index)
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
         chooser = policy.reader.traits.source(index)
         board = None if chooser is None else self._boards.setdefault(chooser, Board())
@@ -102,15 +102,15 @@ class CacheForward(UndoableCache):
         offset = transcript = None
         # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
         # the guard is about to refuse this one, and an error about positions would mislead.
-        if self.policy.codec.traits.key_space == "unrotated" and not (one_token or self.guard.running):
-            known = None if first.store.limits is None else first.store.limits.rope_offset
+        if self.policy.undoes_rotation == "codec" and not (one_token or self.guard.running):
+            known = self._known_offset()
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
         elif self.policy.undoes_rotation and not (one_token or self.guard.running):
             # Only to refuse positions that do not go on by one. Queries may be unrotated without the offset, since
             # rotating them to later positions makes up for it.
             rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
         starts = not one_token and bool((seen == 0).any())
-        holds = self.policy.selector.needs.replay is not None and (starts or first.pending is not None)
+        holds = self.policy.replay is not None and (starts or first.pending is not None)
         if holds and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.note_forward(new, one_token, seen, valid)
@@ -233,7 +233,7 @@ class CacheForward(UndoableCache):
     def _replay(self, decoder: nn.Module) -> None:
         """Score the prompts that the layers hold by a replay; they are compressed next."""
         first = self.policy_layers[0]
-        plan = self.policy.selector.needs.replay
+        plan = self.policy.replay
         assert plan is not None and first.transcript is not None
         replay(self.layers, first.transcript, decoder, plan)
         first.transcript = None
@@ -248,19 +248,26 @@ class CacheForward(UndoableCache):
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
-        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": self._rope_offset}
+        unrotated = self.policy.at(layer.layer_idx).undoes_rotation == "codec"
+        offset = self._rope_offset if unrotated else None
+        return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": offset}
+
+    def _known_offset(self) -> Tensor | None:
+        """What the rotary embedding adds to the rows' positions, [B], as known from an earlier forward, or None."""
+        layer = next(x for x in self.policy_layers if self.policy.at(x.layer_idx).undoes_rotation == "codec")
+        return None if layer.store.limits is None else layer.store.limits.rope_offset
 
     # metrics of a prompt
 
     @property
     def wants_metrics(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.allocator.layer_metric != "" and self._first is not None
+        return self.policy.layer_metric != "" and self._first is not None
 
     @property
     def wants_massive(self) -> bool:
-        """Whether the largest activations of a prompt are still to be found."""
-        return self.policy.codec.traits.pins == "massive" and self._first is not None
+        """Whether the largest activations of a prompt are still to be found, where a codec needs them."""
+        return self._first is not None and any(own.codec.traits.pins == "massive" for own in self.policy.distinct)
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
@@ -281,7 +288,9 @@ class CacheForward(UndoableCache):
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
         """Find the tokens with a layer's largest activations in its hidden states, [B, P, hidden]."""
-        self.guard.massive[layer_idx] = massive_tokens(hidden, self._valid, self.policy.codec.traits.pinned)
+        traits = self.policy.at(layer_idx).codec.traits
+        if traits.pins == "massive":
+            self.guard.massive[layer_idx] = massive_tokens(hidden, self._valid, traits.pinned)
 
     def cosines(self) -> Tensor:
         """The measured cosines, [B, L]."""
@@ -294,7 +303,7 @@ class CacheForward(UndoableCache):
 
     def _divide(self, first: PolicyLayer, pending: PendingPrompt) -> None:
         """Divide the budget among layers, from the rows' lengths after the pending prompt of the first layer."""
-        metrics = self.cosines() if self.policy.allocator.layer_metric else None
+        metrics = self.cosines() if self.policy.layer_metric else None
         end = None if self._end is None else torch.tensor(self._end)
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape

@@ -86,9 +86,13 @@ def obstacle(cache: Any) -> str:
 
 def policy_obstacle(policy: Policy) -> str:
     """Which part of a policy keeps tokens from being taken back while nothing is evicted; empty if none does."""
-    if policy.allocator.layer_metric:
+    if policy.layer_metric:
         return f"the allocator {policy.allocator!r}, which measures every prompt"
-    return crop_obstacle(policy.selector, policy.codec, policy.merger, policy.reader, paged=policy.heads is not None)
+    found = (
+        crop_obstacle(own.selector, own.codec, own.merger, own.reader, paged=own.heads is not None)
+        for own in policy.distinct
+    )
+    return next(filter(None, found), "")
 
 
 def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
@@ -175,9 +179,10 @@ def _crop_rows(cache: Any, columns: int) -> None:
         now = last.before
     turn = turns[-1] if turns else None
     undoes_prompt = last is not None or (turn is not None and columns < turn.after.columns)
-    if undoes_prompt and cache.policy.selector.needs != Needs():
+    scoring = [own.selector for own in cache.policy.distinct if own.selector.needs != Needs()]
+    if undoes_prompt and scoring:
         raise KVPolicyError(
-            f"Tokens of a prompt must not be cropped under {cache.policy.selector!r}, whose statistics they changed; "
+            f"Tokens of a prompt must not be cropped under {scoring[0]!r}, whose statistics they changed; "
             "try to crop generated tokens only."
         )
     inside = None  # the turn whose last columns go

@@ -10,10 +10,12 @@ from torch import Tensor
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.model_spec import ModelShape
+from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.memory import planned_resident, prefill_peak
 from kvpolicy.planning.notes import plan_notes
-from kvpolicy.planning.planner import Tokens, divide, plan_layers
+from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
+from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.errors import KVPolicyStateError

@@ -123,7 +123,7 @@ def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
             "model's own layers; try an assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
         )
     drafts = getattr(generation_config, "is_assistant", False)
-    if (assisted or drafts) and (policy_obstacle(policy) or not isinstance(policy.selector, KeepAll)):
+    if (assisted or drafts) and (policy_obstacle(policy) or not all(_keeps_all(own) for own in policy.distinct)):
         role = "of the assistant model " if drafts else ""
         raise KVPolicyError(
             f"Assisted decoding cannot run under the policy {role}{policy}, since what a rejected draft evicted or "
@@ -134,6 +134,10 @@ def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
             "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "
             "kivi, in the policy."
         )
+
+
+def _keeps_all(policy: Policy) -> bool:
+    return isinstance(policy.selector, KeepAll)
 
 
 def prompt_columns(model_kwargs: dict[str, Any], generation_config: Any) -> int:

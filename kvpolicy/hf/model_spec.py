@@ -37,7 +37,8 @@ class ModelShape:
         Args:
             weights: The weight fingerprint of the model, if it is loaded.
         """
-        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable))
+        total = len(self.evictable) + len(self.unmanaged)
+        return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable), total)
 
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer."""

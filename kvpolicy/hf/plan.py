@@ -10,9 +10,10 @@ from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
+from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.memory import planned_resident, prefill_peak
 from kvpolicy.planning.notes import beyond_trained_length, plan_notes
-from kvpolicy.planning.planner import divide, plan_layers
+from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.spec.validation import check_size, each_row
@@ -73,7 +74,7 @@ def plan(
     unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
     unmanaged_nbytes = sum(unmanaged.values())
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
-    measures = bool(policy.allocator.layer_metric)
+    measures = bool(policy.layer_metric)
     metrics = torch.ones(batch, len(shapes)) if measures else None
     tokens = divide(policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes, model.evictable)
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)

@@ -149,7 +149,9 @@ def resident_bytes(calibrations: Iterable[Any]) -> int:
 
 def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
     """Bytes of the calibration tensors of some layers and heads; they belong to the model and count in no budget."""
-    return _resident(policy, layers, heads.start, heads.stop)
+    own = {index: policy.at(index) for index in layers}
+    each = {one: tuple(index for index in layers if own[index] == one) for one in own.values()}
+    return sum(_resident(one, indices, heads.start, heads.stop) for one, indices in each.items())
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +179,7 @@ def prefill_peak(
         unmanaged_nbytes: Bytes of the layers that are not under the policy.
     """
     prompt = batch * columns * shape.token_nbytes
-    replay = policy.selector.needs.replay
+    replay = policy.replay
     if replay is not None:
         # A score of each token and head, and the ids, validity and next position of the replayed text; one chunk of
         # keys and values is alive besides.
@@ -185,7 +187,7 @@ def prefill_peak(
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
         return len(layers) * (prompt + scores) + text + chunk + unmanaged_nbytes
-    if policy.allocator.layer_metric:
+    if policy.layer_metric:
         return len(layers) * prompt + unmanaged_nbytes
     # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.
     return max(sum(layers[:number]) + prompt for number in range(len(layers))) + unmanaged_nbytes

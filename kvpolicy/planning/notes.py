@@ -67,21 +67,22 @@ def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
 def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     """Rows whose layers have equal budgets although the allocator measured them."""
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
-    if not policy.allocator.layer_metric or not bool(even.any()):
+    if not policy.layer_metric or not bool(even.any()):
         return ""
     return f"{_rows(even)}: all layers have the same budget, since fewer than three distinct metrics were measured"
 
 
 def _held_prompts(policy: Policy) -> str:
     """A selector that replays the context, for which every layer holds its prompt."""
-    if policy.selector.needs.replay is None:
+    if policy.replay is None:
         return ""
     return "every layer holds its whole prompt until it is replayed, so that the prefill needs the full cache"
 
 
 def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:
     """A codec that encodes few or no tokens, since its full-precision buffer holds most of them."""
-    if not policy.codec.stages:
+    layers = [layer for layer in layers if policy.at(layer.layer_idx).codec.stages]
+    if not layers:
         return ""
     if not any(sum(layer.layout.coded) for layer in layers):
         return "no token is encoded, since all fit into the codec's full-precision buffer"

@@ -1,50 +1,22 @@
-"""Dividing a policy's budget among layers, and the bytes that follow from it."""
+"""Dividing a policy's budget among layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.capacity import growth
-from kvpolicy.engine.coded_pages import paged_layout
-from kvpolicy.engine.pages import Pages, row_pages
-from kvpolicy.engine.row_limits import buffer_slots
-from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes, step_bytes
-from kvpolicy.planning.result import READ_KINDS, LayerPlan
-from kvpolicy.policy import Policy
+from kvpolicy.planning.by_layer import divide_by_layer
+from kvpolicy.planning.layer_plans import plan_layers
+from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, most_tokens
+from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
 
-INITIAL_SLOTS = 4096
-"""Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
-
 _EPSILON = 1e-9  # so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999... rounded down
-
-
-class Tokens(NamedTuple):
-    """A division of a budget among layers.
-
-    Attributes:
-        keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
-        extra: Tokens that each row may add later without evicting, [B] int64.
-        expected_len: The most tokens that each row of a layer ever holds, [B, L] int64.
-        last: The most tokens that each row will ever have without `extra`, kept or not, as far as is known, [B] int64.
-    """
-
-    keep: Tensor
-    extra: Tensor
-    expected_len: Tensor
-    last: Tensor
-
-    @property
-    def most(self) -> tuple[int, ...]:
-        """The most tokens that any row of a layer ever holds, one number per layer."""
-        return tuple(self.expected_len.amax(0).tolist())
 
 
 def divide(
@@ -70,8 +42,10 @@ def divide(
     Raises:
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
+    indices = range(len(shapes)) if indices is None else indices
+    if isinstance(policy, LayeredPolicy):
+        return divide_by_layer(policy, prompt, end, shapes, unmanaged_nbytes, indices)
     if isinstance(policy.budget, str):
-        indices = range(len(shapes)) if indices is None else indices
         return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
     floor = policy.min_tokens
     if isinstance(policy.budget, int):
@@ -110,38 +84,9 @@ def _divide_tokens(
     initial_slots: int,
 ) -> Tokens:
     """Divide `base` [B] tokens per layer, with `initial_slots` beyond the prompt if the end is unknown."""
-    grows = policy.decode == "grow"
-    # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
-    ceiling = prompt if grows or end is None else torch.maximum(end, prompt)
+    ceiling = most_tokens(policy, prompt, end)
     keep = policy.allocator.budgets(metrics, base * layers, policy.min_tokens, ceiling, layers)
-    extra = torch.zeros_like(prompt)
-    if grows:
-        extra = growth(prompt) if end is None else (end - prompt).clamp_min(0)
-    # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
-    last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
-    expected_len = torch.minimum(keep + extra[:, None], last[:, None])
-    return Tokens(keep, extra, expected_len, prompt if grows else last)
-
-
-def pages_of(policy: Policy, tokens: Tokens, layer: int, shape: LayerShape) -> Pages | None:
-    """The pages of a layer if its heads have budgets of their own; None if they have not.
-
-    With several ranks these are the most that a rank may hold: all but one page for each head of the other ranks.
-
-    Args:
-        policy: The policy.
-        tokens: The division of its budget.
-        layer: Number of the layer under the policy.
-        shape: Its shape.
-    """
-    if policy.heads is None:
-        return None
-    heads = shape.all_heads or shape.heads
-    rows = row_pages(tokens.keep[:, layer], tokens.extra, tokens.last, heads)
-    if heads > shape.heads:
-        most = torch.maximum(-(-tokens.last // rows.size), rows.body // heads + 1) * shape.heads
-        rows = rows._replace(body=torch.minimum(rows.body - (heads - shape.heads), most))
-    return rows.allocated(shape.heads)
+    return expect_tokens(policy, keep, prompt, end, initial_slots)
 
 
 def _divide_bytes(
@@ -181,38 +126,3 @@ def _divide_bytes(
             high = middle - 1
     # The bytes were counted with all slots that may be needed; only some of them are allocated at first.
     return attempt(low, INITIAL_SLOTS)[0]
-
-
-def plan_layers(
-    policy: Policy, tokens: Tokens, shapes: list[LayerShape], indices: list[int], batch: int
-) -> tuple[LayerPlan, ...]:
-    """The plan of each layer.
-
-    Args:
-        policy: The policy.
-        tokens: The division of its budget.
-        shapes: The layers under the policy.
-        indices: Their indices in the model.
-        batch: Number of rows.
-    """
-    plans: list[LayerPlan] = []
-    layouts = {index: policy.codec.layout(most) for index, most in zip(indices, tokens.most, strict=True)}
-    for number, (index, most, shape) in enumerate(zip(indices, tokens.most, shapes, strict=True)):
-        layout = layouts[index]
-        pages = pages_of(policy, tokens, number, shape)
-        if pages is not None:
-            buffer = buffer_slots(policy.codec, most) if policy.codec.stages else 0
-            if buffer:
-                layout = paged_layout(buffer, *pages, shape.heads)
-            sizes = dict(paged_bytes(policy, batch, shape, pages, buffer))
-            moved = sum(sizes[kind] for kind in READ_KINDS)
-        else:
-            sizes = dict(layer_bytes(policy, batch, shape, layout, index))
-            chooser = policy.reader.traits.source(index)
-            source = None if chooser in (None, index) else layouts.get(chooser)
-            moved = step_bytes(policy, batch, shape, layout, index, source)
-        if not plans:
-            # The first layer holds the mask digest of the whole cache.
-            sizes["counters"] += DIGEST_NBYTES * batch
-        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=moved, pages=pages))
-    return tuple(plans)

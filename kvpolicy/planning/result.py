@@ -9,7 +9,6 @@ from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.readers.all import ReadAll
 from kvpolicy.spec.tables import byte_cells, count, format_bytes, layer_table, resident_note, section, size_summary
 
 NOT_MEASURED = (
@@ -137,9 +136,9 @@ class CachePlan:
             lines.append(
                 f"weights on each of {self.tp} rank(s) by {self.weights.backend}: {self.weights.nbytes:,} bytes"
             )
-        if self.policy.selector.needs.replay is not None:
+        if self.policy.replay is not None:
             lines.append(f"the prefill: up to {self.peak_nbytes:,} bytes")
-        if not isinstance(self.policy.reader, ReadAll):
+        if self.policy.reads_part:
             lines.append(moved_note(self.moved, sum(layer.all_moved for layer in self.layers)))
         if self.note:
             lines.append(self.note)
@@ -169,7 +168,7 @@ def plan_html(plan: CachePlan) -> str:
     notes = [] if plan.measured else [NOT_MEASURED]
     if plan.resident_nbytes:
         notes.append(resident_note(format_bytes(plan.resident_nbytes)))
-    if not isinstance(plan.policy.reader, ReadAll):
+    if plan.policy.reads_part:
         notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
     if plan.note:
         notes.append(escape(plan.note))

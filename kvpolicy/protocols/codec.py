@@ -49,6 +49,7 @@ class ModelInfo(NamedTuple):
         weights: Weight fingerprint: samples of the model's weights, [n] fp32, which a calibration file is compared
             with; None if only a config is at hand.
         evictable: Indices of these layers in the model; empty if they are the first ones.
+        total: Number of all layers; 0 if every layer is under the policy.
     """
 
     layers: int
@@ -56,6 +57,12 @@ class ModelInfo(NamedTuple):
     head_dim: int
     weights: Tensor | None = None
     evictable: tuple[int, ...] = ()
+    total: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Number of all layers of the model."""
+        return self.total or self.layers
 
     @property
     def indices(self) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvpolicy.planning.result import READ_KINDS, moved_note
 from kvpolicy.policy import Policy
-from kvpolicy.readers.all import ReadAll
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.formats import stamp
@@ -120,7 +119,7 @@ class Report:
             lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
         if self.resident_nbytes:
             lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
-        if not isinstance(self.policy.reader, ReadAll):
+        if self.policy.reads_part:
             lines.append(moved_note(self.moved, self.all_moved))
         if self.note:
             lines.append(self.note)
@@ -139,7 +138,7 @@ def report_html(report: Report) -> str:
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
     last = ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
     notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
-    if not isinstance(report.policy.reader, ReadAll):
+    if report.policy.reads_part:
         notes.append(moved_note(report.moved, report.all_moved))
     if report.note:
         notes.append(escape(report.note))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-from kvpolicy.policy import policy_html
 from kvpolicy.reporting.report import make_report, report_html
 from kvpolicy.reporting.sources import CacheSource, HandleSource
 from kvpolicy.spec.tables import count, section, size_summary
@@ -24,7 +23,7 @@ def handle_words(handle: HandleSource, model: str, attached: bool) -> str:
 def cache_html(cache: CacheSource) -> str:
     """The report of a cache, or its policy before the first prompt."""
     if cache.batch_size < 0:
-        return section("cache that has seen no prompt yet", policy_html(cache.policy))
+        return section("cache that has seen no prompt yet", cache.policy.to_html())
     return report_html(make_report(cache))
 
 
@@ -32,7 +31,7 @@ def handle_html(handle: HandleSource, model: str, attached: bool) -> str:
     """The state of a handle, and the report of its newest cache."""
     state = "attached to" if attached else "detached from"
     if handle.cache is None:
-        return section(f"{state} {escape(model)}, no cache yet", policy_html(handle.policy))
+        return section(f"{state} {escape(model)}, no cache yet", handle.policy.to_html())
     return section(f"{state} {escape(model)}", cache_html(handle.cache))
 
 

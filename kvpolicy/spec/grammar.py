@@ -4,6 +4,8 @@
     part   = term {"/" term}                  the left wraps the right, through its field `base`
     term   = name {":" key "=" value}
 
+A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
+
 Parts come in any order, at most one of each kind. A selector wraps a selector, and an allocator wraps a head allocator
 through its field `heads`. A spec contains no comma and no character that a shell would interpret. The type of a value
 is that of the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind;
@@ -75,6 +77,44 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
             )
         parts[kind] = strategy
     return parts, parse_budget(amount) if at else None
+
+
+def first_name(text: str) -> str:
+    """The name at the beginning of a spec.
+
+    Examples:
+        >>> first_name("tuned:file=plan.json@0.1")
+        'tuned'
+    """
+    return re.split(r"[:/=+@]", text, maxsplit=1)[0]
+
+
+def parse_alone(name: str, cls: type[Any], text: str) -> tuple[Any, Budget | None]:
+    """Read a spec that consists of one name, which is no part, with options and a budget.
+
+    Args:
+        name: The name.
+        cls: The dataclass of its options.
+        text: The spec, which begins with the name.
+
+    Returns:
+        The options, and the budget or None.
+
+    Raises:
+        KVPolicyError: If the text is not a valid spec.
+    """
+    body, at, amount = text.partition("@")
+    if "+" in body:
+        raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got {shorten(text)!r}.")
+    rest = body.removeprefix(name)
+    if rest and not rest.startswith(":"):
+        raise KVPolicyError(f"An option must be written as {name}:key=value, got {shorten(text)!r}.")
+    return _build(name, cls, _options(name, cls, rest[1:])), parse_budget(amount) if at else None
+
+
+def show_alone(name: str, options: object, budget: Budget) -> str:
+    """Write what `parse_alone` reads."""
+    return f"{_show_term(options, name)}@{format_budget(budget)}"
 
 
 def show(parts: Mapping[Kind, object], budget: Budget | None) -> str:
@@ -215,9 +255,9 @@ def _choices(hint: Any) -> tuple[list[Any], list[type]]:
     return [], [hint] if hint in _TYPES else []
 
 
-def _show_term(strategy: object) -> str:
+def _show_term(strategy: object, name: str = "") -> str:
     cls = type(strategy)
-    terms = [name_of(cls)]
+    terms = [name or name_of(cls)]
     base = ""
     for key, field in fields_of(cls).items():
         value = getattr(strategy, key)

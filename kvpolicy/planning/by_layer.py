@@ -1,0 +1,144 @@
+"""Dividing the budget of a policy that differs by layer: one factor for all shares, so that the bytes fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.planning.layer_plans import plan_layers
+from kvpolicy.planning.tokens import Tokens, expect_tokens, most_tokens
+from kvpolicy.policy import LayeredPolicy
+from kvpolicy.protocols import LayerShape
+from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import MAX_SIZE
+
+_EPSILON = 1e-9  # so that a share of 0.29 of 100 tokens is 29, and not 28.999... rounded down
+
+
+def divide_by_layer(
+    policy: LayeredPolicy,
+    prompt: Tensor,
+    end: Tensor | None,
+    shapes: list[LayerShape],
+    unmanaged_nbytes: int,
+    indices: Sequence[int],
+) -> Tokens:
+    """Divide the budget of a policy that differs by layer.
+
+    A budget in bytes is that of the whole cache. A share, and a number of tokens, is a budget of each row, which keeps
+    what it would keep alone.
+
+    Args:
+        policy: The policy.
+        prompt: Prompt length of each row, [B] int64.
+        end: Length of each row after the last new token, [B] int64; None if unknown.
+        shapes: The layers under the policy.
+        unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
+        indices: Indices of the layers in the model.
+
+    Raises:
+        KVPolicyError: If the budget is too small; the message names the smallest one that works.
+    """
+    if isinstance(policy.budget, str):
+        limit = bytes_of(policy.budget) - unmanaged_nbytes
+        keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
+        if keep is None:
+            raise KVPolicyError(
+                f"The budget must be at least {smallest + unmanaged_nbytes}B for {len(prompt)} row(s) of this model "
+                f"under {policy}, got {policy.budget}."
+            )
+        return expect_tokens(policy, keep, prompt, end)
+    each: list[Tensor] = []
+    known: dict[tuple[int, int], Tensor] = {}
+    for row in range(len(prompt)):
+        own = prompt[row : row + 1]
+        own_end = None if end is None else end[row : row + 1]
+        lengths = int(own), -1 if own_end is None else int(own_end)
+        if lengths not in known:
+            known[lengths] = _row(policy, own, own_end, shapes, indices)
+        each.append(known[lengths])
+    return expect_tokens(policy, torch.cat(each), prompt, end)
+
+
+def _row(
+    policy: LayeredPolicy, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], indices: Sequence[int]
+) -> Tensor:
+    """Tokens that each layer keeps of one row whose budget is a share or a number of tokens, [1, L]."""
+    budget = policy.budget
+    token = sum(shape.token_nbytes for shape in shapes)
+    full = token * max(int(prompt), 0 if end is None else int(end))
+    if isinstance(budget, float):
+        limit = None if budget == 1.0 else int(full * budget + _EPSILON)
+    else:
+        limit = token * int(budget)
+    keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
+    if keep is None:
+        wanted = -(-smallest // token) if isinstance(budget, int) else round(smallest / full + 5e-7, 6)
+        what = f"{wanted} tokens" if isinstance(budget, int) else f"{wanted} of the full cache's bytes"
+        raise KVPolicyError(
+            f"The budget must be at least {what} for {int(prompt)} prompt tokens under {policy}, got {budget}."
+        )
+    return keep
+
+
+def _fit(
+    policy: LayeredPolicy,
+    prompt: Tensor,
+    end: Tensor | None,
+    shapes: list[LayerShape],
+    indices: Sequence[int],
+    limit: int | None,
+) -> tuple[Tensor | None, int]:
+    """The most tokens of each row and layer, [B, L], whose bytes fit `limit`, or None; and the fewest bytes possible.
+
+    All shares are multiplied by one factor, found by bisection over the tokens of the largest share.
+    """
+    layers = [policy.at(index) for index in indices]
+    weights = _weights(policy, prompt, indices)
+    ceiling = most_tokens(policy, prompt, end)[:, None].expand_as(weights)
+    floor = torch.tensor([layer.min_tokens for layer in layers])
+    whole = torch.tensor([layer.keeps_whole for layer in layers])
+
+    def keep(largest: int) -> Tensor:
+        tokens = (weights * largest + _EPSILON).long()
+        # A prompt that the selector's minimum covers is kept whole.
+        return torch.where(whole, ceiling, torch.maximum(torch.minimum(tokens, ceiling), floor))
+
+    def nbytes(tokens: Tensor) -> int:
+        # With all slots that the cache may ever have, so that it stays within the budget as it grows.
+        expected = expect_tokens(policy, tokens, prompt, end, MAX_SIZE)
+        plans = plan_layers(policy, expected, shapes, [*indices], len(prompt))
+        return sum(sum(plan.nbytes.values()) for plan in plans)
+
+    most = int((ceiling / weights.clamp_min(1e-9)).amax().ceil().clamp_max(MAX_SIZE))
+    if limit is None:
+        return keep(most), 0
+    smallest = nbytes(keep(0))
+    if smallest > limit:
+        return None, smallest
+    return keep(_largest(lambda tokens: nbytes(keep(tokens)) <= limit, most)), smallest
+
+
+def _weights(policy: LayeredPolicy, prompt: Tensor, indices: Sequence[int]) -> Tensor:
+    """The share of each row and layer, relative to the largest, [B, L] fp64."""
+    given = torch.tensor([float(policy.at(index).budget) for index in indices], dtype=torch.float64)
+    shared = [policy.at(index) for index in indices if not policy.at(index).keeps_whole]
+    in_tokens = bool(shared) and isinstance(shared[0].budget, int)
+    weights = given.expand(len(prompt), -1) if in_tokens else given * prompt.double()[:, None]
+    return weights / weights.amax().clamp_min(1e-9)
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that fits, if 0 does and every smaller one than a fitting one fits."""
+    low = 0
+    high = most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

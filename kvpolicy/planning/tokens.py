@@ -1,0 +1,69 @@
+"""Tokens of each row and layer, once a budget is divided."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.capacity import growth
+from kvpolicy.policy import Policy
+
+INITIAL_SLOTS = 4096
+"""Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
+
+
+class Tokens(NamedTuple):
+    """A division of a budget among layers.
+
+    Attributes:
+        keep: The most tokens that each layer keeps of each row's prompt, [B, L] int64.
+        extra: Tokens that each row may add later without evicting, [B] int64.
+        expected_len: The most tokens that each row of a layer ever holds, [B, L] int64.
+        last: The most tokens that each row will ever have without `extra`, kept or not, as far as is known, [B] int64.
+    """
+
+    keep: Tensor
+    extra: Tensor
+    expected_len: Tensor
+    last: Tensor
+
+    @property
+    def most(self) -> tuple[int, ...]:
+        """The most tokens that any row of a layer ever holds, one number per layer."""
+        return tuple(self.expected_len.amax(0).tolist())
+
+
+def most_tokens(policy: Policy, prompt: Tensor, end: Tensor | None) -> Tensor:
+    """The most tokens of each row that a budget can keep, [B].
+
+    Args:
+        policy: The policy.
+        prompt: Prompt length of each row, [B] int64.
+        end: Length of each row after the last new token, [B] int64; None if unknown.
+    """
+    # A growing cache budgets the prompt alone. Otherwise generated tokens count too, if their number is known.
+    return prompt if policy.decode == "grow" or end is None else torch.maximum(end, prompt)
+
+
+def expect_tokens(
+    policy: Policy, keep: Tensor, prompt: Tensor, end: Tensor | None, initial_slots: int = INITIAL_SLOTS
+) -> Tokens:
+    """What follows from the tokens that each layer keeps of each prompt, [B, L].
+
+    Args:
+        policy: The policy.
+        keep: Tokens to keep.
+        prompt: Prompt length of each row, [B] int64.
+        end: Length of each row after the last new token, [B] int64; None if unknown.
+        initial_slots: Slots beyond the prompt if the end is unknown.
+    """
+    grows = policy.decode == "grow"
+    extra = torch.zeros_like(prompt)
+    if grows:
+        extra = growth(prompt) if end is None else (end - prompt).clamp_min(0)
+    # Slots are allocated for what a layer can hold: no more than all tokens, however large the budget.
+    last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
+    expected_len = torch.minimum(keep + extra[:, None], last[:, None])
+    return Tokens(keep, extra, expected_len, prompt if grows else last)

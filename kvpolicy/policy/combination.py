@@ -1,0 +1,95 @@
+"""Which parts of a policy do not work with which, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpolicy.protocols import Codec, DecodeMode, HeadAllocator, Merger, Reader, Selector, compares_heads, joint_decode
+from kvpolicy.readers.all import ReadAll
+from kvpolicy.selectors.full import KeepAll
+from kvpolicy.spec.budget import Budget
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import shorten
+
+
+def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, reader: Reader) -> None:
+    """Refuse parts that need equally many tokens in every head."""
+    if not isinstance(heads, HeadAllocator):
+        got = shorten(repr(heads))
+        raise KVPolicyTypeError(
+            f"The heads of an allocator must implement kvpolicy.protocols.HeadAllocator, got {got}; try AdaKV()."
+        )
+    if isinstance(selector, KeepAll):
+        raise KVPolicyError(
+            f"A policy with {heads} must have a selector, which ranks the tokens of each head; try snapkv."
+        )
+    if joint_decode(selector):
+        raise KVPolicyError(
+            f"The selector must decide for every head alone to be combined with {heads}, got {selector}, which ranks "
+            "a token by all heads of a layer; try snapkv or h2o."
+        )
+    if heads.compares_heads and not compares_heads(selector):
+        raise KVPolicyError(
+            f"The selector must rank tokens by attention to be combined with {heads}, which compares them across "
+            f"heads, got {selector}; try snapkv or h2o, or another head allocator."
+        )
+    needs = selector.needs
+    if needs.vectors or needs.rerank_every or needs.head_shape:
+        raise KVPolicyError(
+            f"The selector must rank tokens by statistics of slots alone to be combined with {heads}, got {selector}, "
+            "which looks at keys; try snapkv or h2o."
+        )
+    if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):
+        raise KVPolicyError(
+            f"The codec must encode every token by itself to be combined with {heads}, which moves tokens between "
+            f"pages, got {codec}; try tokenwise or bfp."
+        )
+    if merger.traits.when != "never":
+        raise KVPolicyError(f"A policy with {heads} must drop tokens, got the merger {merger}; remove one.")
+    if not isinstance(reader, ReadAll):
+        raise KVPolicyError(f"A policy with {heads} must read every token, got the reader {reader}; remove one.")
+
+
+def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: DecodeMode) -> None:
+    """Refuse a merger that could never act."""
+    when = merger.traits.when
+    if when == "never":
+        return
+    if isinstance(selector, KeepAll):
+        raise KVPolicyError(
+            f"The merger {merger} must be combined with a selector, whose evicted tokens it merges; try snapkv."
+        )
+    whole = isinstance(budget, float) and budget == 1.0
+    if whole and (when == "prompt" or decode == "grow"):
+        raise KVPolicyError(
+            f"A policy with the merger {merger} must evict tokens, got the budget {budget}, which keeps them all; try "
+            "0.2."
+        )
+
+
+def check_reader(reader: Reader, selector: Selector, codec: Codec, decode: DecodeMode) -> None:
+    """Refuse a reader that leaves unread what the selector or the codec must see."""
+    if isinstance(reader, ReadAll):
+        return
+    if selector.needs.newest_row:
+        raise KVPolicyError(
+            f"The selector {selector} must see the newest token's attention to every kept token, of which the reader "
+            f"{reader} leaves most unread; try snapkv or h2o."
+        )
+    if codec.traits.searches:
+        raise KVPolicyError(
+            f"The codec {codec} must not choose the slots that a step reads itself, since the reader {reader} does; "
+            "omit one of them."
+        )
+    if not (reader.traits.ordered and codec.stages):
+        return
+    if codec.traits.demote_by == "priority":
+        raise KVPolicyError(
+            f"The codec {codec} must store tokens in the order of their positions for the pages of the reader "
+            f"{reader}, and stores them by priority; try the reader labels."
+        )
+    if decode != "grow":
+        raise KVPolicyError(
+            f"The selector {selector} must not evict while decoding if the reader {reader} reads pages of encoded "
+            "slots, which cannot be sorted again; try decode=grow, or the reader labels."
+        )

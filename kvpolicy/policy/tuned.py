@@ -1,0 +1,115 @@
+"""A policy that is made from a file once the model is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from kvpolicy.policy.html import by_layer_html
+from kvpolicy.policy.policy import DEFAULT_BUDGET, PerLayerPolicy, Policy
+from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec import grammar
+from kvpolicy.spec.budget import Budget, check_budget
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import AutoInt, check_fields
+
+TUNED = "tuned"
+"""The name of these policies in specs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TunedFile:
+    """A file that a policy by layer is made from.
+
+    Attributes:
+        file: The path, as `kvpolicy tune` wrote it.
+        length: Tokens of a text, prompt and new ones together, for which a budget in tokens or bytes is divided; `auto`
+            is the mean length of the texts that the policy was tuned on.
+    """
+
+    file: str = ""
+    length: AutoInt = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_fields(self)
+        if not self.file:
+            raise KVPolicyError("tuned must have the file of a tuning, got none; try tuned:file=plan.json@0.1.")
+        if self.length != "auto" and self.length < 1:
+            raise KVPolicyError(f"length must be at least 1 token, got {self.length}.")
+
+
+class TunedPolicy(PerLayerPolicy):
+    """A policy by layer that is made from a file when the model is known: `tuned:file=plan.json@0.1`.
+
+    `kvpolicy.attach` and `kvpolicy.plan` make a `LayeredPolicy` of it.
+
+    Attributes:
+        source: The file and its options.
+        budget: The budget of all layers together, as in `Policy.by_layer`.
+    """
+
+    __slots__ = ("source",)
+    source: TunedFile
+
+    def __init__(self, source: TunedFile, budget: Budget | None = None) -> None:
+        """Nothing is read yet."""
+        object.__setattr__(self, "source", source)
+        object.__setattr__(self, "budget", DEFAULT_BUDGET if budget is None else check_budget(budget))
+
+    @classmethod
+    def from_spec(cls, text: str) -> TunedPolicy:
+        """Read `tuned:file=FILE[:length=N][@BUDGET]`.
+
+        Raises:
+            KVPolicyError: If the text is not a valid spec.
+        """
+        return cls(*grammar.parse_alone(TUNED, TunedFile, text))
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self.source, self.budget, type(self.budget)
+
+    def __str__(self) -> str:
+        """The spec."""
+        return grammar.show_alone(TUNED, self.source, self.budget)
+
+    def __repr__(self) -> str:
+        """An expression that creates the policy again."""
+        return f"Policy.parse({str(self)!r})"
+
+    def to_html(self) -> str:
+        """The spec, since the layers are not known yet."""
+        return by_layer_html(str(self), {}, self.budget)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by construction."""
+        return TunedPolicy, (self.source, self.budget)
+
+    def _ask_layer(self) -> NoReturn:
+        raise KVPolicyError(f"The layers of {self} must be asked after it is attached, since they depend on the model.")
+
+    def at(self, layer_idx: int) -> NoReturn:
+        """Not known before the model is."""
+        self._ask_layer()
+
+    distinct: Any = property(_ask_layer)
+    decode: Any = property(_ask_layer)
+    reads_part: Any = property(_ask_layer)
+    replay: Any = property(_ask_layer)
+    layer_metric: Any = property(_ask_layer)
+    undoes_rotation: Any = property(_ask_layer)
+    min_tokens: Any = property(_ask_layer)
+    keeps_whole: Any = property(_ask_layer)
+
+    def with_budget(self, budget: Budget) -> Policy:
+        """The same file with another budget."""
+        return TunedPolicy(self.source, budget)
+
+    def to_dict(self) -> NoReturn:
+        """Not known before the model is."""
+        self._ask_layer()
+
+    def check(self, model: ModelInfo) -> None:
+        """Not known before the model is."""
+        self._ask_layer()
