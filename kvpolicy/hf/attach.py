@@ -31,7 +31,7 @@ from kvpolicy.hf.forward_calls import (
 from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exceeds, own_mask
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
-from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.replay import ReplayCache
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
@@ -57,7 +57,6 @@ class Handle:
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
         """Attach; use `kvpolicy.attach`."""
-        self.policy = policy
         self.cache: PolicyCache | None = None
         self._model = model
         self._undo: list[Callable[[], None]] = []
@@ -69,6 +68,7 @@ class Handle:
         shape = describe(model.config, getattr(model, "dtype", None), 1 if sharing is None else sharing.size)  # pyright: ignore[reportArgumentType]
         # Calibrations were made with the whole model, so the weights of a shard identify nothing.
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
+        policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
         undoes = policy.undoes_rotation
         rotations = _rotations(sites, undoes)

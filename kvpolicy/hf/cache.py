@@ -19,6 +19,7 @@ from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
+from kvpolicy.hf.model_spec import resolve_for
 from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
@@ -67,7 +68,9 @@ class PolicyCache(CacheForward):
     ) -> None:
         """Make an empty cache."""
         attachment = attachment_of(model)
-        wanted = attachment.policy if policy is None else Policy.of(policy)
+        wanted = attachment.policy
+        if policy is not None:
+            wanted = resolve_for(Policy.of(policy), attachment.model_shape, attachment.info)
         attachment.check(wanted)
         super().__init__(attachment, wanted)
         self.prompt, self.new = expected(prompt, new)

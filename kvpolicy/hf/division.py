@@ -85,7 +85,8 @@ def divide_budget(
     columns += int((length - own).max())
     alone = model.unmanaged_bytes(batch, columns + (told.new or 0))
     most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows
-    tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices)
+    whole = model.whole._replace(dtype=dtype)
+    tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
     if metrics is not None and not store.ranks.agree(tokens.keep.to(store.positions.device)):
         raise KVPolicyStateError(
             "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "

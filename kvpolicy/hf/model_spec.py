@@ -9,6 +9,8 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpolicy.hf.discovery import attention_classes, check_attention_class, no_single_stack, not_causal
+from kvpolicy.planning.tuned import resolve
+from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -19,6 +21,7 @@ class ModelShape:
 
     Attributes:
         shape: Shape of the keys of a layer on one rank.
+        whole: The same on all ranks together.
         heads: KV heads of a layer on all ranks.
         evictable: Layers that a policy manages.
         unmanaged: Unmanaged layers, which bound their own cache, and their sliding windows.
@@ -26,6 +29,7 @@ class ModelShape:
     """
 
     shape: LayerShape
+    whole: LayerShape
     heads: int
     evictable: list[int]
     unmanaged: dict[int, int]
@@ -109,13 +113,30 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         index: LayerShape(-(-heads // tp), dim, wanted, _group(layer, heads, tp), heads)
         for (index, (heads, dim)), layer in zip(sizes.items(), _layer_configs(text), strict=True)
     }
+    first = evictable[0]
     return ModelShape(
-        shape=shapes[evictable[0]],
-        heads=sizes[evictable[0]][0],
+        shape=shapes[first],
+        whole=shapes[first]._replace(
+            heads=sizes[first][0], group=_group(_layer_configs(text)[first], sizes[first][0], 1)
+        ),
+        heads=sizes[first][0],
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
     )
+
+
+def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
+    """A policy for a model: one that is made from a file is made, others are returned as they are.
+
+    Raises:
+        KVPolicyError: If the file cannot be read, is of another model, or has no policy for the budget.
+    """
+
+    def unmanaged_nbytes(columns: int) -> int:
+        return sum(shape.unmanaged_bytes(1, columns).values())
+
+    return resolve(policy, info, shape.shape, shape.whole, unmanaged_nbytes)
 
 
 def check_class(config: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvpolicy.hf.embedded import as_config
-from kvpolicy.hf.model_spec import check_class, describe
+from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.layer_plans import plan_layers
@@ -68,6 +68,7 @@ def plan(
     model = describe(config, dtype, tp)
     check_class(config)
     info = describe(config, dtype).info()  # calibrations are of all heads
+    policy = resolve_for(policy, model, info)
     policy.check(info)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
@@ -76,7 +77,9 @@ def plan(
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.layer_metric)
     metrics = torch.ones(batch, len(shapes)) if measures else None
-    tokens = divide(policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes, model.evictable)
+    tokens = divide(
+        policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes, model.evictable, model.whole
+    )
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
     notes = (

@@ -25,11 +25,12 @@ def divide_by_layer(
     shapes: list[LayerShape],
     unmanaged_nbytes: int,
     indices: Sequence[int],
+    whole: LayerShape,
 ) -> Tokens:
     """Divide the budget of a policy that differs by layer.
 
-    A budget in bytes is that of the whole cache. A share, and a number of tokens, is a budget of each row, which keeps
-    what it would keep alone.
+    A budget in bytes is that of the whole cache on a rank. A share, and a number of tokens, is a budget of each row of
+    the whole model: the row keeps what it would keep alone, on any number of ranks.
 
     Args:
         policy: The policy.
@@ -38,6 +39,7 @@ def divide_by_layer(
         shapes: The layers under the policy.
         unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
         indices: Indices of the layers in the model.
+        whole: Shape of a layer on all ranks together.
 
     Raises:
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
@@ -58,7 +60,7 @@ def divide_by_layer(
         own_end = None if end is None else end[row : row + 1]
         lengths = int(own), -1 if own_end is None else int(own_end)
         if lengths not in known:
-            known[lengths] = _row(policy, own, own_end, shapes, indices)
+            known[lengths] = _row(policy, own, own_end, [whole] * len(shapes), indices)
         each.append(known[lengths])
     return expect_tokens(policy, torch.cat(each), prompt, end)
 
@@ -75,6 +77,9 @@ def _row(
     else:
         limit = token * int(budget)
     keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
+    floor = torch.tensor([[policy.at(index).min_tokens for index in indices]])
+    if keep is None and int(most_tokens(policy, prompt, end)) <= int(floor.amax()):
+        return floor  # a prompt that a selector's minimum covers is kept whole, so a smaller share is no error
     if keep is None:
         wanted = -(-smallest // token) if isinstance(budget, int) else round(smallest / full + 5e-7, 6)
         what = f"{wanted} tokens" if isinstance(budget, int) else f"{wanted} of the full cache's bytes"
@@ -97,14 +102,15 @@ def _fit(
     All shares are multiplied by one factor, found by bisection over the tokens of the largest share.
     """
     layers = [policy.at(index) for index in indices]
-    weights = _weights(policy, prompt, indices)
-    ceiling = most_tokens(policy, prompt, end)[:, None].expand_as(weights)
-    floor = torch.tensor([layer.min_tokens for layer in layers])
     whole = torch.tensor([layer.keeps_whole for layer in layers])
+    # Relative to the largest share; a layer that keeps every token has none.
+    weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64).masked_fill(whole, 0)
+    weights = weights / weights.amax().clamp_min(_EPSILON)
+    ceiling = most_tokens(policy, prompt, end)[:, None].expand(-1, len(layers))
+    floor = torch.tensor([layer.min_tokens for layer in layers])
 
     def keep(largest: int) -> Tensor:
         tokens = (weights * largest + _EPSILON).long()
-        # A prompt that the selector's minimum covers is kept whole.
         return torch.where(whole, ceiling, torch.maximum(torch.minimum(tokens, ceiling), floor))
 
     def nbytes(tokens: Tensor) -> int:
@@ -113,22 +119,14 @@ def _fit(
         plans = plan_layers(policy, expected, shapes, [*indices], len(prompt))
         return sum(sum(plan.nbytes.values()) for plan in plans)
 
-    most = int((ceiling / weights.clamp_min(1e-9)).amax().ceil().clamp_max(MAX_SIZE))
+    smallest_share = weights[~whole].amin().clamp_min(_EPSILON) if not bool(whole.all()) else 1.0
+    most = int((ceiling.amax() / smallest_share).ceil().clamp_max(MAX_SIZE))
     if limit is None:
         return keep(most), 0
     smallest = nbytes(keep(0))
     if smallest > limit:
         return None, smallest
     return keep(_largest(lambda tokens: nbytes(keep(tokens)) <= limit, most)), smallest
-
-
-def _weights(policy: LayeredPolicy, prompt: Tensor, indices: Sequence[int]) -> Tensor:
-    """The share of each row and layer, relative to the largest, [B, L] fp64."""
-    given = torch.tensor([float(policy.at(index).budget) for index in indices], dtype=torch.float64)
-    shared = [policy.at(index) for index in indices if not policy.at(index).keeps_whole]
-    in_tokens = bool(shared) and isinstance(shared[0].budget, int)
-    weights = given.expand(len(prompt), -1) if in_tokens else given * prompt.double()[:, None]
-    return weights / weights.amax().clamp_min(1e-9)
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -27,6 +27,7 @@ def divide(
     shapes: list[LayerShape],
     unmanaged_nbytes: int = 0,
     indices: Sequence[int] | None = None,
+    whole: LayerShape | None = None,
 ) -> Tokens:
     """Divide a policy's budget among layers.
 
@@ -38,13 +39,14 @@ def divide(
         shapes: The layers under the policy.
         unmanaged_nbytes: Bytes of the layers that are not under the policy; they count in a budget of bytes.
         indices: Indices of the layers in the model; None if they are the first ones.
+        whole: Shape of a layer on all ranks together; None if there is one rank.
 
     Raises:
         KVPolicyError: If the budget is too small; the message names the smallest one that works.
     """
     indices = range(len(shapes)) if indices is None else indices
     if isinstance(policy, LayeredPolicy):
-        return divide_by_layer(policy, prompt, end, shapes, unmanaged_nbytes, indices)
+        return divide_by_layer(policy, prompt, end, shapes, unmanaged_nbytes, indices, whole or shapes[0])
     if isinstance(policy.budget, str):
         return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
     floor = policy.min_tokens

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy import PolicyCache
+from kvpolicy import Policy, PolicyCache
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.registry import lookup
@@ -37,7 +37,7 @@ def fresh() -> Generator[None]:
 
 
 def decode(
-    model: Any, compiled: Any, policy: str, rows: list[int], tick: bool = True, steps: int = STEPS
+    model: Any, compiled: Any, policy: str | Policy, rows: list[int], tick: bool = True, steps: int = STEPS
 ) -> tuple[Tensor, PolicyCache]:
     """Prefill in eager mode, then steps through `compiled`; all that a step reads and writes stays where it is."""
     ids, mask = make_batch(rows, [PROMPT] + [1] * steps)
@@ -60,7 +60,7 @@ def decode(
 
 
 def once(
-    policy: str,
+    policy: str | Policy,
     rows: list[int],
     backend: str | None = None,
     family: str = "llama",
@@ -145,6 +145,11 @@ PAIRS = [words(*row) for row in pairwise(["uniform", "squeeze"], SELECTORS, CODE
 @product("policy", PAIRS, sample=[])
 def test_one_graph_for_every_pair(policy: str) -> None:
     once(policy, [PROMPT, 15])
+
+
+def test_layers_of_different_policies() -> None:
+    specs = [words("h2o", "kivi"), "uniform/adakv+snapkv:window=6:kernel=3@0.8"]
+    once(Policy.by_layer(specs, budget=20), [PROMPT, 15])
 
 
 WHOLE = [family for family in FAMILIES if family not in ("llama", "gemma2", "gemma3")]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, KVPolicyStateError, PolicyCache
+from kvpolicy import KVPolicyError, KVPolicyStateError, Policy, PolicyCache
 from kvpolicy.engine.rollback import LayerRollback
 from tests.conformance.bench import Bench, draw
 from tests.conformance.models import build
@@ -64,7 +64,9 @@ def same(one: PolicyCache, other: PolicyCache) -> None:
     assert one.nbytes == other.nbytes and str(one.report()) == str(other.report())
 
 
-def undone(family: str, policy: str, lengths: list[int], fed: int, accepted: int, new: int | None = STEPS) -> None:
+def undone(
+    family: str, policy: str | Policy, lengths: list[int], fed: int, accepted: int, new: int | None = STEPS
+) -> None:
     """A cache that took tokens back is as one that never saw them, and goes on alike."""
     model = build(family)
     ids, mask = make_batch(lengths, [PROMPT, STEPS])

@@ -21,8 +21,10 @@ from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.allocators.profile import save_profile
 from kvpolicy.codecs._files import save
 from kvpolicy.parallel.runtime import share
+from kvpolicy.planning.curves import save_layers
 from tests.conformance.access import Attend, attending, kept_positions, stage_codes
 from tests.conformance.calibration import DIM, LAYERS, _kvquant, _random
+from tests.conformance.policies import words
 
 PROMPT, STEPS, NEXT = 26, 4, 11
 
@@ -162,18 +164,20 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
         kvquant_by_head(Path(folder) / "kvquant", heads.heads)
         save_profile(Path(folder) / "profile.json", "a test", [0.2, 0.9])
         scores = _random(2, heads.heads, seed=4).tolist()
+        save_layers(Path(folder) / "layers.json", ["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"])
+        save_layers(Path(folder) / "coded.json", [words("h2o", "kivi"), words("tova", "zipcache", budget="0.8")])
         save_heads(Path(folder) / "heads.json", HeadFile(tuple(map(tuple, scores)), sinks=2, recent=4))
     dist.barrier()
-    for words in policies:
-        words = words.replace("FOLDER", folder)
-        one, logits = play(alone, words)
+    for spec in policies:
+        spec = spec.replace("FOLDER", folder)
+        one, logits = play(alone, spec)
         with divided(heads, rank, world):
-            some, others = play(model, words, Path(folder) / "cache.safetensors" if folder else None)
+            some, others = play(model, spec, Path(folder) / "cache.safetensors" if folder else None)
         # One product over all heads reads the first; a second prompt attends to as many columns as the fullest head of
         # the rank has pages for, which is one of the few heads that `duo` gives much.
-        to_the_bit = heads.replicas == 1 and not any(part in words for part in ("turboquant", "/duo:"))
+        to_the_bit = heads.replicas == 1 and not any(part in spec for part in ("turboquant", "/duo:"))
         found = differences(one, some, heads.own(rank, world)[1], to_the_bit)
         if any(_far(a, b, to_the_bit) for a, b in zip(logits, others, strict=True)):
             found.append("logits")
-        wrong += [f"{words} on {heads}: {what}" for what in found[:3]]
+        wrong += [f"{spec} on {heads}: {what}" for what in found[:3]]
     return wrong

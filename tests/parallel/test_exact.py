@@ -48,6 +48,8 @@ POOLED = [
     "tokenwise:residual_length=2:block_size=3+exact:read=5",
     "snapkv:window=6:kernel=3+reuse:every=2:dense=0/exact:read=5@0.8",
     "uniform/duo:file=FOLDER/heads.json+streaming:sinks=2@0.5",
+    "tuned:file=FOLDER/layers.json@0.6",
+    "tuned:file=FOLDER/coded.json@12",
     "squeeze/duo:file=FOLDER/heads.json:sparsity=0.4+snapkv:window=6:kernel=3@0.5",
 ]
 """What looks at all heads, or at all query heads of a KV head."""

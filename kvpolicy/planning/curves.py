@@ -1,0 +1,140 @@
+"""Files that a policy by layer is made from: what each candidate does to each layer, or the layers themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.formats import check_format, replace_file, stamp
+
+FORMAT = 1
+"""Version of the file format; newer ones are refused."""
+
+
+class Curves(NamedTuple):
+    """The distortion that each candidate causes in each layer.
+
+    Attributes:
+        model: The model, as `check_same_model` compares it.
+        text: What it was measured on: `sha256`, `windows`, and the mean number of tokens of a prompt, `prompt`, and of
+            what follows it, `new`.
+        measure: What a distortion is: `output` or `kl`.
+        layers: Indices of the measured layers.
+        depth: Number of all layers of the model.
+        candidates: The policies, each with a fraction of the prompt as its budget.
+        distortion: The mean of each layer and candidate over the windows, [L][C]; None where it cannot be used.
+        spread: Its standard error, [L][C].
+        evidence: How tuned policies did on windows that were held out, for people to read.
+    """
+
+    model: Mapping[str, Any]
+    text: Mapping[str, Any]
+    measure: str
+    layers: tuple[int, ...]
+    depth: int
+    candidates: tuple[Policy, ...]
+    distortion: Sequence[Sequence[float | None]]
+    spread: Sequence[Sequence[float | None]]
+    evidence: Mapping[str, Any] | None = None
+
+
+class Layers(NamedTuple):
+    """The policy of each layer, with its relative share.
+
+    Attributes:
+        policies: Of each layer of the model.
+    """
+
+    policies: tuple[Policy, ...]
+
+
+def save_curves(path: str | os.PathLike[str], curves: Curves) -> None:
+    """Write curves to a JSON file that `tuned:file=FILE` reads."""
+    content = {name: value for name, value in curves._asdict().items() if name != "candidates"}
+    candidates = [policy.to_dict() for policy in curves.candidates]
+    _write(path, stamp(FORMAT) | content | {"candidates": candidates})
+
+
+def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) -> None:
+    """Write the policy of each layer to a JSON file that `tuned:file=FILE` reads.
+
+    Args:
+        path: The file.
+        policies: As for `Policy.by_layer`.
+
+    Raises:
+        KVPolicyError: If they do not fit together, or one has a part that cannot be written down.
+
+    Examples:
+        >>> import os, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = os.path.join(folder, "layers.json")
+        ...     save_layers(file, ["snapkv@0.5", "h2o@0.25"])
+        ...     load_tuned(file).policies[1].budget
+        0.25
+    """
+    _write(path, stamp(FORMAT) | Policy.by_layer(policies, budget=1.0).to_dict())
+
+
+def load_tuned(path: str) -> Curves | Layers:
+    """Read what `save_curves` or `save_layers` wrote.
+
+    Raises:
+        KVPolicyError: If the file cannot be read, is of a newer format, or is no such file.
+    """
+    file = os.path.expanduser(path)
+    try:
+        status = os.stat(file)
+        return _read(file, path, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise KVPolicyError(
+            f"The file of a tuned policy must be readable, got {path!r}: {error.strerror}; try kvpolicy tune."
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
+    what = f"The file {path!r} of a tuned policy"
+    try:
+        content: Any = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise KVPolicyError(f"{what} must be JSON, got one that cannot be parsed; try kvpolicy tune.") from error
+    content = content if isinstance(content, dict) else {}
+    check_format(content, FORMAT, what)
+    if not isinstance(content.get("layers"), list):
+        raise KVPolicyError(f"{what} must hold curves or layers, got neither; try kvpolicy tune.")
+    if "candidates" not in content:
+        return Layers(tuple(Policy.from_dict(layer) for layer in content["layers"]))
+    try:
+        curves = Curves(**{name: content[name] for name in Curves._fields if name in content})
+        candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
+        curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
+        _check(curves)
+    except (KeyError, TypeError) as error:
+        raise KVPolicyError(f"{what} must hold whole curves, got incomplete ones; try kvpolicy tune.") from error
+    return curves
+
+
+def _check(curves: Curves) -> None:
+    """Raise TypeError if a table has holes."""
+    shape = len(curves.layers), len(curves.candidates)
+    whole = all(
+        (len(table), len(row)) == shape and all(value is None or math.isfinite(value) for value in row)
+        for table in (curves.distortion, curves.spread)
+        for row in table
+    )
+    shares = all(isinstance(candidate.budget, float) for candidate in curves.candidates)
+    lengths = curves.text["prompt"] >= 1 and curves.text["new"] >= 0
+    if not (whole and shares and lengths and 0 not in shape and curves.depth > max(curves.layers)):
+        raise TypeError
+
+
+def _write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    replace_file(Path(path), (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())

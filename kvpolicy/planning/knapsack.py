@@ -1,0 +1,95 @@
+"""One option for each item, so that the costs fit a limit and the losses are small: a multiple-choice knapsack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Option(NamedTuple):
+    """What may be chosen for an item.
+
+    Attributes:
+        cost: What it takes of the limit, at least 0.
+        loss: What it adds to the sum that is to be small.
+    """
+
+    cost: int
+    loss: float
+
+
+def choose(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
+    """Choose one option for each item.
+
+    The lower convex hull of each item's options is walked in the order of the loss that a unit of cost saves. Up to
+    the first step that does not fit, that is the optimum of the Lagrangian relaxation, so that the loss is within one
+    step of one item of the smallest possible. What is left of the limit goes to the single exchanges that save most.
+
+    Args:
+        items: The options of each item.
+        limit: The most that the chosen options may cost together.
+
+    Returns:
+        The index of the chosen option of each item; None if even the cheapest ones cost more than the limit.
+
+    Examples:
+        >>> items = [[Option(1, 4.0), Option(3, 1.0)], [Option(1, 9.0), Option(2, 2.0), Option(4, 0.0)]]
+        >>> choose(items, 5), choose(items, 3), choose(items, 1)
+        ([1, 1], [0, 1], None)
+    """
+    hulls = [_hull(options) for options in items]
+    chosen = [hull[0] for hull in hulls]
+    left = limit - sum(options[index].cost for options, index in zip(items, chosen, strict=True))
+    if left < 0:
+        return None
+    steps: list[tuple[float, int, int]] = []
+    for number, (options, hull) in enumerate(zip(items, hulls, strict=True)):
+        for at in range(1, len(hull)):
+            steps.append((-_saving(options[hull[at - 1]], options[hull[at]]), number, at))
+    closed: set[int] = set()
+    # Savings fall along a hull, so that sorting keeps the steps of an item in order; ties go to the earlier item.
+    for _, number, at in sorted(steps):
+        cost = items[number][hulls[number][at]].cost - items[number][chosen[number]].cost
+        if number in closed or cost > left:
+            closed.add(number)
+            continue
+        left -= cost
+        chosen[number] = hulls[number][at]
+    return _fill(items, chosen, left)
+
+
+def _hull(options: Sequence[Option]) -> list[int]:
+    """The options on the lower convex hull from the cheapest to the one of least loss, by their cost."""
+    order = sorted(range(len(options)), key=lambda index: (options[index].cost, options[index].loss, index))
+    hull: list[int] = []
+    for index in order:
+        if hull and options[index].loss >= options[hull[-1]].loss:
+            continue  # costs no less, and saves nothing
+        while len(hull) > 1 and _saving(options[hull[-2]], options[hull[-1]]) <= _saving(
+            options[hull[-1]], options[index]
+        ):
+            hull.pop()
+        hull.append(index)
+    return hull
+
+
+def _saving(cheap: Option, dear: Option) -> float:
+    """The loss that each further unit of cost saves."""
+    return (cheap.loss - dear.loss) / (dear.cost - cheap.cost) if dear.cost > cheap.cost else float("inf")
+
+
+def _fill(items: Sequence[Sequence[Option]], chosen: list[int], left: int) -> list[int]:
+    """Exchange one option after another while one fits that saves something, the best first."""
+    while True:
+        best: tuple[float, int, int] | None = None
+        for number, options in enumerate(items):
+            now = options[chosen[number]]
+            for index, option in enumerate(options):
+                saved = now.loss - option.loss
+                if option.cost - now.cost <= left and saved > 0 and (best is None or saved > best[0]):
+                    best = saved, number, index
+        if best is None:
+            return chosen
+        _, number, index = best
+        left -= items[number][index].cost - items[number][chosen[number]].cost
+        chosen[number] = index

@@ -1,0 +1,197 @@
+"""The policy of each layer for a budget, from curves of distortion."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvpolicy.planning.curves import Curves, Layers, load_tuned
+from kvpolicy.planning.knapsack import Option, choose
+from kvpolicy.planning.layer_plans import plan_layers
+from kvpolicy.planning.tokens import expect_tokens, most_tokens
+from kvpolicy.policy import LayeredPolicy, Policy, TunedPolicy
+from kvpolicy.protocols import LayerShape, ModelInfo
+from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.model_identity import check_same_model
+
+STEPS = 8
+"""Sizes that are tried between two measured ones, where a distortion is interpolated."""
+
+_EPSILON = 1e-9
+
+
+class Choice(NamedTuple):
+    """What a layer may hold.
+
+    Attributes:
+        policy: With the fraction of the prompt that it keeps as its budget.
+        nbytes: What the layer then holds.
+        loss: The distortion.
+    """
+
+    policy: Policy
+    nbytes: int
+    loss: float
+
+
+def resolve(
+    policy: Policy, model: ModelInfo, shape: LayerShape, whole: LayerShape, unmanaged_nbytes: Callable[[int], int]
+) -> Policy:
+    """A policy whose layers are known: one that is made from a file is made, others are returned as they are.
+
+    Args:
+        policy: The policy.
+        model: The model.
+        shape: Shape of a layer on one rank, the one that holds the most.
+        whole: The same on all ranks together, so that every rank makes the same policy.
+        unmanaged_nbytes: Bytes of the layers that are not under the policy, by the length of a text.
+
+    Raises:
+        KVPolicyError: If the file cannot be read, is of another model, or has no policy for the budget.
+    """
+    if not isinstance(policy, TunedPolicy):
+        return policy
+    what = f"The file {policy.source.file!r} of a tuned policy"
+    found = load_tuned(policy.source.file)
+    if isinstance(found, Layers):
+        return LayeredPolicy(found.policies, policy.budget, spec=str(policy))
+    remedy = "try kvpolicy tune on this model"
+    check_same_model(found.model, what, model, remedy=remedy)
+    if found.layers != model.indices or found.depth != model.depth:
+        raise KVPolicyError(f"{what} must be of the layers {list(model.indices)}, got {list(found.layers)}; {remedy}.")
+    prompt, new = lengths(found, policy)
+    limit = byte_limit(policy, shape, len(found.layers), prompt + new)
+    if isinstance(policy.budget, str):
+        limit = max((limit or 0) - unmanaged_nbytes(prompt + new), 0)
+    if limit is not None:  # of one rank; each holds the same share
+        limit = limit * whole.heads // shape.heads
+    layers = solve(found, whole, prompt, new, limit)
+    every = dict(zip(found.layers, layers, strict=True))
+    # A layer that is not under the policy has one that is not used.
+    return LayeredPolicy([every.get(index, layers[0]) for index in range(found.depth)], policy.budget, spec=str(policy))
+
+
+def lengths(curves: Curves, policy: TunedPolicy) -> tuple[int, int]:
+    """Tokens of a prompt and of what follows, for which a tuned policy is made."""
+    prompt = max(round(curves.text["prompt"]), 1)
+    new = round(curves.text["new"])
+    if policy.source.length != "auto":
+        new = min(new, policy.source.length - 1)
+        prompt = policy.source.length - new
+    return prompt, new
+
+
+def byte_limit(policy: Policy, shape: LayerShape, layers: int, length: int) -> int | None:
+    """Bytes that the layers under a policy may hold of a text of some length; None if they need evict nothing."""
+    full = layers * shape.token_nbytes
+    if isinstance(policy.budget, str):
+        return bytes_of(policy.budget)
+    if isinstance(policy.budget, int):
+        return full * policy.budget
+    return None if policy.budget == 1.0 else int(full * length * policy.budget + _EPSILON)
+
+
+def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Policy]:
+    """The policy of each measured layer, of least distortion in all, whose bytes fit a limit.
+
+    Candidates that generate differently, or replay differently, cannot be mixed: each such group is solved by itself.
+
+    Args:
+        curves: The curves.
+        shape: Shape of a layer.
+        prompt: Tokens of a prompt.
+        new: Tokens that follow.
+        limit: The most bytes of all layers; None for no limit.
+
+    Raises:
+        KVPolicyError: If nothing fits.
+    """
+    best: tuple[float, list[Policy]] | None = None
+    smallest: int | None = None
+    for group in _groups(curves):
+        items = [options(curves, number, group, shape, prompt, new) for number in range(len(curves.layers))]
+        if not all(items):
+            continue
+        least = sum(min(choice.nbytes for choice in choices) for choices in items)
+        smallest = least if smallest is None else min(smallest, least)
+        most = sum(max(choice.nbytes for choice in choices) for choices in items)
+        bounds = [[Option(choice.nbytes, choice.loss) for choice in choices] for choices in items]
+        chosen = choose(bounds, most if limit is None else limit)
+        if chosen is None:
+            continue
+        picked = [choices[index] for choices, index in zip(items, chosen, strict=True)]
+        loss = sum(choice.loss for choice in picked)
+        if best is None or loss < best[0]:
+            best = loss, [choice.policy for choice in picked]
+    if best is None:
+        needed = "" if smallest is None else f", which is less than the {smallest} that these layers need at least"
+        raise KVPolicyError(
+            f"The budget of a tuned policy must fit a text of {prompt} and {new} tokens, got {limit} bytes{needed}; "
+            "try a larger budget, or kvpolicy tune with smaller shares."
+        )
+    return best[1]
+
+
+def options(
+    curves: Curves, number: int, group: Sequence[int], shape: LayerShape, prompt: int, new: int
+) -> list[Choice]:
+    """What a layer may hold: every measured candidate, and sizes between those of the same parts.
+
+    Args:
+        curves: The curves.
+        number: Number of the layer among the measured ones.
+        group: Indices of the candidates.
+        shape: Shape of the layer.
+        prompt: Tokens of a prompt.
+        new: Tokens that follow.
+    """
+    families: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+    parts: dict[tuple[object, ...], Policy] = {}
+    for index in group:
+        loss = curves.distortion[number][index]
+        candidate = curves.candidates[index]
+        if loss is not None:
+            key = candidate.allocator, candidate.selector, candidate.merger, candidate.codec, candidate.reader
+            parts[key] = candidate
+            families.setdefault(key, []).append((float(candidate.budget), loss))
+    found: list[Choice] = []
+    for key, points in families.items():
+        for share, loss in _interpolated(sorted(points)):
+            own = parts[key].with_budget(share)
+            nbytes = _layer_nbytes(own, curves.layers[number], shape, prompt, new)
+            if nbytes is not None:
+                found.append(Choice(own, nbytes, loss))
+    return found
+
+
+def _interpolated(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
+    """Shares and losses, and some between each two that were measured, on a line over the logarithm of the share."""
+    for (share, loss), (other, its) in itertools.pairwise(points):
+        for step in range(STEPS):
+            at = step / STEPS
+            yield share * (other / share) ** at, loss + (its - loss) * at
+    yield points[-1]
+
+
+def _layer_nbytes(policy: Policy, layer_idx: int, shape: LayerShape, prompt: int, new: int) -> int | None:
+    """Bytes of a layer; None if the share is less than the selector needs of such a prompt."""
+    length = torch.tensor([prompt])
+    end = length + new
+    keep = length if policy.keeps_whole else (length * float(policy.budget) + _EPSILON).long()
+    if int(keep) < min(policy.min_tokens, prompt):
+        return None
+    keep = torch.minimum(keep, most_tokens(policy, length, end)).clamp_min(policy.min_tokens)
+    tokens = expect_tokens(policy, keep[:, None], length, end)
+    return sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
+
+
+def _groups(curves: Curves) -> list[list[int]]:
+    """Candidates that may stand in layers of one policy."""
+    groups: dict[object, list[int]] = {}
+    for index, candidate in enumerate(curves.candidates):
+        groups.setdefault((candidate.decode, candidate.replay), []).append(index)
+    return list(groups.values())

@@ -1,0 +1,331 @@
+"""Policies that differ by layer: every layer is that of its own policy, and all of them fit one budget."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.planning.curves import save_layers
+from kvpolicy.planning.planner import divide
+from kvpolicy.policy import LayeredPolicy
+from kvpolicy.protocols import LayerShape
+from tests.conformance.access import kept_positions
+from tests.conformance.calibration import DIM
+from tests.conformance.models import build
+from tests.conformance.play import ROWS, TURNS, make_batch, play, talk
+from tests.conformance.policies import words
+from tests.conformance.replay import Twin, reference_codec, replay
+from tests.conformance.turning import turns
+from tests.engine.test_rollback import undone
+from tests.files.test_saved_cache import check_same, start
+from tests.reference.by_layer import tokens_that_fit
+from tests.sampling import product
+
+MIXED = [
+    [words("snapkv", "plain"), words("h2o", "kivi", budget="0.8"), words("streaming", budget="0.3")],
+    [words("h2o", "kvquant"), words("expected", budget="0.9"), words("window", "rotate", budget="0.6")],
+    [words("tova"), words("h2o", "tokenwise", budget="0.8"), words("keydiff", "bfp")],
+    [words("snapkv", "merge"), words("kvcrush", "csr", budget="0.9"), words("snapkv")],
+    [words("h2o"), words("probe", "zipcache"), words("scissorhands", "gear")],
+    [words("kvzip", "plain"), words("kvzip", "tokenwise", budget="0.9"), words("kvzip", "kivi", budget="0.7")],
+    ["full", "kivi:group_size=4:residual_length=4", "tokenwise:group_size=4:residual_length=4:block_size=4"],
+]
+"""Specs of three layers."""
+PAGED = [words("tova"), words("uniform/adakv", "h2o", "tokenwise", budget="0.8"), words("uniform/adakv", "snapkv")]
+"""Two of them with head budgets."""
+READING = [
+    words("h2o", "quest:read=6:page=2:dense=0"),
+    words("h2o", "kivi"),
+    words("h2o", "labels:read=5:channels=3:dense=0"),
+]
+"""Two of them with readers."""
+
+
+REUSED = [f"h2o+{codec}+reuse:every=2:dense=0/exact:read=6@0.5" for codec in ("plain", "kivi")]
+
+
+def layered(specs: list[str], budget: Any = 0.7) -> Policy:
+    return Policy.by_layer(specs, budget=1.0 if specs[0] == "full" else budget)
+
+
+@pytest.mark.parametrize("rows", [*ROWS])
+@pytest.mark.parametrize("specs", MIXED)
+def test_every_layer_is_that_of_its_own_policy(specs: list[str], rows: str) -> None:
+    """Each layer's queries, keys and values through the slow reference of that layer's policy."""
+    policy = layered(specs)
+    model = build("llama", layers=3)
+    tape, cache, logits = play(model, policy, ROWS[rows])
+    assert torch.isfinite(logits).all() and cache.policy == policy
+    rotations = turns(model, DIM)
+    for index, some in tape.items():
+        own = policy.at(index)
+        verdict = replay(own, {index: some}, twin=Twin(reference_codec(own.codec), rotations))
+        assert verdict.turns >= 5, f"most choices of layer {index} were within fp32's noise"
+
+
+@functools.cache
+def _nbytes(spec: str, keep: int, layer_idx: int, length: int, end: int) -> int:
+    """What a layer holds under an ordinary policy with a budget in tokens, of a cache that ran."""
+    model = build("llama", layers=3)
+    parts = Policy.parse(spec)
+    policy = parts if parts.keeps_whole else parts.with_budget(keep)
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model, new=end - length)
+        model(torch.arange(length)[None] % 60, past_key_values=cache)
+        return sum(cache.policy_layers[layer_idx].held().values())
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.7, 20, "9000B"])
+@pytest.mark.parametrize("specs", [*MIXED[:4], PAGED])
+def test_bytes_fit_and_no_larger_factor_does(specs: list[str], budget: Any) -> None:
+    """Tokens by layer against a search over every factor, with bytes of caches that ran."""
+    policy = layered(specs, budget)
+    model = build("llama", layers=3)
+    length, end = 40, 48
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        cache = PolicyCache(model, new=end - length)
+        model(torch.arange(length)[None] % 60, past_key_values=cache)
+        got = [int(layer.budget) for layer in cache.policy_layers]
+        held = cache.nbytes
+        planned = kvpolicy.plan(model.config, policy, prompt=length, new=end - length, dtype=torch.float32)
+        assert planned.nbytes == held and [layer.tokens for layer in planned.layers] == got
+    token = 2 * 3 * model.config.num_key_value_heads * DIM * 4  # of all layers
+    limit = 9000 if isinstance(budget, str) else int(token * (end * budget if isinstance(budget, float) else budget))
+    shares = [spec.partition("@")[2] for spec in specs]
+    floors = [policy.at(index).min_tokens for index in range(3)]
+
+    def nbytes(keep: list[int]) -> int:
+        return sum(
+            _nbytes(spec, count, index, length, end)
+            for index, (spec, count) in enumerate(zip(specs, keep, strict=True))
+        )
+
+    assert held <= limit
+    assert got == tokens_that_fit(shares, floors, end, nbytes, limit)
+
+
+def test_equal_layers_are_the_ordinary_policy() -> None:
+    """The same policy in each layer, under its budget in bytes and as one."""
+    model = build("llama", layers=3)
+    ids, mask = make_batch([26, 15])
+    spec = "h2o+kivi:group_size=4:residual_length=4@0.5"
+    nbytes = kvpolicy.plan(model.config, spec, batch=2, prompt=26, new=sum(TURNS[1:]), dtype=torch.float32).nbytes
+    caches: list[PolicyCache] = []
+    for policy in (Policy.by_layer([spec] * 3, budget=f"{nbytes}B"), Policy.parse(spec).with_budget(f"{nbytes}B")):
+        with kvpolicy.attach(model, policy):
+            caches.append(PolicyCache(model, new=sum(TURNS[1:])))
+            talk(model, ids, mask, TURNS, caches[-1])
+    one, other = caches
+    assert one.nbytes == other.nbytes
+    for mine, its in zip(one.policy_layers, other.policy_layers, strict=True):
+        assert torch.equal(mine.positions, its.positions) and torch.equal(mine.keys, its.keys)
+
+
+def test_a_budget_of_one_evicts_nothing() -> None:
+    """Rule 3: full budget is exact."""
+    model = build("llama", layers=3)
+    ids, mask = make_batch([26])
+    want: Tensor = model(ids).logits
+    policy = Policy.by_layer(["h2o@0.1", "snapkv:window=6:kernel=3@0.2", "window@0.5"], budget=1.0)
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=sum(TURNS[1:]))
+        got = talk(model, ids, mask, TURNS, cache)
+    assert all(bool((layer.positions >= 0).sum(-1).eq(sum(TURNS)).all()) for layer in cache.policy_layers)
+    assert (got - want).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("budget", [0.5, 18])
+@pytest.mark.parametrize("specs", [*MIXED[:3], PAGED, READING])
+def test_a_row_of_a_batch_is_that_row_alone(specs: list[str], budget: Any) -> None:
+    model = build("llama", layers=3)
+    lengths = [40, 33]
+    moves = [40, *TURNS[1:]]
+    ids, mask = make_batch(lengths, moves)
+    with kvpolicy.attach(model, layered(specs, budget)):
+        together = PolicyCache(model, new=sum(TURNS[1:]))
+        logits = talk(model, ids, mask, moves, together)
+        for row, length in enumerate(lengths):
+            skip = moves[0] - length
+            alone = PolicyCache(model, new=sum(TURNS[1:]))
+            own = talk(model, ids[row : row + 1, skip:], mask[row : row + 1, skip:], [length, *TURNS[1:]], alone)
+            assert (own[0] - logits[row, skip:]).abs().max() < 0.1
+            for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
+                assert int(mine.budget) == int(ours.budget[row])
+                assert kept_positions(mine)[0] == kept_positions(ours)[row]
+
+
+@pytest.mark.parametrize("specs", [*MIXED[:5], PAGED, READING])
+def test_saved_and_loaded(specs: list[str], tmp_path: Path) -> None:
+    model = build("llama", layers=3)
+    with kvpolicy.attach(model, layered(specs)):
+        cache, ids, mask = start(model, [26, 17])
+        cache.save(tmp_path / "cache.safetensors")
+        check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
+
+
+def test_taken_back() -> None:
+    """A mark and a rollback, with block work in the middle."""
+    specs = [words("h2o", "kivi"), words("uniform/adakv", "snapkv"), words("streaming", "tokenwise"), words("h2o")]
+    layers = build("llama").config.num_hidden_layers
+    undone("llama", Policy.by_layer(specs[:layers], budget=0.7), [26, 17], 5, 2)
+
+
+def test_a_row_of_one_token() -> None:
+    """What selectors keep at least is kept, also where it is more than the share."""
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, Policy.by_layer(["snapkv:window=6:kernel=3@0.5", "uniform/adakv+h2o@0.9"], budget=0.5)):
+        out = model(torch.tensor([[5]]))
+        assert out.logits.isfinite().all() and out.past_key_values.nbytes > 0
+
+
+def test_generate_beams_and_sliding_layers() -> None:
+    """Layers that no policy manages have an entry that is not used."""
+    model = build("gemma2")
+    count = model.config.num_hidden_layers
+    specs = [
+        ("h2o@0.5", "snapkv:window=4:kernel=3+kivi:group_size=4:residual_length=4@0.8")[i // 2 % 2]
+        for i in range(count)
+    ]
+    with kvpolicy.attach(model, Policy.by_layer(specs, budget=0.8)) as handle:
+        out = model.generate(torch.arange(3, 40)[None], max_new_tokens=5, num_beams=2, do_sample=False)
+        assert out.shape[1] == 42 and handle.cache is not None
+        managed = [layer.layer_idx for layer in handle.cache.policy_layers]
+        kinds = {type(handle.cache.layers[index].store.codec).__name__ for index in managed}  # pyright: ignore
+        assert 0 < len(managed) < count and kinds <= {"Plain", "KIVI"}
+        assert "KIVI" in kinds or "Plain" in kinds
+
+
+def test_as_data(tmp_path: Path) -> None:
+    policy = Policy.by_layer(["snapkv@0.5", Policy.parse("h2o+kivi:bits=4@0.25")], budget=0.2)
+    assert isinstance(policy, LayeredPolicy) and isinstance(policy, Policy)
+    assert eval(repr(policy)) == policy and str(policy) == repr(policy) and hash(policy) == hash(eval(repr(policy)))
+    assert copy.deepcopy(policy) == policy and pickle.loads(pickle.dumps(policy)) == policy
+    assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
+    assert policy.with_budget(0.3).budget == 0.3 and policy.with_budget(0.3) != policy
+    assert policy != Policy.parse("snapkv@0.5") and Policy.parse("snapkv@0.5") != policy
+    assert "layer 1" in policy.to_html()
+
+
+def test_a_file_of_layers(tmp_path: Path) -> None:
+    """`tuned:file=` is the short form of a policy by layer."""
+    file = tmp_path / "layers.json"
+    specs = ["snapkv:window=6:kernel=3@0.5", "h2o@0.25"]
+    save_layers(file, specs)
+    spec = f"tuned:file={file}@0.5"
+    policy = Policy.parse(spec)
+    assert str(policy) == spec and Policy.parse(str(policy)) == policy and eval(repr(policy)) == policy
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, spec) as handle:
+        model.generate(torch.arange(30)[None], max_new_tokens=3, do_sample=False)
+        assert handle.policy == Policy.by_layer(specs, budget=0.5) and str(handle.policy) == spec
+        assert handle.plan is not None and str(handle.plan).startswith(spec)
+        again = PolicyCache(model, f"tuned:file={file}@0.4")
+        assert again.policy == Policy.by_layer(specs, budget=0.4)
+    assert kvpolicy.plan(model.config, spec, prompt=30, new=3).policy == handle.policy
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (["h2o@0.5", "h2o:decode=grow@0.5"], "must have the same decode mode, got h2o@0.5 for layer 0"),
+        (["full", "h2o@0.5"], "must have the same decode mode"),
+        (["kvzip@0.5", "h2o@0.5"], "must replay their prompts alike, or none may"),
+        (["h2o@0.5", "h2o@12"], "must be fractions, or all tokens, got h2o@0.5 for layer 0 and h2o@12 for layer 1"),
+        (["h2o@1MiB"], "must be a relative share"),
+        (["squeeze+h2o@0.5"], "must have the allocator uniform"),
+        (REUSED, "must have its reader and codec"),
+        ([], "must have at least one layer"),
+        ("h2o", "must be a list with one for each layer"),
+    ],
+)  # fmt: skip
+def test_refused(specs: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        Policy.by_layer(specs, budget=0.5)
+
+
+def test_refused_later(tmp_path: Path) -> None:
+    model = build("llama", layers=2)
+    policy = Policy.by_layer(["h2o@0.5"] * 3, budget=0.5)
+    with pytest.raises(KVPolicyError, match="one for each of the model's 2 layers, got 3"):
+        kvpolicy.attach(model, policy)
+    with pytest.raises(KVPolicyError, match="must not differ by layer itself"):
+        Policy.by_layer([policy], budget=0.5)
+    with pytest.raises(KVPolicyError, match="must be asked of a layer"):
+        _ = policy.selector
+    for spec, message in [
+        ("tuned@0.1", "must have the file"),
+        ("tuned:file=a.json+kivi", "must stand alone"),
+        ("tuned:name=a.json", "must be among file, length"),
+        ("tuned:file=a.json:length=0", "at least 1 token"),
+    ]:
+        with pytest.raises(KVPolicyError, match=message):
+            Policy.parse(spec)
+    with pytest.raises(KVPolicyError, match="must be readable"):
+        kvpolicy.attach(model, f"tuned:file={tmp_path}/none.json@0.1")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(KVPolicyError, match="must be JSON"):
+        kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(KVPolicyError, match="must hold curves or layers"):
+        kvpolicy.attach(model, f"tuned:file={tmp_path}/bad.json@0.1")
+    with pytest.raises(KVPolicyError, match="asked after it is attached"):
+        _ = Policy.parse("tuned:file=a.json").decode
+    small = Policy.by_layer(["h2o@0.5"] * 2, budget=0.01)
+    with pytest.raises(KVPolicyError, match="must be at least 0"):
+        kvpolicy.plan(model.config, small, prompt=40)
+
+
+@product("seed", range(60), sample=[(seed,) for seed in range(15)])
+def test_random_divisions(seed: int) -> None:
+    """Any shares and lengths, with the bytes of plans: the budget is met, and no larger factor would meet it."""
+    dice = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high + 1, (), generator=dice))  # noqa: E731
+    shape = LayerShape(2, 8, torch.float32)
+    layers = draw(1, 4)
+    pool = [
+        "h2o",
+        "snapkv",
+        "streaming+kivi:group_size=4:residual_length=4",
+        "tova+tokenwise:bits=4",
+        "uniform/adakv+h2o",
+    ]
+    shares = [str(draw(1, 100) / 100) for _ in range(layers)]
+    specs = [f"{pool[draw(0, len(pool) - 1)]}@{share}" for share in shares]
+    length = draw(60, 150)
+    end = length + draw(0, 20)
+    policy = Policy.by_layer(specs, budget=draw(40, 95) / 100)
+    prompt, ends = torch.tensor([length]), torch.tensor([end])
+
+    def nbytes(keep: list[int]) -> int:
+        own = [Policy.parse(spec).with_budget(count) for spec, count in zip(specs, keep, strict=True)]
+        return sum(_planned(one, shape, index, length, end) for index, one in enumerate(own))
+
+    full = layers * shape.token_nbytes * end
+    limit = int(float(policy.budget) * full + 1e-9)
+    try:
+        tokens = divide(policy, None, prompt, ends, [shape] * layers)
+    except KVPolicyError:
+        assert nbytes([policy.at(index).min_tokens for index in range(layers)]) > limit
+        return
+    floors = [policy.at(index).min_tokens for index in range(layers)]
+    assert tokens.keep[0].tolist() == tokens_that_fit(shares, floors, end, nbytes, limit)
+
+
+@functools.cache
+def _planned(policy: Policy, shape: LayerShape, layer_idx: int, length: int, end: int) -> int:
+    """Bytes of one layer under an ordinary policy."""
+    from kvpolicy.planning.layer_plans import plan_layers
+
+    tokens = divide(policy, None, torch.tensor([length]), torch.tensor([end]), [shape])
+    size = sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
+    return size - (8 if layer_idx else 0)  # the mask digest is in the first layer of a cache alone
