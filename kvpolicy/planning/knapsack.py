@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+UNITS = 4096
+"""Parts of the limit in which costs are counted by dynamic programming."""
+
 
 class Option(NamedTuple):
     """What may be chosen for an item.
@@ -21,9 +27,8 @@ class Option(NamedTuple):
 def choose(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
     """Choose one option for each item.
 
-    The lower convex hull of each item's options is walked in the order of the loss that a unit of cost saves. Up to
-    the first step that does not fit, that is the optimum of the Lagrangian relaxation, so that the loss is within one
-    step of one item of the smallest possible. What is left of the limit goes to the single exchanges that save most.
+    Two ways, of which the better one counts: by the lower convex hulls, and by dynamic programming over `UNITS` parts
+    of the limit. Both then exchange single options while that saves something.
 
     Args:
         items: The options of each item.
@@ -37,9 +42,57 @@ def choose(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
         >>> choose(items, 5), choose(items, 3), choose(items, 1)
         ([1, 1], [0, 1], None)
     """
+    if not items:
+        return []
+    first = _by_hulls(items, limit)
+    if first is None:
+        return None
+    found = [_fill(items, chosen, limit) for chosen in (first, _by_units(items, limit)) if chosen is not None]
+    return min(found, key=lambda chosen: _total(items, chosen).loss)
+
+
+def _total(items: Sequence[Sequence[Option]], chosen: Sequence[int]) -> Option:
+    options = [item[index] for item, index in zip(items, chosen, strict=True)]
+    return Option(sum(option.cost for option in options), sum(option.loss for option in options))
+
+
+def _by_units(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
+    """The optimum for costs that are rounded up to parts of the limit; None if nothing fits then."""
+    unit = max(-(-limit // UNITS), 1)
+    size = limit // unit + 1
+    least = torch.zeros(size, dtype=torch.float64)
+    picks: list[Tensor] = []
+    for options in items:
+        after = torch.full_like(least, torch.inf)
+        pick = torch.zeros(size, dtype=torch.int64)
+        for index, option in enumerate(options):
+            cost = -(-option.cost // unit)
+            if cost >= size:
+                continue
+            losses = least[: size - cost] + option.loss
+            better = losses < after[cost:]
+            after[cost:][better] = losses[better]
+            pick[cost:][better] = index
+        picks.append(pick)
+        least = after
+    at = size - 1
+    if not bool(least[at].isfinite()):
+        return None
+    chosen: list[int] = []
+    for options, pick in zip(reversed(items), reversed(picks), strict=True):
+        chosen.append(int(pick[at]))
+        at -= -(-options[chosen[-1]].cost // unit)
+    return chosen[::-1]
+
+
+def _by_hulls(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
+    """The steps of all lower convex hulls in the order of the loss that a unit of cost saves.
+
+    Up to the first step that does not fit, that is the optimum of the Lagrangian relaxation.
+    """
     hulls = [_hull(options) for options in items]
     chosen = [hull[0] for hull in hulls]
-    left = limit - sum(options[index].cost for options, index in zip(items, chosen, strict=True))
+    left = limit - _total(items, chosen).cost
     if left < 0:
         return None
     steps: list[tuple[float, int, int]] = []
@@ -55,7 +108,7 @@ def choose(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None:
             continue
         left -= cost
         chosen[number] = hulls[number][at]
-    return _fill(items, chosen, left)
+    return chosen
 
 
 def _hull(options: Sequence[Option]) -> list[int]:
@@ -78,8 +131,10 @@ def _saving(cheap: Option, dear: Option) -> float:
     return (cheap.loss - dear.loss) / (dear.cost - cheap.cost) if dear.cost > cheap.cost else float("inf")
 
 
-def _fill(items: Sequence[Sequence[Option]], chosen: list[int], left: int) -> list[int]:
+def _fill(items: Sequence[Sequence[Option]], chosen: Sequence[int], limit: int) -> list[int]:
     """Exchange one option after another while one fits that saves something, the best first."""
+    chosen = list(chosen)
+    left = limit - _total(items, chosen).cost
     while True:
         best: tuple[float, int, int] | None = None
         for number, options in enumerate(items):

@@ -38,6 +38,20 @@ class Choice(NamedTuple):
     loss: float
 
 
+class Reason(NamedTuple):
+    """Why a layer holds what it does.
+
+    Attributes:
+        loss: The distortion of its choice.
+        half: The least distortion of any choice of half of its bytes or less; None if there is none.
+        double: The least distortion of any choice of twice its bytes or less.
+    """
+
+    loss: float
+    half: float | None
+    double: float
+
+
 def resolve(
     policy: Policy, model: ModelInfo, shape: LayerShape, whole: LayerShape, unmanaged_nbytes: Callable[[int], int]
 ) -> Policy:
@@ -136,6 +150,27 @@ def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int |
     return best[1]
 
 
+def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Sequence[Policy]) -> list[Reason]:
+    """What each layer's choice does, beside what half and twice of its bytes would do.
+
+    Args:
+        curves: The curves.
+        shape: Shape of a layer.
+        prompt: Tokens of a prompt.
+        new: Tokens that follow.
+        chosen: The policy of each measured layer, as `solve` returns it.
+    """
+    found: list[Reason] = []
+    for number, policy in enumerate(chosen):
+        group = next(group for group in _groups(curves) if _kind(curves.candidates[group[0]]) == _kind(policy))
+        choices = options(curves, number, group, shape, prompt, new)
+        own = next(choice for choice in choices if choice.policy == policy)
+        half = min((choice.loss for choice in choices if choice.nbytes <= own.nbytes // 2), default=None)
+        double = min(choice.loss for choice in choices if choice.nbytes <= own.nbytes * 2)
+        found.append(Reason(own.loss, half, double))
+    return found
+
+
 def options(
     curves: Curves, number: int, group: Sequence[int], shape: LayerShape, prompt: int, new: int
 ) -> list[Choice]:
@@ -193,5 +228,10 @@ def _groups(curves: Curves) -> list[list[int]]:
     """Candidates that may stand in layers of one policy."""
     groups: dict[object, list[int]] = {}
     for index, candidate in enumerate(curves.candidates):
-        groups.setdefault((candidate.decode, candidate.replay), []).append(index)
+        groups.setdefault(_kind(candidate), []).append(index)
     return list(groups.values())
+
+
+def _kind(policy: Policy) -> object:
+    """What all layers of a policy must have in common."""
+    return policy.decode, policy.replay

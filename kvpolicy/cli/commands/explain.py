@@ -36,15 +36,21 @@ def explain(
     Only the config of the model is read.
     """
     from kvpolicy.cli.explanation import Case
+    from kvpolicy.cli.explanation_by_layer import facts_by_layer, render_by_layer
     from kvpolicy.hf.embedded import config_of
     from kvpolicy.hf.model_spec import describe
+    from kvpolicy.policy import LayeredPolicy
 
     parsed = _parse(policy)
     cache_dtype = dtype_of(dtype)
     config = config_of(model)
     planned = kvpolicy.plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=cache_dtype)
-    case = Case(parsed, planned, describe(config, cache_dtype), prompt, new, batch)
     facts = {"policy": str(parsed), "model": model, "dtype": dtype, "batch": batch, "prompt": prompt, "new": new}
+    if isinstance(planned.policy, LayeredPolicy):
+        facts |= facts_by_layer(parsed, planned, describe(config, cache_dtype))
+        print(as_json("explain", facts) if json else render_by_layer(facts))
+        return
+    case = Case(parsed, planned, describe(config, cache_dtype), prompt, new, batch)
     facts |= _facts(case)
     print(as_json("explain", facts) if json else _render(facts))
 

@@ -1,0 +1,156 @@
+"""A policy by layer from curves: the least distortion for the bytes, within the budget, of the right model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import KVPolicyError, Policy
+from kvpolicy.hf.identity import identity
+from kvpolicy.planning.curves import Curves, load_tuned, save_curves
+from kvpolicy.planning.tuned import byte_limit, options, reasons, solve
+from kvpolicy.policy import LayeredPolicy
+from kvpolicy.protocols import LayerShape
+from tests.conformance.models import build
+from tests.reference.knapsack import least_loss
+
+SHARES = (0.1, 0.2, 0.4, 0.7, 1.0)
+FORMS = ("h2o", "window+tokenwise:bits=4:group_size=4:residual_length=4:block_size=4", "uniform/adakv+h2o")
+SHAPE = LayerShape(2, 8, torch.float32)
+
+
+def draw_curves(seed: int, layers: int = 3, model: Any = None, forms: tuple[str, ...] = FORMS) -> Curves:
+    """Distortions that fall with the share, at another rate in each layer."""
+    dice = Random(seed)
+    candidates = tuple(Policy.parse(f"{form}@{share}") for form in forms for share in SHARES)
+    table: list[list[float | None]] = []
+    for _ in range(layers):
+        scale, rate = 10 ** dice.uniform(-2, 1), dice.uniform(1, 6)
+        rough = [0.0 if "tokenwise" not in form else 0.02 * scale for form in forms]
+        worth = [dice.uniform(0.7, 1.4) for _ in forms]
+        table.append(
+            [
+                rough[number] + scale * worth[number] * math.exp(-rate * share) * (share < 1)
+                for number in range(len(forms))
+                for share in SHARES
+            ]
+        )
+    given = (
+        {"layers": layers, "heads": SHAPE.heads, "head_dim": SHAPE.head_dim, "weights": None}
+        if model is None
+        else model
+    )
+    text = {"sha256": "of a test", "windows": 2, "prompt": 60.0, "new": 8.0}
+    return Curves(given, text, "output", tuple(range(layers)), layers, candidates, table, table)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_within_one_percent_of_the_optimum(seed: int) -> None:
+    curves = draw_curves(seed)
+    for share in (0.15, 0.3, 0.5):
+        limit = byte_limit(Policy.parse(f"h2o@{share}"), SHAPE, 3, 68)
+        assert limit is not None
+        everything = list(range(len(curves.candidates)))
+        items = [options(curves, number, everything, SHAPE, 60, 8) for number in range(3)]
+        best = least_loss([[(choice.nbytes, choice.loss) for choice in choices] for choices in items], limit)
+        chosen = solve(curves, SHAPE, 60, 8, limit)
+        found = [next(c for c in choices if c.policy == policy) for choices, policy in zip(items, chosen, strict=True)]
+        assert best is not None and sum(choice.nbytes for choice in found) <= limit
+        assert best - 1e-12 <= sum(choice.loss for choice in found) <= 1.01 * best
+
+
+@pytest.mark.parametrize("budget", ["0.15", "0.4", "1.0", "12", "9000B"])
+@pytest.mark.parametrize("length", [68, 40, 200])
+def test_bytes_of_a_cache_are_within_the_budget(budget: str, length: int, tmp_path: Path) -> None:
+    """Of texts as long as those it was tuned on, and of others."""
+    model = build("llama", layers=3)
+    save_curves(tmp_path / "plan.json", draw_curves(1, model=identity(model)))
+    spec = f"tuned:file={tmp_path}/plan.json@{budget}"
+    with kvpolicy.attach(model, spec) as handle, torch.no_grad():
+        cache = kvpolicy.PolicyCache(model, new=8)
+        model(torch.arange(length - 8)[None] % 40, past_key_values=cache)
+        token = 2 * 3 * cache.policy_layers[0].store.heads * model.config.head_dim * 4
+        limit = {"0.15": 0.15 * token * length, "0.4": 0.4 * token * length, "12": token * 12, "9000B": 9000}.get(
+            budget
+        )
+        assert isinstance(handle.policy, LayeredPolicy) and str(handle.policy) == spec
+        if limit is None:
+            assert all(bool((layer.head_positions >= 0).sum(-1).eq(length - 8).all()) for layer in cache.policy_layers)
+        else:
+            assert cache.nbytes <= limit
+            assert cache.nbytes >= 0.8 * min(limit, token * (length - 8)), "much is left"
+    planned = kvpolicy.plan(model.config, spec, prompt=length - 8, new=8, dtype=torch.float32)
+    assert planned.nbytes == cache.nbytes and planned.policy == handle.policy
+
+
+def test_the_layer_that_loses_more_gets_more() -> None:
+    curves = draw_curves(3, forms=("h2o",))
+    steep = [[(10.0 if layer == 1 else 0.1) * (1 - share) for share in SHARES] for layer in range(3)]
+    chosen = solve(curves._replace(distortion=steep), SHAPE, 60, 8, 3 * SHAPE.token_nbytes * 30)
+    shares = [float(policy.budget) for policy in chosen]
+    assert shares[1] == 1.0 and max(shares[0], shares[2]) < 0.5
+    why = reasons(curves._replace(distortion=steep), SHAPE, 60, 8, chosen)
+    assert why[1].loss == 0 and why[1].half is not None and why[1].half > why[0].loss
+
+
+def test_what_cannot_be_mixed_is_solved_by_itself() -> None:
+    """Selectors that replay, and caches that grow, stand in all layers or in none."""
+    forms = ("h2o", "kvzip:chunk=7:sinks=2", "h2o:decode=grow")
+    for best in range(3):
+        curves = draw_curves(0, forms=forms)
+        table = [[1.0 * (number // 5 != best) + 1 - SHARES[number % 5] for number in range(15)]] * 3
+        chosen = solve(curves._replace(distortion=table), SHAPE, 60, 8, 3 * SHAPE.token_nbytes * 40)
+        assert {str(policy).partition("@")[0] for policy in chosen} == {forms[best]}
+        Policy.by_layer(chosen, budget=0.5)
+
+
+def test_candidates_without_a_measurement_are_not_chosen() -> None:
+    curves = draw_curves(0, forms=("h2o", "window"))
+    table: list[list[float | None]] = [[None] * 5 + [1 - share for share in SHARES]] * 3
+    chosen = solve(curves._replace(distortion=table), SHAPE, 60, 8, 3 * SHAPE.token_nbytes * 40)
+    assert all("window" in str(policy) for policy in chosen)
+
+
+def test_refused(tmp_path: Path) -> None:
+    model = build("llama", layers=3)
+    file = tmp_path / "plan.json"
+    save_curves(file, draw_curves(1, model=identity(model)))
+    assert load_tuned(str(file)) == draw_curves(1, model=identity(model))
+    with pytest.raises(KVPolicyError, match="must fit a text of 60 and 8 tokens, got 500 bytes, which is less than"):
+        kvpolicy.attach(model, f"tuned:file={file}@500B")
+    with pytest.raises(KVPolicyError, match="must be for this model, got one that was made for another model"):
+        kvpolicy.attach(build("qwen2", layers=3), f"tuned:file={file}@0.5")
+    with pytest.raises(KVPolicyError, match="with 3 layers instead of 2"):
+        kvpolicy.attach(build("llama", layers=2), f"tuned:file={file}@0.5")
+    content = json.loads(file.read_text())
+    for name, value, message in [
+        ("candidates", [], "whole curves"),
+        ("distortion", [[1.0]], "whole curves"),
+        ("text", {}, "whole curves"),
+        ("format", 99, "format 1 or older"),
+        ("layers", None, "curves or layers"),
+    ]:
+        file.write_text(json.dumps(content | {name: value}))
+        with pytest.raises(KVPolicyError, match=message):
+            kvpolicy.attach(model, f"tuned:file={file}@0.5")
+    assert not kvpolicy.hf.attachment.attachments.get(model)  # pyright: ignore
+
+
+def test_length_is_that_of_the_texts_or_as_given(tmp_path: Path) -> None:
+    """A budget in bytes is a larger share of a shorter text."""
+    model = build("llama", layers=3)
+    save_curves(tmp_path / "plan.json", draw_curves(2, model=identity(model)))
+    found = [
+        kvpolicy.plan(model.config, f"tuned:file={tmp_path}/plan.json{length}@9000B", prompt=60, new=8).policy
+        for length in ("", ":length=68", ":length=300")
+    ]
+    assert found[0] == found[1] and found[0] != found[2]
+    assert dataclasses.is_dataclass(found[0].at(0))
