@@ -1,0 +1,189 @@
+"""How a policy does on windows, measured as it runs: a compressed prompt, and an answer decoded behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.tuning.windows import Window
+
+
+class Score(NamedTuple):
+    """What a policy does to a model's predictions, by window.
+
+    Attributes:
+        kl: Kullback-Leibler divergence of the full cache's predictions from the policy's, in nats, averaged over the
+            predictions that the tokens behind the prompt make, [W] fp64.
+        top1: Share of these predictions whose most probable token is the full cache's, [W] fp64.
+        correct: 1.0 if greedy decoding gives every token of the answer, else 0.0, [W] fp64.
+        nbytes: Bytes that the cache holds after the prompt, averaged over the windows.
+    """
+
+    kl: Tensor
+    top1: Tensor
+    correct: Tensor
+    nbytes: float
+
+    def __str__(self) -> str:
+        """Means over the windows, in one line."""
+        return (
+            f"{float(self.correct.mean()):.1%} answered, KL {float(self.kl.mean()):.4f} nats, same token "
+            f"{float(self.top1.mean()):.1%}, {self.nbytes:,.0f} bytes"
+        )
+
+
+def score(
+    model: nn.Module,
+    windows: Sequence[Window],
+    policy: Policy | str,
+    *,
+    share: float | None = None,
+    reference: Sequence[Tensor] | None = None,
+) -> Score:
+    """Run windows through a model under a policy, each in a cache of its own.
+
+    The prompt is compressed at its end. A question is then given at once, and the answer token by token, so that
+    eviction, codecs and readers act as in generation. The first token of an answer without a question is predicted from
+    the whole prompt: it counts for `correct` alone, and no policy changes it.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: The windows.
+        policy: The policy or its spec.
+        share: The budget as a share of the full cache's bytes, see `share_bytes`; that of the policy by default.
+        reference: What `reference_logits` returns for these windows; computed if it is not given.
+
+    Raises:
+        KVPolicyError: If the policy cannot run on a window, such as with too small a budget; if predictions are NaN; or
+            if there are no windows.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 60), torch.arange(3, 9))
+        >>> model, _ = kvpolicy.tiny()
+        >>> full, few = (score(model, [window], policy) for policy in ("full", "window@0.1"))
+        >>> bool(full.kl < 1e-6), bool(few.kl > full.kl), few.nbytes < full.nbytes
+        (True, True, True)
+    """
+    check_windows(windows, reference)
+    policy = Policy.of(policy)
+    reference = reference_logits(model, windows) if reference is None else reference
+    sized = [policy if share is None else at_bytes(policy, share_bytes(model, window, share)) for window in windows]
+    rows: list[tuple[float, float, float, int]] = []
+    with eval_mode(model), torch.inference_mode(), attach(model, sized[0]):
+        for window, each, full in zip(windows, sized, reference, strict=True):
+            logits, nbytes = _decode(model, window, each)
+            rows.append((*_compare(logits, full, window), nbytes))
+    kl, top1, correct, nbytes = torch.tensor(rows, dtype=torch.float64).T
+    if kl.isnan().any():
+        raise KVPolicyError(
+            f"Predictions must be finite, got NaN in window {int(kl.isnan().nonzero()[0])} under {policy}; try loading "
+            "the model in bf16 or fp32."
+        )
+    return Score(kl, top1, correct, float(nbytes.mean()))
+
+
+def reference_logits(model: nn.Module, windows: Sequence[Window]) -> list[Tensor]:
+    """The full cache's logits from the last token of each prompt on, to be shared between policies.
+
+    Returns:
+        One tensor a window, [1 + Q + M, V] on the CPU in the model's dtype: V may be large, so that many long answers
+        take much memory.
+    """
+    found: list[Tensor] = []
+    with eval_mode(model), torch.inference_mode():
+        for window in windows:
+            ids = torch.cat([window.prompt, window.follow])
+            found.append(_logits(model, ids, 1 + len(window.follow), use_cache=False).cpu())
+    return found
+
+
+def check_windows(windows: Sequence[Window], reference: Sequence[Tensor] | None) -> None:
+    """Refuse no windows, and a reference of other ones.
+
+    Raises:
+        KVPolicyError: If it is so.
+    """
+    if not windows:
+        raise KVPolicyError("There must be windows to score a policy on, got none; try a longer text.")
+    sizes = None if reference is None else [len(logits) for logits in reference]
+    if sizes is not None and sizes != [1 + len(window.follow) for window in windows]:
+        raise KVPolicyError(
+            "The reference must be of the same windows, got one of other lengths; try reference_logits(model, windows)."
+        )
+
+
+def at_bytes(policy: Policy | str, nbytes: int) -> Policy:
+    """The same policy with a budget in bytes.
+
+    Raises:
+        KVPolicyError: If the policy has no selector, so that nothing can be left out.
+
+    Examples:
+        >>> str(at_bytes("snapkv+kivi:bits=4@0.1", 4096))
+        'snapkv+kivi:bits=4@4096B'
+    """
+    return dataclasses.replace(Policy.of(policy), budget=f"{nbytes}B")
+
+
+def share_bytes(model: nn.Module, window: Window, share: float) -> int:
+    """The bytes that are a share of what the full cache holds of a window, answer included.
+
+    The share is of the layers under a policy. Layers with a sliding window come on top with all that they hold, as a
+    budget in bytes includes them.
+
+    Args:
+        model: The model.
+        window: The window.
+        share: The share, in (0, 1].
+
+    Raises:
+        KVPolicyError: If the share is out of range, or the model is not supported.
+    """
+    if not 0 < share <= 1:
+        raise KVPolicyError(f"The share of the full cache's bytes must be in (0, 1], got {share}; try 0.1.")
+    config: Any = model.config
+    shape = describe(config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
+    tokens = len(window.prompt) + len(window.follow)
+    full = tokens * len(shape.evictable) * shape.token_bytes()
+    return int(share * full) + sum(shape.unmanaged_bytes(1, tokens).values())
+
+
+def _decode(model: nn.Module, window: Window, policy: Policy) -> tuple[Tensor, int]:
+    """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
+    cache = PolicyCache(model, policy, new=len(window.follow))
+    parts = [_logits(model, window.prompt, 1, past_key_values=cache)]
+    nbytes = cache.nbytes
+    if len(window.question):
+        parts.append(_logits(model, window.question, len(window.question), past_key_values=cache))
+    parts += [_logits(model, token, 1, past_key_values=cache) for token in window.answer.split(1)]
+    return torch.cat(parts), nbytes
+
+
+def _logits(model: Any, ids: Tensor, count: int, **kwargs: Any) -> Tensor:
+    """Logits behind the last `count` of some tokens, [count, V]."""
+    keeps = getattr(model, "_supports_logits_to_keep", None)
+    given = {"logits_to_keep": count} if keeps is not None and keeps() else {}
+    device = next(model.parameters()).device
+    return model(ids[None].to(device), **given, **kwargs).logits[0, -count:]
+
+
+def _compare(logits: Tensor, full: Tensor, window: Window) -> tuple[float, float, float]:
+    """Divergence, agreement and whether the answer is right."""
+    ours, theirs = logits[1:].double().log_softmax(-1), full[1:].to(logits.device).double().log_softmax(-1)
+    # A token that the full cache rules out, with -inf, adds nothing.
+    terms = torch.where(theirs.isneginf(), 0.0, theirs.exp() * (theirs - ours))
+    same = ours.argmax(-1) == theirs.argmax(-1)
+    predicted = logits[len(window.question) : -1].argmax(-1)
+    right = bool((predicted.cpu() == window.answer).all())
+    return float(terms.sum(-1).mean()), float(same.double().mean()), float(right)

@@ -1,0 +1,125 @@
+"""Ordinary policies at the same bytes, which a policy found by tuning has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.tuning.evidence import Score, check_windows, reference_logits, score, share_bytes
+from kvpolicy.tuning.windows import Window
+
+_SELECTORS = ("window", "streaming", "h2o", "snapkv", "tova", "expected", "keydiff", "kvzip", "kvcrush/snapkv")
+_CODECS = ("", "+tokenwise:bits=4", "+kivi:bits=2")
+_DIVIDED = {
+    "": ("squeeze+snapkv", "squeeze+kvzip", "pyramid+snapkv", "uniform/adakv+snapkv", "uniform/adakv+kvzip"),
+    "+tokenwise:bits=4": (
+        "squeeze+h2o",
+        "squeeze+snapkv",
+        "squeeze+keydiff",
+        "squeeze+kvzip",
+        "squeeze+kvcrush/snapkv",
+        "pyramid+snapkv",
+        "pyramid+kvzip",
+        "uniform/adakv+snapkv",
+        "uniform/adakv+kvzip",
+        "squeeze/adakv+kvzip",
+    ),
+    "+kivi:bits=2": ("squeeze+snapkv", "squeeze+keydiff", "squeeze+kvzip", "pyramid+snapkv"),
+    "+tokenwise:bits=8": ("snapkv", "squeeze+kvzip"),
+}
+"""Budgets that differ by layer or head, by codec; and one with which large budgets keep everything almost exactly."""
+
+
+class Rival(NamedTuple):
+    """An ordinary policy at a budget.
+
+    Attributes:
+        spec: The policy without its budget.
+        score: How it did; None if it cannot run.
+        reason: Why it cannot; empty if it can.
+    """
+
+    spec: str
+    score: Score | None
+    reason: str = ""
+
+
+class BestRival(NamedTuple):
+    """The best of some policies.
+
+    Attributes:
+        spec: The policy without its budget.
+        score: How it did.
+        table: All policies, the best first, and those that cannot run last.
+    """
+
+    spec: str
+    score: Score
+    table: tuple[Rival, ...]
+
+
+def rivals() -> tuple[str, ...]:
+    """Specs of ordinary policies, without budgets: selectors and allocators, plain and with codecs.
+
+    Examples:
+        >>> len(rivals()), rivals()[:3]
+        (48, ('window', 'window+tokenwise:bits=4', 'window+kivi:bits=2'))
+    """
+    alone = [base + codec for base in _SELECTORS for codec in _CODECS]
+    return (*alone, *(base + codec for codec, bases in _DIVIDED.items() for base in bases))
+
+
+def best_rival(
+    model: nn.Module,
+    windows: Sequence[Window],
+    share: float,
+    *,
+    specs: Sequence[str] | None = None,
+    reference: Sequence[Tensor] | None = None,
+    progress: bool = False,
+) -> BestRival:
+    """Score policies at the same bytes; the best has the most correct answers, then the lowest divergence.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: The windows.
+        share: Bytes of each window's cache, as a share of the full cache's; see `share_bytes`.
+        specs: The policies; `rivals()` by default. A budget that they have is not used.
+        reference: What `reference_logits` returns for these windows; computed if it is not given.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The best one and all. A policy that cannot run on some window, such as one whose smallest cache takes more
+        bytes, is in the table with the reason.
+
+    Raises:
+        KVPolicyError: If no policy can run, a spec is not valid, or the share is out of range.
+    """
+    # What is wrong with any policy is the caller's mistake, and no reason to leave out all of them.
+    check_windows(windows, reference)
+    share_bytes(model, windows[0], share)
+    reference = reference_logits(model, windows) if reference is None else reference
+    specs = rivals() if specs is None else specs
+    table: list[Rival] = []
+    for spec in tqdm(specs, desc="ordinary policies", disable=not progress):
+        Policy.parse(spec)
+        try:
+            table.append(Rival(spec, score(model, windows, spec, share=share, reference=reference)))
+        except KVPolicyError as error:
+            table.append(Rival(spec, None, str(error)))
+    table.sort(key=_rank)  # stable: of equal ones the first given is the best
+    if not table or table[0].score is None:
+        why = table[0].reason if table else "none was given"
+        raise KVPolicyError(f"At least one policy must run at {share:.1%} of the full cache's bytes, got none: {why}")
+    return BestRival(table[0].spec, table[0].score, tuple(table))
+
+
+def _rank(rival: Rival) -> tuple[bool, float, float]:
+    if rival.score is None:
+        return True, 0.0, 0.0
+    return False, -float(rival.score.correct.mean()), float(rival.score.kl.mean())
