@@ -80,7 +80,7 @@ def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparis
         KVPolicyError: If there are fewer than two windows, or the scores are of different numbers of them.
 
     Examples:
-        >>> x = torch.arange(40) / 40
+        >>> x = torch.arange(40) / 64
         >>> a, b = Score(x, x, x, 9.0), Score(x + 0.5, x, x, 9.0)
         >>> compare(a, b).kl, compare(a, b).verdict
         (Difference(mean=-0.5, low=-0.5, high=-0.5), 'better')
@@ -95,7 +95,7 @@ def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparis
     draws = check_size("draws", draws, 1)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(count, (draws, count), generator=generator)
-    kl, top1, correct = (_difference(x - y, drawn) for x, y in zip(a[:3], b[:3], strict=True))
+    kl, top1, correct = (_difference(x.double() - y.double(), drawn) for x, y in zip(a[:3], b[:3], strict=True))
     return Comparison(kl, top1, correct, count)
 
 
@@ -129,7 +129,6 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
 
 def _difference(values: Tensor, drawn: Tensor) -> Difference:
     """The mean of differences [W], and its interval over draws of their indices [draws, W]."""
-    values = values.double()
     means = values[drawn].mean(1)
     low, high = means.quantile(torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)).tolist()
     return Difference(float(values.mean()), low, high)

@@ -37,7 +37,7 @@ def windows(names: Sequence[str], mode: str, n: int, seed: int, length: int) -> 
     Examples:
         >>> (line,) = windows(["few_shot"], "inside", 1, 0, 512)
         >>> line["prompt"][-6:], line["question"], line["answer"]
-        ('?horse', ':', 'X')
+        ('?salad', ':', 'D')
     """
     made: list[dict[str, str]] = []
     for name in names:
