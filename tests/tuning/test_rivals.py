@@ -49,13 +49,17 @@ def test_the_best_has_the_most_right_answers_and_then_the_lowest_divergence() ->
 
 
 def test_right_answers_count_before_divergence(monkeypatch: pytest.MonkeyPatch) -> None:
+    references: list[object] = []
+
     def made(model: object, windows: object, spec: str, **given: object) -> Score:
+        references.append(given["reference"])
         kl, correct = {"window": (0.1, 0.5), "h2o": (0.9, 1.0), "snapkv": (0.3, 1.0), "tova": (0.3, 1.0)}[spec]
         return Score(torch.tensor([kl]), torch.ones(1), torch.tensor([correct]), 1.0)
 
     monkeypatch.setattr("kvpolicy.tuning.rivals.score", made)
     found = best_rival(MODEL, [window(0, 9)], 0.5, specs=["window", "h2o", "snapkv", "tova"])
     assert [rival.spec for rival in found.table] == ["snapkv", "tova", "h2o", "window"]
+    assert references[0] is not None and all(each is references[0] for each in references), "computed once"
 
 
 def test_a_policy_that_needs_more_bytes_is_left_out() -> None:
