@@ -20,6 +20,7 @@ from kvpolicy.cli.commands.list import list_
 from kvpolicy.cli.commands.plan import plan
 from kvpolicy.cli.commands.serve import serve
 from kvpolicy.cli.commands.tiny import tiny
+from kvpolicy.cli.commands.tune import tune
 from kvpolicy.cli.errors import sentence
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "generate": generate,
     "inspect": inspect,
+    "tune": tune,
     "bench": bench,
     "serve": serve,
     "tiny": tiny,
@@ -53,7 +55,7 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(
-    epilog="All commands except calibrate use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to print the "
+    epilog="All commands except calibrate and tune use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to print the "
     "traceback of an error."
 )
 def _top(  # pyright: ignore[reportUnusedFunction]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -133,7 +132,7 @@ def at_bytes(policy: Policy | str, nbytes: int) -> Policy:
         >>> str(at_bytes("snapkv+kivi:bits=4@0.1", 4096))
         'snapkv+kivi:bits=4@4096B'
     """
-    return dataclasses.replace(Policy.of(policy), budget=f"{nbytes}B")
+    return Policy.of(policy).with_budget(f"{nbytes}B")
 
 
 def share_bytes(model: nn.Module, window: Window, share: float) -> int:

@@ -1,0 +1,172 @@
+"""`kvpolicy tune`: measure what candidates do to each layer of a model, and find a policy by layer for a budget."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvpolicy.cli.arguments import Device, Json
+from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.formatting import as_json, counted, paragraph, table
+from kvpolicy.spec.errors import KVPolicyError
+
+
+def tune(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+        ),
+    ],
+    text: Annotated[
+        str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
+    ],
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="JSON file to write.")],
+    budget: Annotated[
+        str, typer.Option(metavar="BUDGET", help="Fraction of the full cache's bytes, tokens, or bytes, such as 0.1.")
+    ] = "0.1",
+    measure: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="output: error of the attention output, weighted by layer; kl: of the predictions."
+        ),
+    ] = "output",
+    policies: Annotated[
+        list[str] | None,
+        typer.Option("--policy", metavar="POLICY", help="Parts to choose from; repeat it. By default a small grid."),
+    ] = None,
+    shares: Annotated[str, typer.Option(metavar="FLOATS", help="Fractions of the prompt to measure each at.")] = "",
+    prompt: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt.")] = 0,
+    answer: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows.")] = 0,
+    windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
+    held_out: Annotated[
+        float, typer.Option(metavar="FLOAT", help="Share of the texts that is kept to compare with ordinary policies.")
+    ] = 0.25,
+    rivals: Annotated[
+        list[str] | None,
+        typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 48."),
+    ] = None,
+    no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not compare with ordinary policies.")] = False,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
+    ] = "auto",
+    device: Device = "",
+    seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")] = False,
+    json: Json = False,
+) -> None:
+    """Find a policy for each layer by what it does to the model on your text.
+
+    To resume an interrupted run, run the same command again. The file serves any budget: tuned:file=FILE@BUDGET.
+    """
+    from kvpolicy.spec.budget import format_budget, parse_budget
+    from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
+    from kvpolicy.tuning.proof import prove, quoted
+    from kvpolicy.tuning.tune import estimate
+    from kvpolicy.tuning.tune import tune as run
+    from kvpolicy.tuning.windows import read_windows, split
+
+    wanted = parse_budget(budget)
+    grid = make_grid(policies or PARTS, _floats(shares) or SHARES)
+    if measure not in ("output", "kl"):
+        raise KVPolicyError(f"--measure must be output or kl, got {measure!r}; try output.")
+    loaded, tokenizer = _load(model, dtype, device)
+    found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
+    tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
+    seconds = estimate(loaded, tuning, grid, measure)  # pyright: ignore[reportArgumentType]
+    _say(
+        f"Measuring {counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}: about "
+        f"{_duration(seconds)}.",
+        quiet,
+    )
+    bar = None if quiet else _Bar()
+    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar)  # pyright: ignore
+    spec = f"tuned:file={quoted(out)}@{format_budget(wanted)}"
+    evidence: dict[str, Any] | None = None
+    if not no_evidence:
+        evidence = prove(loaded, out, wanted, tuning, others, specs=rivals, progress=not quiet)
+    facts = {
+        "file": out,
+        "policy": spec,
+        "texts": {"tuned": len(tuning), "held_out": len(others)},
+        "candidates": len(curves.candidates),
+        "measure": measure,
+        "evidence": evidence,
+    }
+    print(as_json("tune", facts) if json else _render(facts))
+
+
+def _load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    from kvpolicy.cli.model_loading import load
+
+    loaded, tokenizer = load(model, dtype, device)
+    if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
+        loaded = loaded.float()
+    return loaded, tokenizer
+
+
+def _floats(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise KVPolicyError(f"--shares must be fractions, got {text!r}; try 0.05,0.1,0.2.") from None
+    return found
+
+
+def _render(facts: dict[str, Any]) -> str:
+    lines = [paragraph(f"Wrote {facts['file']}. Use it with {facts['policy']}, or any other budget.")]
+    evidence = facts["evidence"]
+    if evidence is not None:
+        rows = [("", "answered", "same token", "KL", "bytes")]
+        for name, key in (("tuned", "tuned"), (evidence["rival"], "ordinary")):
+            found = evidence[key]
+            rows.append(
+                (
+                    name,
+                    f"{found['correct']:.1%}",
+                    f"{found['top1']:.1%}",
+                    f"{found['kl']:.4f}",
+                    f"{found['nbytes']:,.0f}",
+                )
+            )
+        lines += [
+            "",
+            paragraph(
+                f"On {counted(evidence['windows'], 'text')} that were held out, beside the best of "
+                f"{evidence['rivals']} ordinary policies at the same bytes on the texts that were tuned on:"
+            ),
+            "",
+            table(rows),
+            "",
+            paragraph(evidence["verdict"]),
+        ]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{max(round(seconds), 1)} s" if seconds < 90 else f"{minutes} min"
+
+
+def _say(text: str, quiet: bool) -> None:
+    """To standard error, so that standard output has the result alone."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """A progress bar over texts."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def __call__(self, done: int, total: int) -> None:
+        from tqdm.auto import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, desc="texts")
+        self._bar.update(done - self._bar.n)
+        if done == total:
+            self._bar.close()

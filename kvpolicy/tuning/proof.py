@@ -1,0 +1,98 @@
+"""Whether a tuned policy is better than ordinary ones, on windows that it was not tuned on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kvpolicy.planning.curves import Curves, load_tuned, save_curves
+from kvpolicy.policy import Policy
+from kvpolicy.spec.budget import bytes_of, format_budget
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
+from kvpolicy.tuning.evidence import Score, score, share_bytes
+from kvpolicy.tuning.rivals import best_rival
+from kvpolicy.tuning.windows import Window
+
+
+def prove(
+    model: nn.Module,
+    file: str | Path,
+    budget: Any,
+    tuning: Sequence[Window],
+    held_out: Sequence[Window],
+    *,
+    specs: Sequence[str] | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Compare a tuned policy with the best ordinary one of the same bytes, and note the result in its file.
+
+    The ordinary policy is chosen on the windows that the policy was tuned on; both are scored on the others.
+
+    Args:
+        model: The model, without a policy attached.
+        file: What `tune` wrote.
+        budget: The budget, as of a policy: a share of the full cache's bytes, tokens, or bytes.
+        tuning: The windows that were tuned on.
+        held_out: Others, at least two.
+        specs: The ordinary policies; `rivals()` by default.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        What is noted: the verdict in one sentence, the ordinary policy, and both scores.
+
+    Raises:
+        KVPolicyError: If neither runs at the budget, or there are fewer than two windows.
+    """
+    curves = load_tuned(str(file))
+    if not isinstance(curves, Curves):
+        raise KVPolicyError(f"The file {str(file)!r} must hold curves, got layers; try kvpolicy tune.")
+    policy = Policy.parse(f"tuned:file={quoted(str(file))}").with_budget(budget)
+    share = as_share(model, tuning, policy.budget)
+    rival = best_rival(model, tuning, share, specs=specs, progress=progress)
+    ours = score(model, held_out, policy)
+    theirs = score(model, held_out, rival.spec, share=share)
+    comparison = compare(ours, theirs)
+    found = {
+        "verdict": verdict_line(comparison, other=rival.spec),
+        "better": comparison.verdict,
+        "rival": rival.spec,
+        "rivals": sum(each.score is not None for each in rival.table),
+        "windows": len(held_out),
+        "tuned": _means(ours),
+        "ordinary": _means(theirs),
+        "differences": _differences(comparison),
+    }
+    evidence = {**(curves.evidence or {}), format_budget(policy.budget): found}
+    save_curves(file, curves._replace(evidence=evidence))
+    return found
+
+
+def quoted(path: str) -> str:
+    """A path as a spec has it."""
+    from urllib.parse import quote
+
+    return quote(path, safe="/", errors="surrogateescape").replace("~", "%7E")
+
+
+def as_share(model: nn.Module, windows: Sequence[Window], budget: Any) -> float:
+    """A budget as a share of the full cache's bytes of the mean window."""
+    if isinstance(budget, float):
+        return budget
+    length = sum(len(window.prompt) + len(window.follow) for window in windows) / len(windows)
+    if isinstance(budget, int):
+        return min(budget / length, 1.0)
+    full = sum(share_bytes(model, window, 1.0) for window in windows) / len(windows)
+    return min(bytes_of(budget) / full, 1.0)
+
+
+def _means(found: Score) -> dict[str, float]:
+    means = {name: float(getattr(found, name).mean()) for name in ("kl", "top1", "correct")}
+    return means | {"nbytes": found.nbytes}
+
+
+def _differences(comparison: Comparison) -> dict[str, list[float]]:
+    return {name: list(getattr(comparison, name)) for name in ("kl", "top1", "correct")}
