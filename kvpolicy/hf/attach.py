@@ -32,7 +32,7 @@ from kvpolicy.hf.forward_checks import by_name, check_adapters, check_call, exce
 from kvpolicy.hf.generation_hooks import offer_cache
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe, resolve_for
-from kvpolicy.hf.replay import ReplayCache
+from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
 from kvpolicy.parallel.runtime import sharing_of
@@ -184,7 +184,7 @@ class Handle:
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
         given = cache = kwargs.get("past_key_values")
-        if isinstance(cache, ReplayCache):  # the cache that replays has begun, and waits for this call
+        if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes
             return args, kwargs
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens

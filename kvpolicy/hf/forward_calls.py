@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.layer import PolicyLayer
-from kvpolicy.hf.replay import ReplayCache
+from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
@@ -35,8 +35,8 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
                 if layer.store.selector.needs.forward and not torch.compiler.is_compiling():
                     kwargs["policy_call"] = _module_call(layer, cache, module, args, kwargs)
                 kwargs["policy_cache"] = cache
-        elif isinstance(cache, ReplayCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
-            if cache.plan.norms:
+        elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
+            if cache.wants_inputs:
                 kwargs["policy_call"] = Forward(module, args[0] if args else kwargs["hidden_states"], {})
             kwargs["policy_cache"] = cache
     return args, kwargs

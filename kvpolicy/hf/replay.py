@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.replay import (
@@ -22,6 +21,7 @@ from kvpolicy.engine.replay import (
     received,
 )
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.transcript import Transcript
 from kvpolicy.protocols import Forward, Replay
 from kvpolicy.spec.errors import KVPolicyError
@@ -59,7 +59,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
         layers[layer].pending = layers[layer].pending._replace(replay=scores)
 
 
-class ReplayCache(Cache):
+class ReplayCache(PassingCache):
     """What a replay passes as `past_key_values`: it shows the layers' held prompts, and keeps scores alone.
 
     Attributes:
@@ -76,11 +76,10 @@ class ReplayCache(Cache):
 
     def __init__(self, layers: Sequence[Any], context: Tensor, plan: Replay) -> None:
         """A view of a cache's layers."""
-        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x) for x in layers])
+        super().__init__(layers)
         self.context = context
-        self.plan = plan
+        self.wants_inputs = plan.norms
         self.scores: dict[int, Tensor] = {}
-        self._held = layers
         self._outputs: dict[int, Tensor] = {}
 
     def begin(self, chunk: Chunk, valid: Tensor) -> None:
@@ -88,10 +87,6 @@ class ReplayCache(Cache):
         self.chunk = chunk
         self.valid = valid.to(self.context.device)
         self.whole = bool(valid.all()) and bool(self.context.all())
-
-    def manages(self, layer_idx: int) -> bool:
-        """Whether a layer is under the policy."""
-        return isinstance(self._held[layer_idx], PolicyLayer)
 
     def attend(
         self,
@@ -107,8 +102,8 @@ class ReplayCache(Cache):
 
         See `PolicyCache.attend`; nothing is stored.
         """
-        store = self._held[layer_idx].store
-        pending = self._held[layer_idx].pending
+        store = self.held[layer_idx].store
+        pending = self.held[layer_idx].pending
         heads = q.shape[1]
         if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
@@ -128,7 +123,7 @@ class ReplayCache(Cache):
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
             projection = output_projection(forward.module)
-            self._outputs[layer_idx] = output_norms(self._held[layer_idx].pending.values, projection)
+            self._outputs[layer_idx] = output_norms(self.held[layer_idx].pending.values, projection)
         return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
 
 
@@ -149,65 +144,6 @@ def output_projection(module: nn.Module) -> Tensor:
         f"The norms of values need the weight of the output projection, which {type(module).__name__} does not have in "
         "floating point; try kvzip without plus."
     )
-
-
-class _Passing(CacheLayerMixin):
-    """A layer under the policy: keys pass through, and attention reads the held prompt."""
-
-    is_sliding = False
-
-    def __init__(self, layer: PolicyLayer) -> None:
-        super().__init__()
-        self._columns = layer.get_seq_length()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are."""
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Columns of the context, padding included."""
-        return self._columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over the context and the replay."""
-        return self._columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-
-class _Sliding(CacheLayerMixin):
-    """An unmanaged layer, whose window holds the end of the context: read as in a step, and left as it is."""
-
-    is_sliding = True
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self._layer = layer
-        self.sliding_window = layer.sliding_window
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The window's keys and values and the new ones."""
-        return torch.cat([self._layer.keys, key_states], -2), torch.cat([self._layer.values, value_states], -2)
-
-    def get_seq_length(self) -> int:
-        """Columns of the context, padding included."""
-        return self._layer.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of a mask over the window and the replay."""
-        return self._layer.get_mask_sizes(query_length)
-
-    def get_max_length(self) -> int:
-        """The window."""
-        return self._layer.get_max_length()
 
 
 def _joined(parts: tuple[Tensor, ...], decoder: Any) -> Tensor:

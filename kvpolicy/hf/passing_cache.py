@@ -1,0 +1,108 @@
+"""A cache that stores nothing: it answers attention from the layers of another cache, which stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.protocols import Forward
+
+
+class PassingCache(Cache):
+    """What a forward passes as `past_key_values` to read the layers of another cache; subclasses say how.
+
+    Attributes:
+        wants_inputs: Whether `attend` is given the inputs of the attention modules.
+    """
+
+    wants_inputs: bool = False
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        """A view of a cache's layers."""
+        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x) for x in layers])
+        self.held = layers
+
+    def manages(self, layer_idx: int) -> bool:
+        """Whether a layer is under the policy."""
+        return isinstance(self.held[layer_idx], PolicyLayer)
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+    ) -> Tensor:
+        """Attend from new tokens of a layer under the policy; see `PolicyCache.attend`. Nothing is stored."""
+        raise NotImplementedError
+
+
+class _Passing(CacheLayerMixin):
+    """A layer under the policy: keys pass through, and `PassingCache.attend` reads what is held."""
+
+    is_sliding = False
+
+    def __init__(self, layer: PolicyLayer) -> None:
+        super().__init__()
+        self._columns = layer.get_seq_length()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self._columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over everything seen and the new tokens."""
+        return self._columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class _Sliding(CacheLayerMixin):
+    """An unmanaged layer, whose window holds the newest tokens: read as in a step, and left as it is."""
+
+    is_sliding = True
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self._layer = layer
+        self.sliding_window = layer.sliding_window
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to make."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The window's keys and values and the new ones; one row that is held serves any number of new ones."""
+        rows = key_states.shape[0]
+        held = (t.expand(rows, -1, -1, -1) for t in (self._layer.keys, self._layer.values))
+        keys, values = (torch.cat(pair, -2) for pair in zip(held, (key_states, value_states), strict=True))
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self._layer.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask over the window and the new tokens."""
+        return self._layer.get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        """The window."""
+        return self._layer.get_max_length()
