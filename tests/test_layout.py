@@ -29,6 +29,7 @@ LEVELS: list[set[str]] = [
     {"planning", "reporting", "parallel"},
     {"hf"},
     {"calibration", "distortion"},
+    {"tuning"},
     {"cli", "serving", "testing"} | FACADES,
 ]
 """The rooms and flat modules of `kvpolicy`, from the lowest level; a module imports its own level and lower ones."""

@@ -1,0 +1,96 @@
+"""The policies that a tuner chooses from, and the tokens that their budgets mean for a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpolicy.allocators.uniform import Uniform
+from kvpolicy.planning.planner import Tokens, divide
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape, ModelInfo, Needs, Replay
+from kvpolicy.readers.all import ReadAll
+from kvpolicy.spec.errors import KVPolicyError
+
+
+def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> list[Policy]:
+    """The candidates as policies, if each can be measured in one layer alone.
+
+    Args:
+        candidates: Policies or their specs.
+        model: What the codecs may know of the model.
+
+    Raises:
+        KVPolicyError: If there is none, or one differs by layer or step: another allocator than `uniform`, a budget
+            that is no fraction of the prompt, a reader; or if a part cannot be used with the model.
+        KVPolicyTypeError: If one is no policy.
+
+    Examples:
+        >>> check_candidates(["h2o@0.1"], ModelInfo(2, 4, 32))
+        [Policy.parse('h2o@0.1')]
+    """
+    policies = [Policy.of(candidate) for candidate in candidates]
+    if not policies:
+        raise KVPolicyError("The candidates must be at least one policy, got none; try snapkv@0.2.")
+    for policy in policies:
+        if not isinstance(policy.allocator, Uniform):
+            raise KVPolicyError(
+                f"A candidate must give every layer the same budget, since it is measured in one layer alone, got "
+                f"{policy}; try uniform, or no allocator."
+            )
+        if not isinstance(policy.budget, float):
+            raise KVPolicyError(
+                f"The budget of a candidate must be a fraction of the prompt, got {policy.budget!r} of {policy}; try "
+                "0.2."
+            )
+        if not isinstance(policy.reader, ReadAll):
+            raise KVPolicyError(
+                f"A candidate must read every kept token, since answers are measured in one piece, got {policy}; try "
+                "it without the reader."
+            )
+        policy.check(model)
+    return policies
+
+
+def needs_of(policy: Policy) -> Needs:
+    """What must be seen of a prompt to compress it."""
+    return policy.selector.needs | policy.merger.needs
+
+
+def replays_of(policies: Sequence[Policy]) -> set[Replay]:
+    """The different ways in which the policies replay a prompt."""
+    return {replay for policy in policies if (replay := needs_of(policy).replay) is not None}
+
+
+def pins_of(policies: Sequence[Policy]) -> set[int]:
+    """How many tokens with the largest activations the codecs of the policies pin."""
+    traits = (policy.codec.traits for policy in policies)
+    return {each.pinned for each in traits if each.pins == "massive"}
+
+
+def tokens_of(policy: Policy, prompt: int, new: int, shapes: Sequence[LayerShape]) -> Tokens | None:
+    """The tokens that a cache under a policy would keep in each layer.
+
+    Args:
+        policy: The policy.
+        prompt: Tokens of the prompt.
+        new: Tokens that follow it.
+        shapes: The layers under the policy.
+
+    Returns:
+        The division of the budget, for one row; None if the budget is too small for the prompt.
+
+    Examples:
+        >>> shapes = [LayerShape(4, 32, torch.float32)] * 2
+        >>> tokens_of(Policy.parse("window@0.1"), 100, 5, shapes).keep.tolist()
+        [[10, 10]]
+        >>> tokens_of(Policy.parse("streaming:sinks=4@0.03"), 100, 5, shapes) is None
+        True
+    """
+    length = torch.tensor([prompt])
+    try:
+        return divide(policy, None, length, length + new, list(shapes))
+    except KVPolicyError:
+        # Of a fraction, nothing else is refused here than that it is below the smallest budget.
+        return None

@@ -1,0 +1,152 @@
+"""One layer's prompt, compressed under each of several policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.hf.layer import make_store
+from kvpolicy.planning.planner import Tokens
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import Forward, Replay
+from kvpolicy.tuning.candidates import needs_of, pins_of, replays_of, tokens_of
+from kvpolicy.tuning.tap import LayerCall, Tap
+from kvpolicy.tuning.windows import Window
+
+
+class LayerPrompt(NamedTuple):
+    """What the attention of one layer was called with, for a prompt of N tokens.
+
+    Attributes:
+        layer_idx: Index of the layer in the model.
+        queries: As attention takes them, [1, Hq, N, D].
+        keys: Likewise, [1, H, N, D].
+        values: [1, H, N, D].
+        transform: From products to attention weights.
+        forward: The arguments of the attention module.
+        massive: Which tokens hold the `count` largest activations, [1, N] bool, by `count`.
+    """
+
+    layer_idx: int
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    transform: ScoreTransform
+    forward: Forward
+    massive: Mapping[int, Tensor]
+
+
+class WindowFacts(NamedTuple):
+    """What compressing the prompt of a window depends on, beside the layers' own tensors.
+
+    Attributes:
+        tokens: The tokens that each policy keeps; None for a policy whose budget is too small.
+        scores: Those of the replayed prompt, [1, H, N] fp32, by the way in which it is replayed and by layer.
+    """
+
+    tokens: list[Tokens | None]
+    scores: dict[Replay, dict[int, Tensor]]
+
+
+class Compressor:
+    """Compresses layers under each of several policies, as a cache under that policy would after a prompt.
+
+    Attributes:
+        policies: The policies.
+        pins: Of how many largest activations the tokens must be known.
+    """
+
+    def __init__(self, tap: Tap, policies: Sequence[Policy]) -> None:
+        """Prepare for the policies.
+
+        Raises:
+            KVPolicyError: If a policy undoes a rotary embedding that cannot be undone.
+        """
+        self.policies = policies
+        self.pins = pins_of(policies)
+        self._tap = tap
+        self._ropes = tap.ropes(policies)
+
+    def facts(self, window: Window) -> WindowFacts:
+        """Find what compressing the prompt of a window depends on."""
+        shapes = [self._tap.attachment.model_shape.shape] * len(self._tap.layers)
+        tokens = [tokens_of(policy, len(window.prompt), len(window.answer), shapes) for policy in self.policies]
+        wanted = [policy for policy, found in zip(self.policies, tokens, strict=True) if found is not None]
+        return WindowFacts(tokens, {plan: self._tap.replay(window.prompt, plan) for plan in replays_of(wanted)})
+
+    def compress(self, prompt: LayerPrompt, facts: WindowFacts) -> Iterator[tuple[int, Past]]:
+        """Compress a layer's prompt under each policy, one after the other.
+
+        Args:
+            prompt: The layer's prompt.
+            facts: Those of the window.
+
+        Yields:
+            The number of a policy, and what the layer then holds, decoded; nothing for one whose budget is too small.
+        """
+        groups: dict[Any, list[int]] = {}
+        for number, policy in enumerate(self.policies):
+            if facts.tokens[number] is not None:
+                groups.setdefault(_seen_by(policy), []).append(number)
+        for members in groups.values():
+            # What must be seen of the prompt is the same, so that it is attended to once.
+            pending = self._attend(prompt, facts, self.policies[members[0]])
+            for number in members:
+                tokens = facts.tokens[number]
+                assert tokens is not None
+                past = self._compress(prompt, pending, self.policies[number], tokens).past()
+                assert past is not None, "a budget is at least one token"
+                yield number, past
+
+    def _attend(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
+        """The prompt with all that a policy must see of it."""
+        needs = needs_of(policy)
+        forward = prompt.forward if needs.forward else None
+        store = self._empty(prompt, policy)
+        _, pending = store.attend_prompt(*prompt[1:4], None, prompt.transform, forward)
+        scores = None if needs.replay is None else facts.scores[needs.replay][prompt.layer_idx]
+        return pending._replace(replay=scores)
+
+    def _compress(self, prompt: LayerPrompt, pending: PendingPrompt, policy: Policy, tokens: Tokens) -> LayerStore:
+        """The layer after the prompt."""
+        number = self._tap.layers.index(prompt.layer_idx)
+        budget = RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
+        traits = policy.codec.traits
+        store = self._empty(prompt, policy)
+        store.compress(pending, budget, massive=prompt.massive[traits.pinned] if traits.pins == "massive" else None)
+        return store
+
+    def _empty(self, prompt: LayerPrompt, policy: Policy) -> LayerStore:
+        """The layer before the prompt."""
+        rope = self._ropes[prompt.layer_idx] if policy.undoes_rotation else None
+        store = make_store(policy, prompt.layer_idx, rope)
+        store.initialize(prompt.keys, group=prompt.queries.shape[1] // prompt.keys.shape[1])
+        return store
+
+
+def prompt_of(call: LayerCall, length: int) -> LayerPrompt:
+    """The prompt in the call of a layer: its first `length` tokens."""
+    others: dict[str, Any] = dict(call.forward.kwargs)
+    if isinstance(others.get("position_embeddings"), tuple):
+        others["position_embeddings"] = tuple(t[:, :length] for t in others["position_embeddings"])
+    if isinstance(others.get("position_ids"), Tensor):
+        others["position_ids"] = others["position_ids"][:, :length]
+    forward = call.forward._replace(hidden_states=call.forward.hidden_states[:, :length], kwargs=others)
+    queries, keys, values = (t[:, :, :length] for t in (call.queries, call.keys, call.values))
+    return LayerPrompt(call.layer_idx, queries, keys, values, call.transform, forward, call.massive)
+
+
+def whole(keys: Tensor, values: Tensor) -> Past:
+    """All keys and values [B, H, N, D] of a prompt as slots."""
+    return Past(keys, values, torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device))
+
+
+def _seen_by(policy: Policy) -> Any:
+    """What a policy must see of a prompt; where it is equal, so are the pending prompts."""
+    return needs_of(policy), policy.codec.traits.query_absmax

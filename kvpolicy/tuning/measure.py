@@ -1,0 +1,241 @@
+"""How much a policy in one layer disturbs a model on the user's text: measured, layer by layer.
+
+Each window is a prompt, at the end of which a layer is compressed, and an answer, whose attention to the compressed
+layer is compared with the exact one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.calibration.corpus import as_windows
+from kvpolicy.engine.attention import Past
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.policy import Policy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.tuning.answers import Answer, disturbed, over
+from kvpolicy.tuning.candidates import check_candidates
+from kvpolicy.tuning.compression import Compressor, LayerPrompt, prompt_of, whole
+from kvpolicy.tuning.tap import LayerCall, Tap, tapped
+from kvpolicy.tuning.windows import Window
+
+NOISE = 0.1
+"""Norm of the noise of `sensitivities`, relative to that of the attention output."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many windows are measured, and how many there are."""
+
+
+def output_errors(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy | str],
+    *,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Measure the error that each candidate makes in the attention output of each layer.
+
+    The model runs once on each window, with a full cache. In each layer the prompt is compressed under each candidate,
+    and the answer attends to what is kept and, causally, to itself. The squared distance of its attention output to the
+    exact one is divided by the squared norm of the exact one; both are summed over heads, tokens and channels.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: Texts, each with at least one token of prompt and answer.
+        candidates: Policies or their specs: the allocator `uniform`, with or without head budgets, and a fraction of
+            the prompt as budget.
+        progress: Called after each window.
+
+    Returns:
+        The relative squared errors of windows, layers under a policy, and candidates, [W, L, C] fp64 on the CPU; NaN
+        where a candidate's budget is too small for a prompt.
+
+    Raises:
+        KVPolicyError: If the model, a window or a candidate cannot be measured.
+        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 53), torch.arange(60, 65))
+        >>> errors = output_errors(kvpolicy.tiny()[0], [window], ["window@0.2", "kivi:bits=4"])
+        >>> errors.shape, bool((errors > 0).all())
+        (torch.Size([1, 8, 2]), True)
+    """
+    windows = _checked(windows)
+    with tapped(model) as tap:
+        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
+        found = torch.empty(len(windows), len(tap.layers), len(candidates), dtype=torch.float64)
+        for row, window in _counted(windows, progress):
+            found[row] = _window_errors(tap, compressor, window)
+    return found
+
+
+def layer_kls(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy | str],
+    *,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Measure what each candidate in one layer alone, with all others full, does to the predictions of an answer.
+
+    The prompt is run once, and the answer once for each layer and candidate. Queries, keys and values of the prompt are
+    held for all layers meanwhile.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: See `output_errors`.
+        candidates: See `output_errors`.
+        progress: Called after each window.
+
+    Returns:
+        KL(full || compressed) in nats, mean over the predictions of all answer tokens but the first (if there is one
+        token alone, the prediction that it makes), [W, L, C] fp64 on the CPU; NaN where a candidate's budget is too
+        small for a prompt.
+
+    Raises:
+        KVPolicyError: If the model, a window or a candidate cannot be measured.
+        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 53), torch.arange(60, 65))
+        >>> layer_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
+        torch.Size([1, 8, 2])
+    """
+    windows = _checked(windows)
+    with tapped(model) as tap:
+        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
+        found = torch.empty(len(windows), len(tap.layers), len(candidates), dtype=torch.float64)
+        for row, window in _counted(windows, progress):
+            found[row] = _window_kls(tap, compressor, window)
+    return found
+
+
+def sensitivities(
+    model: nn.Module,
+    windows: Sequence[Window],
+    *,
+    size: float = NOISE,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Measure what a relative squared error of the attention output of one layer alone does to an answer's predictions.
+
+    Noise is added to the attention output of every token of the answer and every query head, of `size` times its norm,
+    and the KL divergence of the predictions is divided by `size` squared. Multiplied by a relative squared error, such
+    as that of `output_errors`, it estimates the KL divergence which that would cause if it were small and had no
+    preferred direction.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: See `output_errors`.
+        size: Norm of the noise, relative to that of the output.
+        seed: Seed of the noise, which is drawn for each window and layer by itself.
+        progress: Called after each window.
+
+    Returns:
+        KL(full || disturbed) / size^2 in nats, mean over the predictions that `layer_kls` compares, [W, L] fp64 on the
+        CPU.
+
+    Raises:
+        KVPolicyError: If the model or a window cannot be measured, or `size` is not above 0.
+        KVPolicyTypeError: If a window has no token ids.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 53), torch.arange(60, 65))
+        >>> sensitivities(kvpolicy.tiny()[0], [window]).shape
+        torch.Size([1, 8])
+    """
+    windows = _checked(windows)
+    if not 0 < size < math.inf:
+        raise KVPolicyError(f"The size of the noise must be a number above 0, got {size}; try {NOISE}.")
+    with tapped(model) as tap:
+        found = torch.empty(len(windows), len(tap.layers), dtype=torch.float64)
+        for row, window in _counted(windows, progress):
+            prompts, cache = _prompts(tap, window)
+            full = _full(prompts)
+            noisy = ({layer: disturbed(past, size, _generator(seed, row, layer))} for layer, past in full.items())
+            for column, kl in Answer(model, cache, full, window.answer).kls(enumerate(noisy)):
+                found[row, column] = kl / size**2
+    return found
+
+
+def _window_errors(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
+    """See `output_errors`, [L, C]."""
+    facts = compressor.facts(window)
+    length = len(window.prompt)
+    found = torch.full((len(tap.layers), len(compressor.policies)), math.nan, dtype=torch.float64)
+
+    def look(call: LayerCall) -> None:
+        prompt = prompt_of(call, length)
+        answer = (call.queries[:, :, length:], call.keys[:, :, length:], call.values[:, :, length:])
+        exact = over(whole(prompt.keys, prompt.values))(*answer, call.transform)
+        errors = found[tap.layers.index(call.layer_idx)]
+        for number, past in compressor.compress(prompt, facts):
+            errors[number] = _relative_error(over(past)(*answer, call.transform), exact)
+
+    tap.run(torch.cat(window), length, look, compressor.pins)
+    return found
+
+
+def _window_kls(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
+    """See `layer_kls`, [L, C]."""
+    facts = compressor.facts(window)
+    prompts, cache = _prompts(tap, window, compressor.pins)
+    answer = Answer(tap.model, cache, _full(prompts), window.answer)
+    found = torch.full((len(prompts), len(compressor.policies)), math.nan, dtype=torch.float64)
+    for kls, prompt in zip(found, prompts, strict=True):
+        changes = ((number, {prompt.layer_idx: over(past)}) for number, past in compressor.compress(prompt, facts))
+        for number, kl in answer.kls(changes):
+            kls[number] = kl
+    return found
+
+
+def _prompts(tap: Tap, window: Window, pins: Collection[int] = ()) -> tuple[list[LayerPrompt], PolicyCache]:
+    """The prompt of a window in each layer under a policy, and a cache that has seen it."""
+    prompts: list[LayerPrompt] = []
+    length = len(window.prompt)
+    cache = tap.run(window.prompt, length, lambda call: prompts.append(prompt_of(call, length)), pins)
+    return prompts, cache
+
+
+def _full(prompts: Sequence[LayerPrompt]) -> dict[int, Past]:
+    """All of a prompt in each layer."""
+    return {prompt.layer_idx: whole(prompt.keys, prompt.values) for prompt in prompts}
+
+
+def _generator(seed: int, window: int, layer: int) -> torch.Generator:
+    """The noise of a window and layer, whichever others are measured."""
+    return torch.Generator().manual_seed(((seed * 1_000_003 + window) * 1_000_003 + layer) % 2**63)
+
+
+def _relative_error(out: Tensor, exact: Tensor) -> float:
+    """Squared distance over squared norm."""
+    norm = exact.double().square().sum()
+    return float((out.double() - exact.double()).square().sum() / norm.clamp_min(torch.finfo(torch.float64).tiny))
+
+
+def _checked(windows: Sequence[Window]) -> list[Window]:
+    """The windows as token ids, [N] and [M] int64 on the CPU."""
+    checked = [Window(*as_windows(window)) for window in windows]
+    if not checked or any(not len(part) for window in checked for part in window):
+        raise KVPolicyError(
+            "The windows must be at least one, each with a token of prompt and of answer, got "
+            + ("an empty part" if checked else "none")
+            + "; try kvpolicy.tuning.windows.Window(prompt, answer)."
+        )
+    return checked
+
+
+def _counted(windows: Sequence[Window], progress: Progress | None) -> Iterator[tuple[int, Window]]:
+    """The windows with their numbers; `progress` is told after each."""
+    for row, window in enumerate(windows):
+        yield row, window
+        if progress is not None:
+            progress(row + 1, len(windows))

@@ -1,0 +1,202 @@
+"""A model whose attention is looked at, layer by layer, while it runs as it always does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.hidden_stats import massive_tokens
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.hf.attach import attach
+from kvpolicy.hf.attachment import Attachment, attachment_of
+from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.rotary_lookup import ropes_of
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import DecodeMode, Forward, Needs, Replay, Seen, State, View
+from kvpolicy.spec.errors import KVPolicyError
+
+
+class LayerCall(NamedTuple):
+    """What the attention of one layer was called with, for a text of n tokens.
+
+    Attributes:
+        layer_idx: Index of the layer in the model.
+        keys: As attention takes them, [1, H, n, D].
+        values: [1, H, n, D].
+        forward: The arguments of the attention module, with the queries as attention takes them.
+        massive: Which of the first tokens hold the `count` largest activations, [1, N] bool, by `count`.
+    """
+
+    layer_idx: int
+    keys: Tensor
+    values: Tensor
+    forward: Forward
+    massive: dict[int, Tensor]
+
+    @property
+    def queries(self) -> Tensor:
+        """As attention takes them, [1, Hq, n, D]."""
+        assert self.forward.queries is not None
+        return self.forward.queries
+
+    @property
+    def transform(self) -> ScoreTransform:
+        """From products to attention weights."""
+        return ScoreTransform(self.forward.scale, self.forward.softcap, self.forward.sinks)
+
+
+Look = Callable[[LayerCall], None]
+
+
+class Tap:
+    """A model in eval mode whose attention is looked at; made by `tapped`.
+
+    Attributes:
+        model: The model.
+        attachment: What connects caches to it.
+        layers: Indices of the layers that a policy manages.
+        device: Where its token ids go.
+    """
+
+    def __init__(self, model: nn.Module, looker: _Looker) -> None:
+        """Describe a model that `looker` is attached to."""
+        self.model = model
+        self.attachment: Attachment = attachment_of(model)
+        self.layers = self.attachment.model_shape.evictable
+        self._looker = looker
+        self._sites = find_sites(model)
+        self.device: torch.device = next(self._sites.decoder.parameters()).device
+
+    def run(self, ids: Tensor, prompt: int, look: Look, pins: Collection[int] = ()) -> PolicyCache:
+        """Run a text through the model, and show the call of each layer's attention to a function.
+
+        Args:
+            ids: Token ids, [n].
+            prompt: How many of them are a prompt.
+            look: Called in each layer that a policy manages, in order.
+            pins: Of how many largest activations of the prompt to find the tokens; see `LayerCall.massive`.
+
+        Returns:
+            A cache that has seen the text; its unmanaged layers hold their windows, and the others one token.
+        """
+        massive: dict[int, Tensor] = {}
+
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+            massive.update((count, massive_tokens(hidden[:, :prompt], None, count)) for count in pins)
+
+        cache = PolicyCache(self.model)
+        with ExitStack() as hooks:
+            for site in self._sites.layers if pins else ():
+                hooks.callback(site.block.register_forward_pre_hook(note, with_kwargs=True).remove)
+            self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
+            hooks.callback(setattr, self._looker, "look", None)
+            self._read(ids, cache)
+        return cache
+
+    def replay(self, prompt: Tensor, plan: Replay) -> dict[int, Tensor]:
+        """Run a prompt [N] through the model twice, the second time as a replay.
+
+        Returns:
+            The scores of its tokens in each layer, [1, H, N] fp32.
+        """
+        listener = _Listener(plan)
+        self._read(prompt, PolicyCache(self.model, Policy(selector=listener, budget=1)))
+        return listener.found
+
+    def ropes(self, policies: Collection[Policy]) -> dict[int, Rope]:
+        """The rotary embedding of each layer if a policy undoes it; none if no policy does.
+
+        Raises:
+            KVPolicyError: If a policy undoes it, and it cannot be undone.
+        """
+        parts = {policy.undoes_rotation for policy in policies} - {""}
+        sites = [site for site in self._sites.layers if site.layer_idx in self.layers]
+        return ropes_of(self._sites.decoder, sites, min(parts)) if parts else {}
+
+    def _read(self, ids: Tensor, cache: PolicyCache) -> None:
+        self._sites.decoder(input_ids=ids[None].to(self.device), past_key_values=cache, use_cache=True)
+
+
+@contextmanager
+def tapped(model: nn.Module) -> Generator[Tap]:
+    """Look at a model's attention inside, without gradients; afterwards the model is as it was.
+
+    Raises:
+        KVPolicyError: If the model is not supported, is sharded over ranks, or has a policy attached.
+
+    Examples:
+        >>> import kvpolicy
+        >>> shapes = []
+        >>> with tapped(kvpolicy.tiny()[0]) as tap:
+        ...     _ = tap.run(torch.arange(3, 13), 8, lambda call: shapes.append(call.queries.shape))
+        >>> len(shapes), shapes[0]
+        (8, torch.Size([1, 8, 10, 32]))
+    """
+    looker = _Looker()
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1)):
+        tap = Tap(model, looker)
+        if tap.attachment.place[1] > 1:
+            raise KVPolicyError(
+                f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "
+                "tensor parallelism."
+            )
+        yield tap
+
+
+class _Newest:
+    """A selector that keeps the newest token."""
+
+    decode: DecodeMode = "evict"
+    needs: Needs = Needs()
+    min_tokens: int = 1
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        return ()
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        return state
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """No state."""
+
+    def priority(self, state: State, view: View) -> Tensor:
+        return view.positions.float()
+
+    def statistic(self, seen: Seen, view: View) -> Tensor | None:
+        return None
+
+
+class _Looker(_Newest):
+    """Shows the call of each layer's attention to a function."""
+
+    needs = Needs(forward=True)
+
+    def __init__(self) -> None:
+        self.look: Look | None = None
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        assert seen.forward is not None and seen.keys is not None and seen.values is not None
+        if self.look is not None:
+            self.look(LayerCall(view.layer_idx, seen.keys, seen.values, seen.forward, {}))
+        return state
+
+
+class _Listener(_Newest):
+    """Keeps the scores of a replay."""
+
+    def __init__(self, plan: Replay) -> None:
+        self.needs = Needs(replay=plan)
+        self.found: dict[int, Tensor] = {}
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        assert seen.replay is not None
+        self.found[view.layer_idx] = seen.replay
+        return state
