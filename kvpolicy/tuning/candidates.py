@@ -23,7 +23,8 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
 
     Raises:
         KVPolicyError: If there is none, or one differs by layer or step: another allocator than `uniform`, a budget
-            that is no fraction of the prompt, a reader; or if a part cannot be used with the model.
+            that is no fraction of the prompt, a reader, or a codec that reads in part; or if a part cannot be used with
+            the model.
         KVPolicyTypeError: If one is no policy.
 
     Examples:
@@ -44,10 +45,10 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
                 f"The budget of a candidate must be a fraction of the prompt, got {policy.budget!r} of {policy}; try "
                 "0.2."
             )
-        if not isinstance(policy.reader, ReadAll):
+        if not isinstance(policy.reader, ReadAll) or policy.codec.traits.searches:
             raise KVPolicyError(
                 f"A candidate must read every kept token, since answers are measured in one piece, got {policy}; try "
-                "it without the reader."
+                "it without " + ("read_top_k." if policy.codec.traits.searches else "the reader.")
             )
         policy.check(model)
     return policies
