@@ -60,10 +60,19 @@ class LayerStore(LayerCropping):
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
         needs = self.selector.needs | self.merger.needs
-        want_absmax = self.limits is not None and self.codec.traits.query_absmax
         past = self.past() if held is None else held.after(self.past())
         out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
         self.columns.add_(q.shape[2])
+        self.scale = transform.scale
+        pending = self.note_prompt(q, k, v, valid, transform, forward)._replace(attn_sum=attn_sum)
+        return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
+
+    def note_prompt(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform, forward: Forward | None
+    ) -> PendingPrompt:
+        """All that must be seen of a prompt but sums of its attention; see `attend_prompt`, which attends to it too."""
+        needs = self.selector.needs | self.merger.needs
+        want_absmax = self.limits is not None and self.codec.traits.query_absmax
         q = q.detach()
         if forward is not None:
             forward = forward._replace(queries=q, valid=valid, **transform._asdict())
@@ -72,7 +81,6 @@ class LayerStore(LayerCropping):
             values=v.detach(),
             valid=valid,
             transform=transform,
-            attn_sum=attn_sum,
             window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
             probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
             below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
@@ -81,11 +89,10 @@ class LayerStore(LayerCropping):
             forward=forward,
             wants_vectors=needs.vectors,
         )
-        self.scale = transform.scale
         if needs.query_moments is not None:
             moments = sum_moments(q, k.shape[1], pending.positions(self.length), needs.query_moments, self.query_rope)
             pending = pending._replace(moments=moments, mean_rotation=mean_rotation(self.query_rope))
-        return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
+        return pending
 
     @on_host
     def compress(

@@ -107,9 +107,10 @@ class Compressor:
     def _attend(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
         """The prompt with all that a policy must see of it."""
         needs = needs_of(policy)
-        forward = prompt.forward if needs.forward else None
         store = self._empty(prompt, policy)
-        _, pending = store.attend_prompt(*prompt[1:4], None, prompt.transform, forward)
+        given = (*prompt[1:4], None, prompt.transform, prompt.forward if needs.forward else None)
+        # Without sums of attention, there is no need to attend.
+        pending = store.attend_prompt(*given)[1] if needs.attn_sum else store.note_prompt(*given)
         scores = None if needs.replay is None else facts.scores[needs.replay][prompt.layer_idx]
         return pending._replace(replay=scores)
 
