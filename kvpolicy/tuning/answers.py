@@ -20,8 +20,11 @@ Attention = Callable[[Tensor, Tensor, Tensor, ScoreTransform], Tensor]
 Changes = Mapping[int, Attention]
 """The attention of some layers, by their indices in the model."""
 
+ROWS = 16
+"""The most changes that are measured at a time: each takes the memory of a layer's full cache."""
+
 LOGITS = 1 << 25
-"""Logits that are computed at a time: 128 MiB of fp32."""
+"""The most logits that are computed at a time: 128 MiB of fp32."""
 
 
 class AnswerCache(PassingCache):
@@ -126,7 +129,7 @@ class Answer:
         Yields:
             The number, and KL(unchanged || changed) in nats, mean over `scored_tokens`.
         """
-        most = max(LOGITS // self._unchanged.numel(), 1)
+        most = min(max(LOGITS // self._unchanged.numel(), 1), ROWS)
         rows = iter(rows)
         while some := [*islice(rows, most)]:
             changed = self._predictions([changes for _, changes in some])

@@ -95,8 +95,8 @@ class Compressor:
             if facts.tokens[number] is not None:
                 groups.setdefault(_seen_by(policy), []).append(number)
         for members in groups.values():
-            # What must be seen of the prompt is the same, so that it is attended to once.
-            pending = self._attend(prompt, facts, self.policies[members[0]])
+            # What must be seen of the prompt is the same, so that it is looked at once.
+            pending = self._pending(prompt, facts, self.policies[members[0]])
             for number in members:
                 tokens = facts.tokens[number]
                 assert tokens is not None
@@ -104,11 +104,12 @@ class Compressor:
                 assert past is not None, "a budget is at least one token"
                 yield number, past
 
-    def _attend(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
+    def _pending(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
         """The prompt with all that a policy must see of it."""
         needs = needs_of(policy)
         store = self._empty(prompt, policy)
-        given = (*prompt[1:4], None, prompt.transform, prompt.forward if needs.forward else None)
+        forward = prompt.forward if needs.forward else None
+        given = (prompt.queries, prompt.keys, prompt.values, None, prompt.transform, forward)
         # Without sums of attention, there is no need to attend.
         pending = store.attend_prompt(*given)[1] if needs.attn_sum else store.note_prompt(*given)
         scores = None if needs.replay is None else facts.scores[needs.replay][prompt.layer_idx]

@@ -17,6 +17,7 @@ from kvpolicy.engine.attention import Past
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import check_size
 from kvpolicy.tuning.answers import Answer, disturbed, over
 from kvpolicy.tuning.candidates import check_candidates
 from kvpolicy.tuning.compression import Compressor, LayerPrompt, prompt_of, whole
@@ -25,6 +26,9 @@ from kvpolicy.tuning.windows import Window
 
 NOISE = 0.1
 """Norm of the noise of `sensitivities`, relative to that of the attention output."""
+
+DRAWS = 8
+"""How often it is drawn: what one draw does to a short answer differs by a factor of several from another."""
 
 Progress = Callable[[int, int], None]
 """Called with how many windows are measured, and how many there are."""
@@ -121,6 +125,7 @@ def sensitivities(
     windows: Sequence[Window],
     *,
     size: float = NOISE,
+    draws: int = DRAWS,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Tensor:
@@ -135,7 +140,8 @@ def sensitivities(
         model: A causal language model without a policy attached.
         windows: See `output_errors`.
         size: Norm of the noise, relative to that of the output.
-        seed: Seed of the noise, which is drawn for each window and layer by itself.
+        draws: How often noise is drawn for each window and layer; the result is the mean.
+        seed: Seed of the noise, which is another one for each window, layer and draw.
         progress: Called after each window.
 
     Returns:
@@ -153,16 +159,21 @@ def sensitivities(
         torch.Size([1, 8])
     """
     windows = _checked(windows)
+    draws = check_size("draws", draws, 1)
     if not 0 < size < math.inf:
         raise KVPolicyError(f"The size of the noise must be a number above 0, got {size}; try {NOISE}.")
     with tapped(model) as tap:
-        found = torch.empty(len(windows), len(tap.layers), dtype=torch.float64)
+        found = torch.zeros(len(windows), len(tap.layers), dtype=torch.float64)
         for row, window in _counted(windows, progress):
             prompts, cache = _prompts(tap, window)
             full = _full(prompts)
-            noisy = ({layer: disturbed(past, size, _generator(seed, row, layer))} for layer, past in full.items())
-            for column, kl in Answer(model, cache, full, window.answer).kls(enumerate(noisy)):
-                found[row, column] = kl / size**2
+            noisy = (
+                (column, {layer: disturbed(past, size, _generator(seed, row, layer, draw))})
+                for column, (layer, past) in enumerate(full.items())
+                for draw in range(draws)
+            )
+            for column, kl in Answer(model, cache, full, window.answer).kls(noisy):
+                found[row, column] += kl / (size**2 * draws)
     return found
 
 
@@ -210,9 +221,11 @@ def _full(prompts: Sequence[LayerPrompt]) -> dict[int, Past]:
     return {prompt.layer_idx: whole(prompt.keys, prompt.values) for prompt in prompts}
 
 
-def _generator(seed: int, window: int, layer: int) -> torch.Generator:
-    """The noise of a window and layer, whichever others are measured."""
-    return torch.Generator().manual_seed(((seed * 1_000_003 + window) * 1_000_003 + layer) % 2**63)
+def _generator(seed: int, *numbers: int) -> torch.Generator:
+    """Noise with numbers of its own, whatever else is drawn."""
+    for number in numbers:
+        seed = (seed * 1_000_003 + number) % 2**63
+    return torch.Generator().manual_seed(seed)
 
 
 def _relative_error(out: Tensor, exact: Tensor) -> float:

@@ -128,7 +128,7 @@ def test_several_windows_are_measured_by_themselves() -> None:
         together = measure(model, texts, specs)
         assert together[1].isnan().tolist() == [[False, True]] * 2
         alone = torch.cat([measure(model, [text], specs) for text in texts])
-        torch.testing.assert_close(together, alone, equal_nan=True)
+        torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-4, equal_nan=True)
 
 
 def test_candidates_are_measured_by_themselves() -> None:
@@ -173,6 +173,9 @@ def test_sensitivities_are_those_of_noise_in_one_layer() -> None:
     assert torch.equal(found, sensitivities(model, texts, size=0.01))
     assert not torch.equal(found[1], found[2])
     assert not torch.equal(found, sensitivities(model, texts, size=0.01, seed=1))
+    draws = [sensitivities(model, texts, size=0.01, draws=draws) for draws in (1, 2, 4)]
+    assert not torch.equal(draws[0], draws[1])
+    torch.testing.assert_close(draws[1], draws[2], rtol=2, atol=0)  # a mean and not a sum
     # A layer whose attention the model does not read is not sensitive.
     model.model.layers[0].self_attn.o_proj.weight.data.zero_()
     assert sensitivities(model, texts)[:, 0].tolist() == [0, 0, 0]
@@ -183,7 +186,7 @@ def test_noise_has_the_size_that_was_asked_for() -> None:
     found: list[Tensor] = []
     for layer in model.model.layers:
         layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args: found.append(args[0]))
-    sensitivities(model, [text], size=size)
+    sensitivities(model, [text], size=size, draws=1)
     # Of each layer: the prompt, the answer as it is, and a row of the answer for noise in each layer.
     first = found[4]
     plain, noisy, other = found[2][0], first[0], first[1]
@@ -200,8 +203,10 @@ def test_answers_are_scored_behind_their_first_token() -> None:
 def test_many_rows_are_run_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text, specs = llama(), [window(30, 3)], ["h2o@0.3", "window@0.3", "tova@0.3"]
     whole = layer_kls(model, text, specs)
-    monkeypatch.setattr("kvpolicy.tuning.answers.LOGITS", 2 * 40 * 2)  # two rows of two predictions each
-    torch.testing.assert_close(layer_kls(model, text, specs), whole)
+    for name, value in (("LOGITS", 2 * 40 * 2), ("ROWS", 2), ("LOGITS", 1)):  # two predictions of each row
+        with monkeypatch.context() as patch:
+            patch.setattr(f"kvpolicy.tuning.answers.{name}", value)
+            torch.testing.assert_close(layer_kls(model, text, specs), whole, atol=1e-6, rtol=1e-4)
 
 
 def test_progress_is_told_after_each_window() -> None:
