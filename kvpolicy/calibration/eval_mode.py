@@ -10,10 +10,11 @@ from torch import nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Generator[None]:
-    """Put a model into eval mode inside, and back into the mode that it had."""
-    was_training = model.training
+    """Put a model into eval mode inside, and each of its modules back into the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
