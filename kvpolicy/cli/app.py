@@ -55,8 +55,8 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(
-    epilog="All commands except calibrate and tune use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to print the "
-    "traceback of an error."
+    epilog="All commands except calibrate and tune use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to "
+    "print the traceback of an error."
 )
 def _top(  # pyright: ignore[reportUnusedFunction]
     version: Annotated[

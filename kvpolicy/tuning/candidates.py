@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.planning.planner import Tokens, divide
+from kvpolicy.planning.planner import divide
+from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, ModelInfo, Needs, Replay
 from kvpolicy.readers.all import ReadAll

@@ -12,7 +12,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
-from kvpolicy.planning.planner import Tokens
+from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, Replay
 from kvpolicy.tuning.candidates import needs_of, pins_of, replays_of, tokens_of

@@ -191,7 +191,7 @@ def _window_errors(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
         for number, past in compressor.compress(prompt, facts):
             errors[number] = _relative_error(over(past)(*answer, call.transform), exact)
 
-    tap.run(torch.cat(window), length, look, compressor.pins)
+    tap.run(torch.cat([window.prompt, window.answer]), length, look, compressor.pins)
     return found
 
 
@@ -236,8 +236,9 @@ def _relative_error(out: Tensor, exact: Tensor) -> float:
 
 def _checked(windows: Sequence[Window]) -> list[Window]:
     """The windows as token ids, [N] and [M] int64 on the CPU."""
-    checked = [Window(*as_windows(window)) for window in windows]
-    if not checked or any(not len(part) for window in checked for part in window):
+    # A question behind the prompt is a part of what follows it.
+    checked = [Window(*as_windows([window.prompt, window.follow])) for window in windows]
+    if not checked or any(not len(part) for window in checked for part in (window.prompt, window.answer)):
         raise KVPolicyError(
             "The windows must be at least one, each with a token of prompt and of answer, got "
             + ("an empty part" if checked else "none")

@@ -170,8 +170,8 @@ def _resume(unfinished: Path, facts: dict[str, Any]) -> list[Tensor]:
         found, rows = None, []
     if found != digest:
         raise KVPolicyError(
-            f"The unfinished tuning in {str(unfinished)!r} must be of the same model, text and options, got another one; "
-            "try to finish or to delete it."
+            f"The unfinished tuning in {str(unfinished)!r} must be of the same model, text and options, got another "
+            "one; try to finish or to delete it."
         )
     unfinished.write_text("".join(whole), encoding="utf-8")
     return [torch.tensor([[math.nan if x is None else x for x in row] for row in table]) for table in rows]
