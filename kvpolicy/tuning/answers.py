@@ -60,21 +60,25 @@ class AnswerCache(PassingCache):
         others = [row for row in range(len(self._rows)) if row not in changed and row not in fresh]
         same = [row for row in fresh if row not in changed]
         if same:
-            out[same] = self._exact(layer_idx, q[same[:1]], k[same[:1]], v[same[:1]], transform)
+            out[same] = over(self._full[layer_idx])(q[same[:1]], k[same[:1]], v[same[:1]], transform)
         if others:
-            out[others] = self._exact(layer_idx, q[others], k[others], v[others], transform)
+            out[others] = over(self._full[layer_idx])(q[others], k[others], v[others], transform)
+        # Rows that share a change of this layer are computed together.
+        shared: dict[Attention, list[int]] = {}
         for row in changed:
-            at = slice(row, row + 1)
-            out[at] = self._rows[row][layer_idx](q[at], k[at], v[at], transform)
+            shared.setdefault(self._rows[row][layer_idx], []).append(row)
+        for attention, some in shared.items():
+            out[some] = attention(q[some], k[some], v[some], transform)
         return out
-
-    def _exact(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
-        return over(_expanded(self._full[layer_idx], len(q)))(q, k, v, transform)
 
 
 def over(past: Past) -> Attention:
-    """Attention to some slots, and causally to the answer itself."""
-    return lambda q, k, v, transform: attend(q, k, v, transform, past, None, False)[0]
+    """Attention to some slots [1, H, S, D], in every row, and causally to the answer itself."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
+        return attend(q, k, v, transform, _expanded(past, len(q)), None, False)[0]
+
+    return run
 
 
 def disturbed(past: Past, size: float, generator: torch.Generator) -> Attention:
@@ -145,5 +149,5 @@ class Answer:
 
 
 def _expanded(past: Past, rows: int) -> Past:
-    keys, values, occupied = (t.expand(rows, *[-1] * (t.dim() - 1)) for t in past[:3])
-    return Past(keys, values, occupied)
+    """The same slots for each of several rows."""
+    return Past(*(None if t is None else t.expand(rows, *[-1] * (t.dim() - 1)) for t in past))  # pyright: ignore

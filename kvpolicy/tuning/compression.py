@@ -95,14 +95,29 @@ class Compressor:
             if facts.tokens[number] is not None:
                 groups.setdefault(_seen_by(policy), []).append(number)
         for members in groups.values():
-            # What must be seen of the prompt is the same, so that it is looked at once.
-            pending = self._pending(prompt, facts, self.policies[members[0]])
+            seen: dict[Any, PendingPrompt] = {}
             for number in members:
-                tokens = facts.tokens[number]
-                assert tokens is not None
-                past = self._compress(prompt, pending, self.policies[number], tokens).past()
-                assert past is not None, "a budget is at least one token"
-                yield number, past
+                yield number, self.past(prompt, facts, number, seen)
+
+    def past(self, prompt: LayerPrompt, facts: WindowFacts, number: int, seen: dict[Any, PendingPrompt]) -> Past:
+        """Compress a layer's prompt under one policy whose budget is not too small.
+
+        Args:
+            prompt: The layer's prompt.
+            facts: Those of the window.
+            number: The number of the policy.
+            seen: What other policies have seen of this prompt, to which this one's is added: where the same must be
+                seen, it is looked at once.
+        """
+        policy = self.policies[number]
+        tokens = facts.tokens[number]
+        assert tokens is not None
+        key = _seen_by(policy)
+        if key not in seen:
+            seen[key] = self._pending(prompt, facts, policy)
+        past = self._compress(prompt, seen[key], policy, tokens).past()
+        assert past is not None, "a budget is at least one token"
+        return past
 
     def _pending(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
         """The prompt with all that a policy must see of it."""

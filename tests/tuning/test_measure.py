@@ -73,7 +73,7 @@ def window(prompt: int, answer: int, seed: int = 1, vocabulary: int = 40) -> Win
 
 def agree(model: Any, texts: list[Window], specs: Sequence[kvpolicy.Policy | str]) -> tuple[Tensor, Tensor]:
     """Compare both measures with the reference, and return them."""
-    slow = [measured(model, *text, specs) for text in texts]
+    slow = [measured(model, text.prompt, text.answer, specs) for text in texts]
     errors, kls = output_errors(model, texts, specs), layer_kls(model, texts, specs)
     torch.testing.assert_close(errors, torch.stack([x for x, _ in slow]), atol=1e-4, rtol=1e-4, equal_nan=True)
     torch.testing.assert_close(kls, torch.stack([x for _, x in slow]), atol=1e-4, rtol=1e-4, equal_nan=True)
