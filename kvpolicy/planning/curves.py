@@ -18,6 +18,24 @@ FORMAT = 1
 """Version of the file format; newer ones are refused."""
 
 
+class Table(NamedTuple):
+    """The distortion that some candidates cause in each layer, with the other layers as they are in a base.
+
+    Attributes:
+        members: Indices of the candidates.
+        base: Index of the candidate that each of the other layers has; empty if they are not compressed.
+        base_loss: The distortion of the base itself.
+        loss: The mean of each layer and member over the windows, [L][members]; None where it cannot be used.
+        spread: Its standard error, likewise.
+    """
+
+    members: tuple[int, ...]
+    base: tuple[int, ...]
+    base_loss: float
+    loss: Sequence[Sequence[float | None]]
+    spread: Sequence[Sequence[float | None]]
+
+
 class Curves(NamedTuple):
     """The distortion that each candidate causes in each layer.
 
@@ -25,12 +43,11 @@ class Curves(NamedTuple):
         model: The model, as `check_same_model` compares it.
         text: What it was measured on: `sha256`, `windows`, and the mean number of tokens of a prompt, `prompt`, and of
             what follows it, `new`.
-        measure: What a distortion is: `output` or `kl`.
+        measure: What a distortion is: `joint`, `kl` or `output`.
         layers: Indices of the measured layers.
         depth: Number of all layers of the model.
         candidates: The policies, each with a fraction of the prompt as its budget.
-        distortion: The mean of each layer and candidate over the windows, [L][C]; None where it cannot be used.
-        spread: Its standard error, [L][C].
+        tables: The distortions; all members of a table may stand in layers of one policy.
         evidence: How tuned policies did on windows that were held out, for people to read.
     """
 
@@ -40,8 +57,7 @@ class Curves(NamedTuple):
     layers: tuple[int, ...]
     depth: int
     candidates: tuple[Policy, ...]
-    distortion: Sequence[Sequence[float | None]]
-    spread: Sequence[Sequence[float | None]]
+    tables: tuple[Table, ...]
     evidence: Mapping[str, Any] | None = None
 
 
@@ -57,9 +73,10 @@ class Layers(NamedTuple):
 
 def save_curves(path: str | os.PathLike[str], curves: Curves) -> None:
     """Write curves to a JSON file that `tuned:file=FILE` reads."""
-    content = {name: value for name, value in curves._asdict().items() if name != "candidates"}
-    candidates = [policy.to_dict() for policy in curves.candidates]
-    _write(path, stamp(FORMAT) | content | {"candidates": candidates})
+    content: dict[str, Any] = curves._asdict()
+    content["candidates"] = [policy.to_dict() for policy in curves.candidates]
+    content["tables"] = [table._asdict() for table in curves.tables]
+    _write(path, stamp(FORMAT) | content)
 
 
 def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) -> None:
@@ -115,7 +132,9 @@ def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
     try:
         curves = Curves(**{name: content[name] for name in Curves._fields if name in content})
         candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
-        curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
+        tables = tuple(Table(**table) for table in content["tables"])
+        tables = tuple(t._replace(members=tuple(t.members), base=tuple(t.base)) for t in tables)
+        curves = curves._replace(candidates=candidates, layers=tuple(map(int, curves.layers)), tables=tables)
         _check(curves)
     except (KeyError, TypeError) as error:
         raise KVPolicyError(f"{what} must hold whole curves, got incomplete ones; try kvpolicy tune.") from error
@@ -124,15 +143,20 @@ def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
 
 def _check(curves: Curves) -> None:
     """Raise TypeError if a table has holes."""
-    shape = len(curves.layers), len(curves.candidates)
+    layers = len(curves.layers)
+    known = range(len(curves.candidates))
     whole = all(
-        (len(table), len(row)) == shape and all(value is None or math.isfinite(value) for value in row)
-        for table in (curves.distortion, curves.spread)
-        for row in table
+        (len(values), len(row)) == (layers, len(table.members))
+        and all(value is None or math.isfinite(value) for value in row)
+        for table in curves.tables
+        for values in (table.loss, table.spread)
+        for row in values
     )
+    named = all(index in known for table in curves.tables for index in (*table.members, *table.base))
+    bases = all(len(table.base) in (0, layers) and math.isfinite(table.base_loss) for table in curves.tables)
     shares = all(isinstance(candidate.budget, float) for candidate in curves.candidates)
     lengths = curves.text["prompt"] >= 1 and curves.text["new"] >= 0
-    if not (whole and shares and lengths and 0 not in shape and curves.depth > max(curves.layers)):
+    if not (whole and named and bases and shares and lengths and curves.tables and curves.depth > max(curves.layers)):
         raise TypeError
 
 

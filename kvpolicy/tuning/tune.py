@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
+import functools
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.identity import identity, model_info
-from kvpolicy.planning.curves import Curves, save_curves
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.planning.curves import Curves, Table, save_curves
+from kvpolicy.planning.tuned import groups, layer_nbytes
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.version import __version__
+from kvpolicy.tuning.candidates import check_candidates
+from kvpolicy.tuning.compression import Compressor
 from kvpolicy.tuning.grid import default_grid
+from kvpolicy.tuning.joint import JointWindow
 from kvpolicy.tuning.measure import layer_kls, output_errors, sensitivities
+from kvpolicy.tuning.steps import Steps, rounded
+from kvpolicy.tuning.tap import tapped
 from kvpolicy.tuning.windows import Window, windows_sha256
 
-Measure = Literal["output", "kl"]
-"""What a distortion is: the error of a layer's attention output, or the KL divergence of the predictions."""
+Measure = Literal["joint", "kl", "output"]
+"""What a distortion is; see `tune`."""
 
-DIGITS = 6
-"""Significant digits of a number in a file; further ones differ between machines."""
+MEASURES: tuple[Measure, ...] = ("joint", "kl", "output")
+
+LEVELS = (0.04, 0.1, 0.25)
+"""Shares of the full cache's bytes at which all layers are compressed while one is varied."""
+
+HOPELESS = 4.0
+"""A group of candidates whose base is worse than the best one's by this factor is not measured at that level."""
+
+Progress = Callable[[int, int], None]
+"""Called with how many steps are done, and how many there are."""
 
 
 def tune(
@@ -35,18 +49,20 @@ def tune(
     out: str | Path,
     *,
     candidates: Sequence[Policy | str] | None = None,
-    measure: Measure = "output",
+    measure: Measure = "joint",
     name: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Curves:
     """Measure the distortion of each candidate in each layer, and write the curves to a file.
 
-    The curves are means over windows. With `measure="output"`, the distortion of a window is the relative squared error
-    of the layer's attention output times what such an error in this layer does to the predictions. With
-    `measure="kl"`, it is the KL divergence of the predictions when this layer alone is compressed, which takes a
-    forward of the answer for each layer and candidate.
+    A distortion is a mean over windows, of one of three kinds. `joint`: all layers are compressed under the candidate
+    that does best in all of them at about the same bytes, one layer is given another candidate, and the distortion is
+    the KL divergence of the predictions. Layers that can stand in for one another are seen so, which no layer shows
+    alone. There is a table for each of a few sizes. `kl`: the same with all other layers full. `output`: the relative
+    squared error of the layer's attention output, times what noise of that size there does to the predictions; it needs
+    the memory of one more layer, the others that of queries, keys and values of a prompt in all layers.
 
-    An interrupted run continues where it was: finished windows are in `OUT.unfinished` until the last one is done.
+    An interrupted run continues where it was: what is done is in `OUT.unfinished` until all is.
 
     Args:
         model: A causal language model without a policy attached.
@@ -55,7 +71,7 @@ def tune(
         candidates: Policies with fractions of the prompt as budgets; `default_grid()` by default.
         measure: What a distortion is.
         name: Name of the model in the file.
-        progress: Called after each window with how many are done, and how many there are.
+        progress: Called after each step.
 
     Returns:
         What was written.
@@ -74,23 +90,28 @@ def tune(
         ...         len(handle.policy.layers)
         8
     """
-    if measure not in ("output", "kl"):
-        raise KVPolicyError(f"measure must be output or kl, got {measure!r}.")
+    if measure not in MEASURES:
+        raise KVPolicyError(f"measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
     policies = default_grid() if candidates is None else [Policy.of(candidate) for candidate in candidates]
     info = model_info(model)
     own = identity(model, name, info)
+    text = windows_sha256(windows)
     facts = {
+        "kvpolicy": __version__,
         "model": {key: value for key, value in own.items() if key != "name"},
-        "text": windows_sha256(windows),
+        "text": text,
         "measure": measure,
         "candidates": [policy.to_dict() for policy in policies],
     }
-    rows = _measured(model, windows, policies, measure, Path(f"{out}.unfinished"), facts, progress)
-    mean, spread = _statistics(rows)
+    steps = Steps(Path(f"{out}.unfinished"), facts)
+    if measure == "joint":
+        tables = _joint_tables(model, windows, policies, steps, progress)
+    else:
+        tables = _single_tables(model, windows, policies, measure, steps, progress)
     curves = Curves(
         model=own,
         text={
-            "sha256": facts["text"],
+            "sha256": text,
             "windows": len(windows),
             "prompt": sum(len(window.prompt) for window in windows) / len(windows),
             "new": sum(len(window.follow) for window in windows) / len(windows),
@@ -100,92 +121,156 @@ def tune(
         layers=info.indices,
         depth=info.depth,
         candidates=tuple(policies),
-        distortion=mean,
-        spread=spread,
+        tables=tuple(tables),
     )
     save_curves(out, curves)
-    Path(f"{out}.unfinished").unlink(missing_ok=True)
+    steps.clear()
     return curves
 
 
 def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[Policy], measure: Measure) -> float:
-    """Seconds that `tune` will take, from one window with few candidates, after one to warm up.
+    """Seconds that `tune` will take, from a part of what it does with one window.
 
-    The time grows with windows, layers and candidates; what a window takes without candidates is counted once.
+    The time grows with windows, and with layers times candidates; of `joint`, with the number of its tables.
     """
-    few = [candidates[0]]
-    many = list(candidates[:: max(len(candidates) // 6, 1)])
-    window = windows[:1]
-    _distortion(model, window, few, measure, 0)
+    window = windows[0]
+    if measure == "joint":
+        with tapped(model) as tap:
+            few = list(range(0, len(candidates), max(len(candidates) // 4, 1)))[:4]
+            compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
+            start = time.perf_counter()
+            joint = JointWindow(tap, compressor, window)
+            made = time.perf_counter()
+            joint.kls([[number] * len(tap.layers) for number in few])
+            compared = time.perf_counter()
+            usable = [number for number in few if joint.usable(number)]
+            joint.exchanges([usable[-1]] * len(tap.layers), usable)
+            end = time.perf_counter()
+            tables = len(LEVELS) * len(groups(candidates))
+            each = (compared - made) / len(few) + tables / len(groups(candidates)) * (end - compared) / len(usable)
+            return len(windows) * (2 * (made - start) + each * len(candidates))
+    few, many = [candidates[0]], list(candidates[:: max(len(candidates) // 6, 1)])
+    _single(model, window, few, measure, 0)
     seconds: list[float] = []
     for some in (few, many):
         start = time.perf_counter()
-        _distortion(model, window, some, measure, 0)
+        _single(model, window, some, measure, 0)
         seconds.append(time.perf_counter() - start)
     each = max(seconds[1] - seconds[0], 0.0) / max(len(many) - 1, 1)
     return len(windows) * (seconds[0] + each * (len(candidates) - 1))
 
 
-def _measured(
+class _Base(NamedTuple):
+    """A candidate that all layers have, while one of them has each member of its group in turn."""
+
+    candidate: int
+    members: list[int]
+
+
+def _single_tables(
     model: nn.Module,
     windows: Sequence[Window],
     policies: Sequence[Policy],
     measure: Measure,
-    unfinished: Path,
-    facts: dict[str, Any],
-    progress: Callable[[int, int], None] | None,
-) -> Tensor:
-    """The distortion of each window, layer and candidate, [W, L, C]; finished windows are read from a file."""
-    rows = _resume(unfinished, facts)
+    steps: Steps,
+    progress: Progress | None,
+) -> list[Table]:
+    """One table for each group, of layers that are compressed alone."""
+    rows: list[Tensor] = []
     for number, window in enumerate(windows):
-        if number >= len(rows):
-            rows.append(_distortion(model, [window], policies, measure, number))
-            with unfinished.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([[_number(x) for x in row] for row in rows[-1].tolist()]) + "\n")
-        if progress is not None:
-            progress(number + 1, len(windows))
-    return torch.stack(rows)
+        rows.append(steps.get(f"window {number}", functools.partial(_single, model, window, policies, measure, number)))
+        _tell(progress, number + 1, len(windows))
+    every = torch.stack(rows)
+    return [_table(every[..., members], members, (), 0.0) for members in groups(policies)]
 
 
-def _distortion(
-    model: nn.Module, windows: Sequence[Window], policies: Sequence[Policy], measure: Measure, seed: int
-) -> Tensor:
-    """The distortion of one window, [L, C] fp64; NaN where a candidate cannot be used."""
+def _single(model: nn.Module, window: Window, policies: Sequence[Policy], measure: Measure, seed: int) -> Tensor:
+    """The distortion of each layer alone in one window, [L, C]; NaN where a candidate cannot be used."""
     if measure == "kl":
-        return layer_kls(model, windows, policies)[0]
-    return output_errors(model, windows, policies)[0] * sensitivities(model, windows, seed=seed)[0][:, None]
+        return layer_kls(model, [window], policies)[0]
+    return output_errors(model, [window], policies)[0] * sensitivities(model, [window], seed=seed)[0][:, None]
 
 
-def _resume(unfinished: Path, facts: dict[str, Any]) -> list[Tensor]:
-    """The windows that an interrupted run has measured; begins a new file if there was none."""
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    if not unfinished.exists():
-        unfinished.write_text(json.dumps(digest) + "\n", encoding="utf-8")
-        return []
-    # What was cut off while it was written is measured again.
-    whole = [line for line in unfinished.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    try:
-        found, *rows = [json.loads(line) for line in whole]
-    except ValueError:
-        found, rows = None, []
-    if found != digest:
-        raise KVPolicyError(
-            f"The unfinished tuning in {str(unfinished)!r} must be of the same model, text and options, got another "
-            "one; try to finish or to delete it."
+def _joint_tables(
+    model: nn.Module, windows: Sequence[Window], policies: Sequence[Policy], steps: Steps, progress: Progress | None
+) -> list[Table]:
+    """A table for each size and group, of layers that are changed while all others are compressed."""
+    with tapped(model) as tap:
+        layers = len(tap.layers)
+        compressor = Compressor(tap, check_candidates(policies, tap.attachment.info))
+
+        def alike(window: Window) -> Tensor:
+            joint = JointWindow(tap, compressor, window)
+            return torch.tensor(joint.kls([[number] * layers for number in range(len(policies))]))
+
+        def exchanged(window: Window, bases: Sequence[_Base]) -> Tensor:
+            joint = JointWindow(tap, compressor, window)
+            width = max(len(base.members) for base in bases)
+            found = torch.full((len(bases), layers, width), torch.nan, dtype=torch.float64)
+            for row, base in zip(found, bases, strict=True):
+                row[:, : len(base.members)] = joint.exchanges([base.candidate] * layers, base.members)
+            return found
+
+        total = 2 * len(windows)
+        same: list[Tensor] = []
+        for number, window in enumerate(windows):
+            same.append(steps.get(f"alike {number}", functools.partial(alike, window)))
+            _tell(progress, number + 1, total)
+        losses = torch.stack(same).mean(0)
+        bases = _bases(model, windows, policies, losses)
+        rows: list[Tensor] = []
+        for number, window in enumerate(windows):
+            rows.append(steps.get(f"exchanged {number}", functools.partial(exchanged, window, bases)))
+            _tell(progress, len(windows) + number + 1, total)
+    every = torch.stack(rows)
+    return [
+        _table(
+            every[:, place, :, : len(base.members)],
+            base.members,
+            (base.candidate,) * layers,
+            float(losses[base.candidate]),
         )
-    unfinished.write_text("".join(whole), encoding="utf-8")
-    return [torch.tensor([[math.nan if x is None else x for x in row] for row in table]) for table in rows]
+        for place, base in enumerate(bases)
+    ]
 
 
-def _statistics(rows: Tensor) -> tuple[list[list[float | None]], list[list[float | None]]]:
-    """Mean and standard error over windows; None where a candidate could not be used in each of them."""
-    rows = rows.double()
+def _bases(model: nn.Module, windows: Sequence[Window], policies: Sequence[Policy], losses: Tensor) -> list[_Base]:
+    """The candidate of each group that does best in all layers at each level, but for groups that are far worse."""
+    shape = describe(model.config, getattr(model, "dtype", None))  # pyright: ignore[reportArgumentType]
+    prompt = round(sum(len(window.prompt) for window in windows) / len(windows))
+    new = round(sum(len(window.follow) for window in windows) / len(windows))
+    sizes = [layer_nbytes(policy, shape.evictable[0], shape.whole, prompt, new) for policy in policies]
+    full = shape.whole.token_nbytes * (prompt + new)
+    found: list[_Base] = []
+    for level in LEVELS:
+        best: list[tuple[float, _Base]] = []
+        for members in groups(policies):
+            usable = [i for i in members if sizes[i] is not None and bool(losses[i].isfinite())]
+            # The largest base that fits need not be the best one, with a codec of fewer bits.
+            fitting = [i for i in usable if (sizes[i] or 0) <= 1.2 * level * full]
+            chosen = (
+                min(fitting, key=lambda i: float(losses[i]))
+                if fitting
+                else min(usable, key=lambda i: sizes[i] or 0, default=None)
+            )
+            if chosen is not None:
+                best.append((float(losses[chosen]), _Base(chosen, members)))
+        least = min((loss for loss, _ in best), default=0.0)
+        found += [base for loss, base in best if loss <= HOPELESS * least and base not in found]
+    if not found:
+        raise KVPolicyError(
+            "At least one candidate must be usable in every text, got none; try larger shares, or longer texts."
+        )
+    return found
+
+
+def _table(rows: Tensor, members: Sequence[int], base: tuple[int, ...], base_loss: float) -> Table:
+    """Mean and standard error of the distortions of windows, [W, L, members]."""
     mean = rows.mean(0)
-    spread = rows.std(0, unbiased=True) / len(rows) ** 0.5 if len(rows) > 1 else mean.where(mean.isnan(), 0.0)
-    mean_table, spread_table = ([[_number(x) for x in row] for row in table.tolist()] for table in (mean, spread))
-    return mean_table, spread_table
+    spread = rows.std(0) / len(rows) ** 0.5 if len(rows) > 1 else mean.where(mean.isnan(), 0.0)
+    return Table(tuple(members), base, float(rounded(torch.tensor(base_loss))), rounded(mean), rounded(spread))
 
 
-def _number(value: float) -> float | None:
-    """A number as a file has it."""
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)

@@ -30,9 +30,10 @@ def tune(
     measure: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="output: error of the attention output, weighted by layer; kl: of the predictions."
+            metavar="NAME",
+            help="joint: with all layers compressed; kl: one layer alone; output: its attention output, weighted.",
         ),
-    ] = "output",
+    ] = "joint",
     policies: Annotated[
         list[str] | None,
         typer.Option("--policy", metavar="POLICY", help="Parts to choose from; repeat it. By default a small grid."),
@@ -64,14 +65,14 @@ def tune(
     from kvpolicy.spec.budget import format_budget, parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.proof import prove, quoted
-    from kvpolicy.tuning.tune import estimate
+    from kvpolicy.tuning.tune import MEASURES, estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.windows import read_windows, split
 
     wanted = parse_budget(budget)
     grid = make_grid(policies or PARTS, _floats(shares) or SHARES)
-    if measure not in ("output", "kl"):
-        raise KVPolicyError(f"--measure must be output or kl, got {measure!r}; try output.")
+    if measure not in MEASURES:
+        raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
     loaded, tokenizer = _load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
@@ -166,7 +167,7 @@ class _Bar:
         from tqdm.auto import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, desc="texts")
+            self._bar = tqdm(total=total, desc="measuring")
         self._bar.update(done - self._bar.n)
         if done == total:
             self._bar.close()

@@ -1,0 +1,79 @@
+"""Results of a long run in a file, with which an interrupted run continues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.spec.errors import KVPolicyError
+
+DIGITS = 6
+"""Significant digits of a number in a file; further ones differ between machines."""
+
+
+class Steps:
+    """Tensors by name, each computed once and noted in a file as soon as it is known.
+
+    Args:
+        file: The file: a digest of what must be the same, and one line for each tensor.
+        facts: What must be the same for a run to continue.
+
+    Raises:
+        KVPolicyError: If the file is of another run.
+    """
+
+    def __init__(self, file: Path, facts: dict[str, Any]) -> None:
+        """Read what is known."""
+        self._file = file
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self._known: dict[str, Any] = {}
+        if not file.exists():
+            file.write_text(json.dumps(digest) + "\n", encoding="utf-8")
+            return
+        # A line that was cut off while it was written is computed again.
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+        try:
+            found, *rows = [json.loads(line) for line in lines]
+            self._known = dict(rows)
+        except (ValueError, TypeError):
+            found = None
+        if found != digest:
+            raise KVPolicyError(
+                f"The unfinished run in {str(file)!r} must be of the same model, text and options, got another one; "
+                "try to finish or to delete it."
+            )
+        file.write_text("".join(lines), encoding="utf-8")
+
+    def get(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """A tensor by its name, fp64, rounded as in the file; NaN and infinite numbers are NaN."""
+        if name not in self._known:
+            self._known[name] = rounded(compute())
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([name, self._known[name]], allow_nan=False) + "\n")
+        return _tensor(self._known[name])
+
+    def clear(self) -> None:
+        """Delete the file."""
+        self._file.unlink(missing_ok=True)
+
+
+def rounded(values: Tensor) -> Any:
+    """The numbers of a tensor as nested lists, None for what is not finite."""
+    if values.dim():
+        return [rounded(value) for value in values]
+    number = float(values)
+    return float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None
+
+
+def _tensor(values: Any) -> Tensor:
+    def numbers(some: Any) -> Any:
+        return [numbers(value) for value in some] if isinstance(some, list) else math.nan if some is None else some
+
+    return torch.tensor(numbers(values), dtype=torch.float64)
