@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
+from kvpolicy.hf.model_spec import describe
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
+from tests.conformance.policies import words
 
 
 def steps(model: torch.nn.Module, cache: PolicyCache, prompt: int, count: int) -> None:
@@ -80,3 +84,34 @@ def test_the_smallest_share_that_is_named_works() -> None:
             kvpolicy.plan(model.config, Policy.by_layer(specs, budget=0.02), prompt=prompt)
         share = float(str(caught.value).partition("at least ")[2].split()[0])
         kvpolicy.plan(model.config, Policy.by_layer(specs, budget=share), prompt=prompt)
+
+
+def test_layers_that_no_policy_manages_have_no_part() -> None:
+    """What is given for a sliding window is not used: no reader, no codec, and no calibration is looked for."""
+    model = build("gemma2")
+    managed = describe(model.config).evictable
+    depth = model.config.num_hidden_layers
+    for unused in (words("h2o", "kvquant"), words("h2o", "rotate"), "h2o+quest:read=6:page=2:dense=0@0.5"):
+        specs = ["h2o@0.5" if index in managed else unused for index in range(depth)]
+        with kvpolicy.attach(model, Policy.by_layer(specs, budget=0.8)) as handle, torch.no_grad():
+            cache = PolicyCache(model, new=4)
+            steps(model, cache, 20, 4)
+            assert not handle.policy.reads_part and not handle.policy.undoes_rotation
+            assert kvpolicy.plan(model, handle.policy, prompt=20, new=4).nbytes == cache.nbytes
+    both = Policy.by_layer(["h2o@0.5", "window@0.5"] * (depth // 2), budget=0.8)
+    with kvpolicy.attach(model, both) as handle:
+        assert len(handle.policy.distinct) == 1
+    with pytest.raises(KVPolicyError, match="one for each of the model's"):
+        kvpolicy.attach(model, Policy.by_layer(["h2o@0.5"], budget=0.8))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5, {"layers": 5}, {"layers": [5], "budget": 0.1}, {"layers": ["h2o"], "budget": 0.1}, {"layers": [{}]},
+        {"layers": [{}], "budget": 0.2, "codec": {}}, {"layers": [], "budget": 0.2},
+    ],
+)  # fmt: skip
+def test_data_that_describes_no_policy(content: Any) -> None:
+    with pytest.raises(KVPolicyError):
+        Policy.from_dict(content)
