@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import check_format, replace_file, stamp
+from kvpolicy.spec.validation import MAX_SIZE
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
+
+MEASURES = ("output", "kl")
+"""What a distortion may be."""
 
 
 class Curves(NamedTuple):
@@ -117,7 +121,9 @@ def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
         candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
         curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
         _check(curves)
-    except (KeyError, TypeError) as error:
+    except KVPolicyError:  # of a candidate
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise KVPolicyError(f"{what} must hold whole curves, got incomplete ones; try kvpolicy tune.") from error
     return curves
 
@@ -125,14 +131,18 @@ def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
 def _check(curves: Curves) -> None:
     """Raise TypeError if a table has holes."""
     shape = len(curves.layers), len(curves.candidates)
-    whole = all(
-        (len(table), len(row)) == shape and all(value is None or math.isfinite(value) for value in row)
-        for table in (curves.distortion, curves.spread)
+    tables = (curves.distortion, curves.spread)
+    whole = all(len(table) == shape[0] for table in tables) and all(
+        len(row) == shape[1] and all(value is None or math.isfinite(value) for value in row)
+        for table in tables
         for row in table
     )
     shares = all(isinstance(candidate.budget, float) for candidate in curves.candidates)
-    lengths = curves.text["prompt"] >= 1 and curves.text["new"] >= 0
-    if not (whole and shares and lengths and 0 not in shape and curves.depth > max(curves.layers)):
+    text = curves.text
+    lengths = 1 <= text["prompt"] <= MAX_SIZE and 0 <= text["new"] <= MAX_SIZE and isinstance(text["windows"], int)
+    told = isinstance(curves.model, dict) and curves.measure in MEASURES
+    told = told and all(isinstance(found["verdict"], str) for found in (curves.evidence or {}).values())
+    if not (whole and shares and lengths and told and 0 not in shape and curves.depth > max(curves.layers)):
         raise TypeError
 
 
