@@ -23,7 +23,8 @@ def test_of_caches_and_plans(tmp_path: Path) -> None:
         model(torch.arange(5, 105)[None])
         for draw in (plots.budgets, plots.bytes_by_kind, plots.kept):
             assert draw(handle).axes
-        assert plots.budgets(handle.plan).axes and plots.bytes_by_kind(handle.report()).axes
+        assert handle.plan is not None and plots.budgets(handle.plan).axes
+        assert plots.bytes_by_kind(handle.report()).axes
         with pytest.raises(kvpolicy.KVPolicyError, match="must measure layers, got tuned:file="):
             plots.layer_similarity(handle)
 
