@@ -185,3 +185,9 @@ def test_any_file_name(name: str, tmp_path: Path) -> None:
     assert Policy.parse(str(policy)) == policy and eval(repr(policy)) == policy
     assert not set(str(policy)) & set(" ,'\"") and isinstance(policy.source.file, str)
     load_tuned(Policy.parse(str(policy)).source.file)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("part", ["allocator", "selector", "merger", "codec", "reader", "heads", "decode", "distinct"])
+def test_parts_are_unknown_without_a_model(part: str) -> None:
+    with pytest.raises(KVPolicyError, match="must be asked after it is attached"):
+        getattr(Policy.parse("tuned:file=a.json"), part)
