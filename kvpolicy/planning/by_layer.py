@@ -30,7 +30,8 @@ def divide_by_layer(
     """Divide the budget of a policy that differs by layer.
 
     A budget in bytes is that of the whole cache on a rank. A share, and a number of tokens, is a budget of each row of
-    the whole model: the row keeps what it would keep alone, on any number of ranks.
+    the whole model: the row keeps what it would keep alone, on any number of ranks. Each layer has the slots of the row
+    that keeps the most there, so that rows of different lengths may hold more together than their shares.
 
     Args:
         policy: The policy.
