@@ -129,7 +129,7 @@ class Policy:
         Examples:
             >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+kivi:bits=4@0.25"], budget=0.2)
             >>> policy.at(1).codec, policy.budget
-            (KIVI(bits=4, group_size=32, residual_length=128), 0.2)
+            (KIVI(bits=4, group_size=32, residual_length='auto'), 0.2)
         """
         return LayeredPolicy(policies, budget)
 
