@@ -152,9 +152,13 @@ def lookup(name: str) -> tuple[Kind, type[Any]]:
         ('allocator', <class 'kvpolicy.allocators.uniform.Uniform'>)
     """
     found = _table().get(ALIASES.get(name, name))
+    if name in WHOLE:
+        raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got it beside other parts.")
     if found is None:
         every = ", ".join(f"the {described(kind)}s {', '.join(names(kind))}" for kind in BUILT_IN)
-        raise KVPolicyError(f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, names())}")
+        raise KVPolicyError(
+            f"A strategy must be one of {every}, got {shorten(name)!r}{suggest(name, [*names(), *WHOLE])}"
+        )
     kind, target = found
     return kind, _load(name, target)
 

@@ -34,15 +34,15 @@ def check_backend(backend: str, path_or_model: Any) -> None:
         )
 
 
-def check_policy(config: Any, policy: Any) -> None:
-    """Raise KVPolicyError if the policy is invalid, or its codec does not support the model."""
+def check_policy(config: Any, policy: Any, dtype: torch.dtype | None = None, tp: int = 1) -> None:
+    """Raise KVPolicyError if the policy is invalid, or does not support the model on `tp` ranks."""
     if policy is None:
         return
     from kvpolicy import Policy
-    from kvpolicy.hf.model_spec import describe
+    from kvpolicy.hf.model_spec import describe, resolve_for
 
-    chosen = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    chosen.codec.check(describe(config).info())
+    info = describe(config).info()  # calibrations are of all heads
+    resolve_for(Policy.of(policy), describe(config, dtype, tp), info).check(info)
 
 
 def check_dtype(dtype: Any, backend: str) -> Any:

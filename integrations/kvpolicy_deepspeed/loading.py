@@ -42,8 +42,8 @@ def load(path_or_model: Any, *, backend: Backend = "deepspeed", dtype: Any = Non
     place = world()
     checks.check_backend(backend, path_or_model)
     config = path_or_model.config if isinstance(path_or_model, nn.Module) else _config(path_or_model)
-    checks.check_policy(config, policy)
     dtype = checks.check_dtype(dtype, backend)
+    checks.check_policy(config, policy, dtype, place.size)
     if place.size > 1:
         from kvpolicy.hf.heads import check_shardable
 

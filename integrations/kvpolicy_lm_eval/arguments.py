@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,8 @@ from lm_eval.models import huggingface
 
 from kvpolicy import Policy
 from kvpolicy.hf.embedded import as_config
+from kvpolicy.planning.curves import load_tuned
+from kvpolicy.policy import TunedPolicy
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError
 
 Backend = Literal["deepspeed", "hf"]
@@ -89,6 +92,17 @@ def read_policy(policy: str | Policy | None, budget: float | str | None) -> Poli
     """Parse a spec, and override its budget if one is given."""
     found = policy if isinstance(policy, Policy) else Policy.parse(policy)
     return found if budget is None else found.with_budget(budget)
+
+
+def content_of(policy: Policy) -> str:
+    """A hash of the file that a policy is made from, since another tuning may be written to it; empty if there is none.
+
+    Raises:
+        KVPolicyError: If the file cannot be read.
+    """
+    if not isinstance(policy, TunedPolicy):
+        return ""
+    return f" sha256={hashlib.sha256(repr(load_tuned(policy.source.file)).encode()).hexdigest()[:16]}"
 
 
 def at_least(name: str, value: Any, low: int) -> int:

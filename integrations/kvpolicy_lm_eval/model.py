@@ -18,7 +18,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
-from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, read_policy, read_sharding
+from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding
 from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, with_prefixes
 from kvpolicy_lm_eval.stats import Stats
 
@@ -121,6 +121,7 @@ class KVPolicyLM(HFLM):
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
         return (
             f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
+            f"{content_of(self.policy)}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")
         )

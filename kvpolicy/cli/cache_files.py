@@ -24,14 +24,14 @@ def make_file(model: Any, ids: Any, policy: Policy, out: Path, compress: str | N
         compress: How to compress the codes, or None.
 
     Returns:
-        What `describe` says of the file.
+        What `describe` says of the file, and `note`: what `note_for` says of the policy.
     """
     ids = ids.to(model.device)
-    with torch.inference_mode(), attach(model, policy):
+    with torch.inference_mode(), attach(model, policy) as handle:
         cache = PolicyCache(model)
         model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.save(out, tokens=ids.cpu(), compress=compress)
-    return describe(out)
+    return describe(out) | {"note": note_for(handle.policy)}
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -67,9 +67,9 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def note_for(policy: Policy) -> str:
-    """What a user should know who saves a cache under a policy; empty if there is nothing."""
-    needs = policy.selector.needs
-    if not (needs.window_queries or needs.below_mean_queries or needs.newest_row):
+    """What a user should know who saves a cache under a policy that is attached; empty if there is nothing."""
+    every = [one.selector.needs for one in policy.distinct]
+    if not any(needs.window_queries or needs.below_mean_queries or needs.newest_row for needs in every):
         return ""
     return (
         f"The selector of {policy} keeps what the last tokens of the text attend to. If these are a question, the "

@@ -19,7 +19,7 @@ def complete_policy(incomplete: str) -> Iterator[str]:
     >>> list(complete_policy("squeeze+kvcrush/sn")), list(complete_policy("squeeze+p"))
     (['squeeze+kvcrush/snapkv'], ['squeeze+plain', 'squeeze+probe'])
     """
-    from kvpolicy.registry import Kind, kinds, names
+    from kvpolicy.registry import WHOLE, Kind, kinds, names
 
     if "@" in incomplete:  # the budget follows, which has no names
         return
@@ -30,13 +30,13 @@ def complete_policy(incomplete: str) -> Iterator[str]:
     if incomplete[:start].endswith("/"):  # a wrapped strategy has the kind of its wrapper, but for head allocators
         allowed = [kind for kind in used if given[-1] in names(kind)]
         allowed = ["head_allocator"] if allowed == ["allocator"] else allowed
-    candidates = sorted(name for kind in allowed for name in names(kind)) + ([] if start else ["none"])
+    candidates = sorted(name for kind in allowed for name in names(kind)) + ([] if start else ["none", *WHOLE])
     yield from (incomplete[:start] + name for name in candidates if name.startswith(incomplete[start:]))
 
 
 def complete_part(incomplete: str) -> list[str]:
     """Complete the plural of a kind, such as `codecs`, or the name of a strategy."""
-    from kvpolicy.registry import BUILT_IN, names
+    from kvpolicy.registry import BUILT_IN, WHOLE, names
 
-    candidates = [*(f"{kind}s" for kind in BUILT_IN), *names()]
+    candidates = [*(f"{kind}s" for kind in BUILT_IN), *names(), *WHOLE]
     return [word for word in candidates if word.startswith(incomplete)]

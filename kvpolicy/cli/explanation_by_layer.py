@@ -8,14 +8,14 @@ from typing import Any
 from kvpolicy.cli.formatting import counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts
 from kvpolicy.planning.curves import Curves, load_tuned
-from kvpolicy.planning.tuned import Reason, byte_limit, lengths, reasons
+from kvpolicy.planning.tuned import Reason, lengths, reasons
 from kvpolicy.policy import TunedPolicy
 
 DISTORTION = {
     "output": "the squared error of the layer's attention output, relative to its norm and weighted by what such an "
     "error does to the model's predictions",
-    "joint": "the KL divergence of the model's predictions with this choice in the layer, and the other layers as in "
-    "the ordinary policy of about these bytes that did best",
+    "joint": "the KL divergence of the model's predictions if this layer alone is compressed, times what these "
+    "parts do in all layers at once, relative to the sum over layers",
     "kl": "the KL divergence of the model's predictions if this layer alone is compressed",
 }
 """What a distortion is, by the measure of a file."""
@@ -35,9 +35,7 @@ def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:
     tuned: dict[str, Any] | None = None
     if isinstance(curves, Curves):
         prompt, new = lengths(curves, given)
-        unmanaged = sum(model.unmanaged_bytes(1, prompt + new).values())
-        limit = byte_limit(policy, model.shape, model.whole, len(curves.layers), prompt + new, unmanaged)
-        why = reasons(curves, model.whole, prompt, new, limit, [policy.at(index) for index in curves.layers])
+        why = reasons(curves, model.whole, prompt, new, [policy.at(index) for index in curves.layers])
         tuned = {
             "measure": curves.measure,
             "text": dict(curves.text),

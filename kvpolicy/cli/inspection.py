@@ -138,7 +138,7 @@ def inspect_prompt(
     cache = handle.cache
     cosines: list[float] = []
     measured = ""
-    if importance and handle.policy.allocator.layer_metric:
+    if importance and handle.policy.layer_metric:
         cosines = cosines_of(cache)
         measured = DURING_PREFILL
     elif importance:

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvpolicy.hf.discovery import attention_classes, check_attention_class, no_single_stack, not_causal
 from kvpolicy.planning.tuned import resolve
-from kvpolicy.policy import Policy
+from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -127,7 +127,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
 
 
 def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
-    """A policy for a model: one that is made from a file is made, others are returned as they are.
+    """A policy for a model: one that is made from a file is made, and layers that no policy manages need none.
 
     Raises:
         KVPolicyError: If the file cannot be read, is of another model, or has no policy for the budget.
@@ -136,7 +136,10 @@ def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
     def unmanaged_nbytes(columns: int) -> int:
         return sum(shape.unmanaged_bytes(1, columns).values())
 
-    return resolve(policy, info, shape.shape, shape.whole, unmanaged_nbytes)
+    found = resolve(policy, info, shape.shape, shape.whole, unmanaged_nbytes)
+    if isinstance(found, LayeredPolicy) and len(found.layers) == info.depth:
+        return found.of_layers(shape.evictable)
+    return found
 
 
 def check_class(config: Any) -> None:

@@ -30,7 +30,8 @@ def divide_by_layer(
     """Divide the budget of a policy that differs by layer.
 
     A budget in bytes is that of the whole cache on a rank. A share, and a number of tokens, is a budget of each row of
-    the whole model: the row keeps what it would keep alone, on any number of ranks.
+    the whole model: the row keeps what it would keep alone, on any number of ranks. Each layer has the slots of the row
+    that keeps the most there, so that rows of different lengths may hold more together than their shares.
 
     Args:
         policy: The policy.
@@ -70,6 +71,8 @@ def _row(
 ) -> Tensor:
     """Tokens that each layer keeps of one row whose budget is a share or a number of tokens, [1, L]."""
     budget = policy.budget
+    if end is None and policy.decode == "grow":
+        end = prompt  # what a growing cache reserves for tokens that nobody announced is on top, as in other caches
     token = sum(shape.token_nbytes for shape in shapes)
     full = token * max(int(prompt), 0 if end is None else int(end))
     if isinstance(budget, float):
@@ -77,11 +80,14 @@ def _row(
     else:
         limit = token * int(budget)
     keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
-    floor = torch.tensor([[policy.at(index).min_tokens for index in indices]])
-    if keep is None and int(most_tokens(policy, prompt, end)) <= int(floor.amax()):
+    most = int(most_tokens(policy, prompt, end))
+    layers = [policy.at(index) for index in indices]
+    floor = torch.tensor([[most if layer.keeps_whole else layer.min_tokens for layer in layers]])
+    if keep is None and any(most <= layer.min_tokens for layer in layers):
         return floor  # a prompt that a selector's minimum covers is kept whole, so a smaller share is no error
     if keep is None:
-        wanted = -(-smallest // token) if isinstance(budget, int) else round(smallest / full + 5e-7, 6)
+        # All tokens of a short text may be less than what a layer holds besides; the budget 1.0 has no limit.
+        wanted = -(-smallest // token) if isinstance(budget, int) else min(round(smallest / full + 5e-7, 6), 1.0)
         what = f"{wanted} tokens" if isinstance(budget, int) else f"{wanted} of the full cache's bytes"
         raise KVPolicyError(
             f"The budget must be at least {what} for {int(prompt)} prompt tokens under {policy}, got {budget}."
@@ -99,14 +105,18 @@ def _fit(
 ) -> tuple[Tensor | None, int]:
     """The most tokens of each row and layer, [B, L], whose bytes fit `limit`, or None; and the fewest bytes possible.
 
-    All shares are multiplied by one factor, found by bisection over the tokens of the largest share.
+    All shares are multiplied by one factor, found by bisection over the tokens of the largest share. If all tokens fit
+    and nobody announced how many will follow, all layers keep equally many of those, as in other caches.
     """
     layers = [policy.at(index) for index in indices]
     whole = torch.tensor([layer.keeps_whole for layer in layers])
     # Relative to the largest share; a layer that keeps every token has none.
     weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64).masked_fill(whole, 0)
     weights = weights / weights.amax().clamp_min(_EPSILON)
-    ceiling = most_tokens(policy, prompt, end)[:, None].expand(-1, len(layers))
+    lasts = end is None and policy.decode == "evict" and not isinstance(policy.budget, float)
+    # The slots are those of the longest row, so that the others may fill them with what follows.
+    longest = most_tokens(policy, prompt, end)
+    ceiling = (torch.full_like(longest, int(longest.max())) if lasts else longest)[:, None].expand(-1, len(layers))
     floor = torch.tensor([layer.min_tokens for layer in layers])
 
     def keep(largest: int) -> Tensor:
@@ -126,7 +136,12 @@ def _fit(
     smallest = nbytes(keep(0))
     if smallest > limit:
         return None, smallest
-    return keep(_largest(lambda tokens: nbytes(keep(tokens)) <= limit, most)), smallest
+    found = keep(_largest(lambda tokens: nbytes(keep(tokens)) <= limit, most))
+    if lasts and bool((found >= ceiling).all()):
+        # A token takes at least one byte, so that the limit bounds the search.
+        more = _largest(lambda tokens: nbytes(found.clamp_min(tokens)) <= limit, min(limit, MAX_SIZE))
+        found = found.clamp_min(more)
+    return found, smallest
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -13,27 +13,13 @@ from typing import Any, NamedTuple
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import check_format, replace_file, stamp
+from kvpolicy.spec.validation import MAX_SIZE
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
 
-
-class Table(NamedTuple):
-    """The distortion that some candidates cause in each layer, with the other layers as they are in a base.
-
-    Attributes:
-        members: Indices of the candidates.
-        base: Index of the candidate that each of the other layers has; empty if they are not compressed.
-        base_loss: The distortion of the base itself.
-        loss: The mean of each layer and member over the windows, [L][members]; None where it cannot be used.
-        spread: Its standard error, likewise.
-    """
-
-    members: tuple[int, ...]
-    base: tuple[int, ...]
-    base_loss: float
-    loss: Sequence[Sequence[float | None]]
-    spread: Sequence[Sequence[float | None]]
+MEASURES = ("joint", "kl", "output")
+"""What a distortion may be."""
 
 
 class Curves(NamedTuple):
@@ -43,11 +29,12 @@ class Curves(NamedTuple):
         model: The model, as `check_same_model` compares it.
         text: What it was measured on: `sha256`, `windows`, and the mean number of tokens of a prompt, `prompt`, and of
             what follows it, `new`.
-        measure: What a distortion is: `joint`, `kl` or `output`.
+        measure: What a distortion is: `joint`, `kl` or `output`; see `kvpolicy.tuning.tune`.
         layers: Indices of the measured layers.
         depth: Number of all layers of the model.
         candidates: The policies, each with a fraction of the prompt as its budget.
-        tables: The distortions; all members of a table may stand in layers of one policy.
+        distortion: The mean of each layer and candidate over the windows, [L][C]; None where it cannot be used.
+        spread: Its standard error, [L][C].
         evidence: How tuned policies did on windows that were held out, for people to read.
     """
 
@@ -57,7 +44,8 @@ class Curves(NamedTuple):
     layers: tuple[int, ...]
     depth: int
     candidates: tuple[Policy, ...]
-    tables: tuple[Table, ...]
+    distortion: Sequence[Sequence[float | None]]
+    spread: Sequence[Sequence[float | None]]
     evidence: Mapping[str, Any] | None = None
 
 
@@ -73,10 +61,9 @@ class Layers(NamedTuple):
 
 def save_curves(path: str | os.PathLike[str], curves: Curves) -> None:
     """Write curves to a JSON file that `tuned:file=FILE` reads."""
-    content: dict[str, Any] = curves._asdict()
-    content["candidates"] = [policy.to_dict() for policy in curves.candidates]
-    content["tables"] = [table._asdict() for table in curves.tables]
-    _write(path, stamp(FORMAT) | content)
+    content = {name: value for name, value in curves._asdict().items() if name != "candidates"}
+    candidates = [policy.to_dict() for policy in curves.candidates]
+    _write(path, stamp(FORMAT) | content | {"candidates": candidates})
 
 
 def save_layers(path: str | os.PathLike[str], policies: Sequence[Policy | str]) -> None:
@@ -132,31 +119,30 @@ def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
     try:
         curves = Curves(**{name: content[name] for name in Curves._fields if name in content})
         candidates = tuple(Policy.from_dict(candidate) for candidate in content["candidates"])
-        tables = tuple(Table(**table) for table in content["tables"])
-        tables = tuple(t._replace(members=tuple(t.members), base=tuple(t.base)) for t in tables)
-        curves = curves._replace(candidates=candidates, layers=tuple(map(int, curves.layers)), tables=tables)
+        curves = curves._replace(candidates=candidates, layers=tuple(int(index) for index in curves.layers))
         _check(curves)
-    except (KeyError, TypeError) as error:
+    except KVPolicyError:  # of a candidate
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise KVPolicyError(f"{what} must hold whole curves, got incomplete ones; try kvpolicy tune.") from error
     return curves
 
 
 def _check(curves: Curves) -> None:
     """Raise TypeError if a table has holes."""
-    layers = len(curves.layers)
-    known = range(len(curves.candidates))
-    whole = all(
-        (len(values), len(row)) == (layers, len(table.members))
-        and all(value is None or math.isfinite(value) for value in row)
-        for table in curves.tables
-        for values in (table.loss, table.spread)
-        for row in values
+    shape = len(curves.layers), len(curves.candidates)
+    tables = (curves.distortion, curves.spread)
+    whole = all(len(table) == shape[0] for table in tables) and all(
+        len(row) == shape[1] and all(value is None or math.isfinite(value) for value in row)
+        for table in tables
+        for row in table
     )
-    named = all(index in known for table in curves.tables for index in (*table.members, *table.base))
-    bases = all(len(table.base) in (0, layers) and math.isfinite(table.base_loss) for table in curves.tables)
     shares = all(isinstance(candidate.budget, float) for candidate in curves.candidates)
-    lengths = curves.text["prompt"] >= 1 and curves.text["new"] >= 0
-    if not (whole and named and bases and shares and lengths and curves.tables and curves.depth > max(curves.layers)):
+    text = curves.text
+    lengths = 1 <= text["prompt"] <= MAX_SIZE and 0 <= text["new"] <= MAX_SIZE and isinstance(text["windows"], int)
+    told = isinstance(curves.model, dict) and curves.measure in MEASURES
+    told = told and all(isinstance(found["verdict"], str) for found in (curves.evidence or {}).values())
+    if not (whole and shares and lengths and told and 0 not in shape and curves.depth > max(curves.layers)):
         raise TypeError
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvpolicy.planning.curves import Curves, Layers, Table, load_tuned
+from kvpolicy.planning.curves import Curves, Layers, load_tuned
 from kvpolicy.planning.knapsack import Option, choose
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.tokens import expect_tokens, most_tokens
@@ -79,7 +78,11 @@ def resolve(
     if found.layers != model.indices or found.depth != model.depth:
         raise KVPolicyError(f"{what} must be of the layers {list(model.indices)}, got {list(found.layers)}; {remedy}.")
     prompt, new = lengths(found, policy)
-    limit = byte_limit(policy, shape, whole, len(found.layers), prompt + new, unmanaged_nbytes(prompt + new))
+    limit = byte_limit(policy, shape, len(found.layers), prompt + new)
+    if isinstance(policy.budget, str):
+        limit = max((limit or 0) - unmanaged_nbytes(prompt + new), 0)
+    if limit is not None:  # of one rank; each holds the same share
+        limit = limit * whole.heads // shape.heads
     layers = solve(found, whole, prompt, new, limit)
     every = dict(zip(found.layers, layers, strict=True))
     # A layer that is not under the policy has one that is not used.
@@ -96,13 +99,11 @@ def lengths(curves: Curves, policy: TunedPolicy) -> tuple[int, int]:
     return prompt, new
 
 
-def byte_limit(
-    policy: Policy, shape: LayerShape, whole: LayerShape, layers: int, length: int, unmanaged_nbytes: int
-) -> int | None:
-    """Bytes that the layers under a policy may hold of a text on all ranks; None if they evict nothing."""
-    full = layers * whole.token_nbytes
-    if isinstance(policy.budget, str):  # of one rank; each holds the same share
-        return max(bytes_of(policy.budget) - unmanaged_nbytes, 0) * whole.heads // shape.heads
+def byte_limit(policy: Policy, shape: LayerShape, layers: int, length: int) -> int | None:
+    """Bytes that the layers under a policy may hold of a text of some length; None if they need evict nothing."""
+    full = layers * shape.token_nbytes
+    if isinstance(policy.budget, str):
+        return bytes_of(policy.budget)
     if isinstance(policy.budget, int):
         return full * policy.budget
     return None if policy.budget == 1.0 else int(full * length * policy.budget + _EPSILON)
@@ -111,8 +112,7 @@ def byte_limit(
 def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Policy]:
     """The policy of each measured layer, of least distortion in all, whose bytes fit a limit.
 
-    Candidates that generate differently, or replay differently, cannot be mixed: each such group is solved by itself,
-    with the table whose base takes about as many bytes.
+    Candidates that generate differently, or replay differently, cannot be mixed: each such group is solved by itself.
 
     Args:
         curves: The curves.
@@ -126,8 +126,8 @@ def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int |
     """
     best: tuple[float, list[Policy]] | None = None
     smallest: int | None = None
-    for table in _tables(curves, shape, prompt, new, limit):
-        items = [options(curves, table, number, shape, prompt, new) for number in range(len(curves.layers))]
+    for group in _groups(curves):
+        items = [options(curves, number, group, shape, prompt, new) for number in range(len(curves.layers))]
         if not all(items):
             continue
         least = sum(min(choice.nbytes for choice in choices) for choices in items)
@@ -138,8 +138,7 @@ def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int |
         if chosen is None:
             continue
         picked = [choices[index] for choices, index in zip(items, chosen, strict=True)]
-        # To first order around the base, whose own loss each layer's has in it.
-        loss = table.base_loss + sum(choice.loss - table.base_loss for choice in picked)
+        loss = sum(choice.loss for choice in picked)
         if best is None or loss < best[0]:
             best = loss, [choice.policy for choice in picked]
     if best is None:
@@ -151,9 +150,7 @@ def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int |
     return best[1]
 
 
-def reasons(
-    curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None, chosen: Sequence[Policy]
-) -> list[Reason]:
+def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Sequence[Policy]) -> list[Reason]:
     """What each layer's choice does, beside what half and twice of its bytes would do.
 
     Args:
@@ -161,14 +158,12 @@ def reasons(
         shape: Shape of a layer.
         prompt: Tokens of a prompt.
         new: Tokens that follow.
-        limit: The bytes that the policies were chosen for.
         chosen: The policy of each measured layer, as `solve` returns it.
     """
-    tables = _tables(curves, shape, prompt, new, limit)
-    table = next(table for table in tables if _kind(curves.candidates[table.members[0]]) == _kind(chosen[0]))
     found: list[Reason] = []
     for number, policy in enumerate(chosen):
-        choices = options(curves, table, number, shape, prompt, new)
+        group = next(group for group in _groups(curves) if _kind(curves.candidates[group[0]]) == _kind(policy))
+        choices = options(curves, number, group, shape, prompt, new)
         own = next(choice for choice in choices if choice.policy == policy)
         half = min((choice.loss for choice in choices if choice.nbytes <= own.nbytes // 2), default=None)
         double = min(choice.loss for choice in choices if choice.nbytes <= own.nbytes * 2)
@@ -176,20 +171,23 @@ def reasons(
     return found
 
 
-def options(curves: Curves, table: Table, number: int, shape: LayerShape, prompt: int, new: int) -> list[Choice]:
+def options(
+    curves: Curves, number: int, group: Sequence[int], shape: LayerShape, prompt: int, new: int
+) -> list[Choice]:
     """What a layer may hold: every measured candidate, and sizes between those of the same parts.
 
     Args:
         curves: The curves.
-        table: The table.
         number: Number of the layer among the measured ones.
+        group: Indices of the candidates.
         shape: Shape of the layer.
         prompt: Tokens of a prompt.
         new: Tokens that follow.
     """
     families: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     parts: dict[tuple[object, ...], Policy] = {}
-    for index, loss in zip(table.members, table.loss[number], strict=True):
+    for index in group:
+        loss = curves.distortion[number][index]
         candidate = curves.candidates[index]
         if loss is not None:
             key = candidate.allocator, candidate.selector, candidate.merger, candidate.codec, candidate.reader
@@ -199,7 +197,7 @@ def options(curves: Curves, table: Table, number: int, shape: LayerShape, prompt
     for key, points in families.items():
         for share, loss in _interpolated(sorted(points)):
             own = parts[key].with_budget(share)
-            nbytes = layer_nbytes(own, curves.layers[number], shape, prompt, new)
+            nbytes = _layer_nbytes(own, curves.layers[number], shape, prompt, new)
             if nbytes is not None:
                 found.append(Choice(own, nbytes, loss))
     return found
@@ -214,7 +212,7 @@ def _interpolated(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float
     yield points[-1]
 
 
-def layer_nbytes(policy: Policy, layer_idx: int, shape: LayerShape, prompt: int, new: int) -> int | None:
+def _layer_nbytes(policy: Policy, layer_idx: int, shape: LayerShape, prompt: int, new: int) -> int | None:
     """Bytes of a layer; None if the share is less than the selector needs of such a prompt."""
     length = torch.tensor([prompt])
     end = length + new
@@ -226,31 +224,14 @@ def layer_nbytes(policy: Policy, layer_idx: int, shape: LayerShape, prompt: int,
     return sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
 
 
-def groups(candidates: Sequence[Policy]) -> list[list[int]]:
-    """The indices of the candidates that may stand in layers of one policy, by what they have in common."""
-    found: dict[object, list[int]] = {}
-    for index, candidate in enumerate(candidates):
-        found.setdefault(_kind(candidate), []).append(index)
-    return list(found.values())
+def _groups(curves: Curves) -> list[list[int]]:
+    """Candidates that may stand in layers of one policy."""
+    groups: dict[object, list[int]] = {}
+    for index, candidate in enumerate(curves.candidates):
+        groups.setdefault(_kind(candidate), []).append(index)
+    return list(groups.values())
 
 
 def _kind(policy: Policy) -> object:
     """What all layers of a policy must have in common."""
     return policy.decode, policy.replay
-
-
-def _tables(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Table]:
-    """The table of each group whose base takes about as many bytes as may be taken."""
-    nearest: dict[object, tuple[float, Table]] = {}
-    for table in curves.tables:
-        sizes = [
-            layer_nbytes(curves.candidates[index], layer, shape, prompt, new)
-            for index, layer in zip(table.base, curves.layers, strict=False)
-        ]
-        taken = sum(size or 0 for size in sizes)
-        most = len(curves.layers) * shape.token_nbytes * (prompt + new) if limit is None else limit
-        distance = abs(math.log(max(taken, 1) / max(most, 1))) if sizes else 0.0
-        kind = _kind(curves.candidates[table.members[0]])
-        if kind not in nearest or distance < nearest[kind][0]:
-            nearest[kind] = distance, table
-    return [table for _, table in nearest.values()]

@@ -46,6 +46,7 @@ def missing(part: object, kind: Kind) -> list[str]:
     """The members of a kind's protocol that a part lacks, sorted.
 
     Examples:
+        >>> from kvpolicy.selectors.full import KeepAll
         >>> missing(KeepAll(), "codec")
         ['check', 'layout', 'stages', 'traits']
     """
@@ -57,6 +58,7 @@ def describe_missing(part: object, kind: Kind) -> str:
     """The members that a part lacks, as the end of a sentence.
 
     Examples:
+        >>> from kvpolicy.selectors.full import KeepAll
         >>> describe_missing(KeepAll(), "allocator")
         'it lacks budgets, layer_metric of kvpolicy.protocols.Allocator'
     """

@@ -129,7 +129,7 @@ class Policy:
         Examples:
             >>> policy = Policy.by_layer(["snapkv@0.5", "h2o+kivi:bits=4@0.25"], budget=0.2)
             >>> policy.at(1).codec, policy.budget
-            (KIVI(bits=4, group_size=32, residual_length=128), 0.2)
+            (KIVI(bits=4, group_size=32, residual_length='auto'), 0.2)
         """
         return LayeredPolicy(policies, budget)
 
@@ -179,14 +179,17 @@ class Policy:
             >>> Policy.from_dict(policy.to_dict()) == policy
             True
         """
-        if "layers" in content:
-            layers = [cls.from_dict(layer) for layer in content["layers"]]
-            return LayeredPolicy(layers, content.get("budget"), spec=str(content.get("spec", "")))
-        unknown = sorted({*content} - {*PROTOCOLS, "budget"})
+        if not isinstance(content, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyError(f"A policy must be described by a dictionary, got {shorten(repr(content))}.")
+        layered = isinstance(content.get("layers"), list)
+        unknown = sorted({*content} - ({"layers", "spec", "budget"} if layered else {*PROTOCOLS, "budget"}))
         if unknown:
             raise KVPolicyError(
                 f"A policy must be described by its parts and its budget, got {shorten(repr(unknown[0]))}."
             )
+        if layered:
+            layers = [cls.from_dict(layer) for layer in content["layers"]]
+            return LayeredPolicy(layers, content.get("budget"), spec=str(content.get("spec", "")))
         parts: dict[str, Any] = {kind: part_from_dict(kind, content[kind]) for kind in PROTOCOLS if kind in content}
         return cls(**parts, budget=content.get("budget", _UNSET))
 
@@ -420,6 +423,14 @@ class LayeredPolicy(PerLayerPolicy):
     def with_budget(self, budget: Budget) -> Policy:
         """The same policies under another budget."""
         return LayeredPolicy(self.layers, budget)
+
+    def of_layers(self, indices: Sequence[int]) -> LayeredPolicy:
+        """The policy of a model of which these layers are under it: what only others have is not in `distinct`."""
+        used = {self.layers[index] for index in indices}
+        if len(used) == len(self.distinct):
+            return self
+        layers = [policy if policy in used else self.layers[indices[0]] for policy in self.layers]
+        return LayeredPolicy(layers, self.budget, self._spec)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field of every part of every layer, as JSON can hold it."""

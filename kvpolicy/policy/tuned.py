@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from kvpolicy.policy.html import by_layer_html
 from kvpolicy.policy.policy import DEFAULT_BUDGET, PerLayerPolicy, Policy
@@ -19,9 +19,9 @@ TUNED = "tuned"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedFile:
-    """A file that a policy by layer is made from.
+    """A policy for each layer of the model, made from a file of measurements for the budget, or from a file of layers.
 
-    Attributes:
+    Args:
         file: The path, as `kvpolicy tune` wrote it.
         length: Tokens of a text, prompt and new ones together, for which a budget in tokens or bytes is divided; `auto`
             is the mean length of the texts that the policy was tuned on.
@@ -50,6 +50,8 @@ class TunedPolicy(PerLayerPolicy):
     """
 
     __slots__ = ("source",)
+    OPTIONS: ClassVar = TunedFile
+    """The options of a spec."""
     source: TunedFile
 
     def __init__(self, source: TunedFile, budget: Budget | None = None) -> None:
@@ -93,6 +95,12 @@ class TunedPolicy(PerLayerPolicy):
         """Not known before the model is."""
         self._ask_layer()
 
+    allocator: Any = property(_ask_layer)
+    selector: Any = property(_ask_layer)
+    merger: Any = property(_ask_layer)
+    codec: Any = property(_ask_layer)
+    reader: Any = property(_ask_layer)
+    heads: Any = property(_ask_layer)
     distinct: Any = property(_ask_layer)
     decode: Any = property(_ask_layer)
     reads_part: Any = property(_ask_layer)

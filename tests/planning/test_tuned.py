@@ -17,7 +17,8 @@ from kvpolicy import KVPolicyError, Policy
 from kvpolicy.hf.identity import identity
 from kvpolicy.planning.curves import Curves, load_tuned, save_curves
 from kvpolicy.planning.tuned import byte_limit, options, reasons, solve
-from kvpolicy.policy import LayeredPolicy
+from kvpolicy.policy import LayeredPolicy, TunedPolicy
+from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.protocols import LayerShape
 from tests.conformance.models import build
 from tests.reference.knapsack import least_loss
@@ -154,3 +155,39 @@ def test_length_is_that_of_the_texts_or_as_given(tmp_path: Path) -> None:
     ]
     assert found[0] == found[1] and found[0] != found[2]
     assert dataclasses.is_dataclass(found[0].at(0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": None}, {"text": {"prompt": 3, "new": 1}}, {"text": {"prompt": math.inf, "new": 1, "windows": 1}},
+        {"text": {"prompt": 1e30, "new": 1, "windows": 1}}, {"text": {"prompt": "3", "new": 1, "windows": 1}},
+        {"model": None}, {"measure": "taste"}, {"layers": ["a"] * 3}, {"depth": "3"}, {"evidence": {"0.1": {}}},
+        {"evidence": "good"}, {"distortion": []}, {"spread": [[]]}, {"candidates": [1]}, {"candidates": None},
+    ],
+)  # fmt: skip
+def test_files_that_are_no_curves(change: dict[str, Any], tmp_path: Path) -> None:
+    """A sentence, and no traceback."""
+    file = tmp_path / "plan.json"
+    save_curves(file, draw_curves(0))
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(KVPolicyError, match=r"must hold whole curves|must be described by a dictionary"):
+        load_tuned(str(file))
+
+
+@pytest.mark.parametrize("name", ["a b", "a+b", "a@b:c", "50%", "~", "ä/ö", "none", "auto", "a=b,c"])
+def test_any_file_name(name: str, tmp_path: Path) -> None:
+    """A spec writes what it must not contain as URLs do."""
+    file = tmp_path / f"{name}.json"
+    file.parent.mkdir(exist_ok=True)
+    save_curves(file, draw_curves(0))
+    policy = TunedPolicy(TunedFile(file=str(file)), 0.3)
+    assert Policy.parse(str(policy)) == policy and eval(repr(policy)) == policy
+    assert not set(str(policy)) & set(" ,'\"") and isinstance(policy.source.file, str)
+    load_tuned(Policy.parse(str(policy)).source.file)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("part", ["allocator", "selector", "merger", "codec", "reader", "heads", "decode", "distinct"])
+def test_parts_are_unknown_without_a_model(part: str) -> None:
+    with pytest.raises(KVPolicyError, match="must be asked after it is attached"):
+        getattr(Policy.parse("tuned:file=a.json"), part)

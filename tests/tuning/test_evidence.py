@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
+from kvpolicy.hf.identity import identity
+from kvpolicy.planning.curves import Curves, save_curves
 from kvpolicy.tuning import evidence
 from kvpolicy.tuning.evidence import Score, at_bytes, reference_logits, score, share_bytes
 from kvpolicy.tuning.windows import Window
@@ -179,3 +182,19 @@ def test_means_are_of_the_windows() -> None:
     together = score(model, windows, "h2o@8")
     assert isinstance(together, Score) and together.nbytes == sum(one.nbytes for one in each) / 3
     assert torch.equal(together.kl, torch.cat([one.kl for one in each]))
+
+
+def test_policies_by_layer_are_scored(tmp_path: Path) -> None:
+    """Given as such and as a file, whose parts may be others in each window."""
+    model = llama()
+    windows = [drawn(seed, 20 + 30 * seed, 0, 2) for seed in range(2)]
+    alike = kvpolicy.Policy.by_layer(["window@0.5"] * 2, budget=0.5)
+    found, wanted = score(model, windows, alike, share=0.5), score(model, windows, "window", share=0.5)
+    assert torch.equal(found.kl, wanted.kl) and found.nbytes == wanted.nbytes
+    table = [[1.0, 0.1, 0.0] for _ in range(2)]
+    forms = ("window@0.1", "window+rotate:group_size=4:residual_length=4@0.4", "window@1.0")
+    candidates = tuple(map(kvpolicy.Policy.parse, forms))
+    text = {"sha256": "", "windows": 2, "prompt": 20, "new": 2}
+    save_curves(tmp_path / "a.json", Curves(identity(model), text, "kl", (0, 1), 2, candidates, table, table))
+    for share in (0.3, 0.9):
+        assert score(model, windows, f"tuned:file={tmp_path}/a.json", share=share).kl.isfinite().all()

@@ -29,18 +29,15 @@ token.
 """
 
 
-def held_back(task: str, policy: str, mode: str = "inside") -> int:
+def held_back(task: str, by_step: bool, mode: str = "inside") -> int:
     """Tokens at the end of what is asked that are fed after the rest.
-
-    A reader changes steps alone, so the first token of an answer must come from one.
 
     Args:
         task: Name of the task.
-        policy: Spec of the policy.
+        by_step: Whether the first token of an answer must come from a step: a reader changes steps alone.
         mode: The place of the question.
     """
-    reads_all = isinstance(kvpolicy.Policy.parse(policy).reader, kvpolicy.ReadAll)
-    return max(HELD_BACK.get(task, 0) if mode == "inside" else 0, 0 if reads_all and policy != "all" else 1)
+    return max(HELD_BACK.get(task, 0) if mode == "inside" else 0, int(by_step))
 
 
 class TaskEvaluator:
@@ -80,14 +77,15 @@ class TaskEvaluator:
         right: dict[str, float] = {}
         held_bytes = 0
         full_bytes = 0
-        with kvpolicy.attach(self.model, policy), torch.inference_mode():
+        with kvpolicy.attach(self.model, policy) as handle, torch.inference_mode():
+            by_step = handle.policy.reads_part or policy == "all"
             for name, prompts in self.prompts.items():
                 if (only and name not in only) or (mode == "second" and second_question(prompts[0]) is None):
                     continue
                 hits = 0
                 for batch, fed in self._batches([place(prompt, mode) for prompt in prompts]):
                     batch_hits, batch_held, batch_full = self._answer(
-                        batch, fed, held_back(name, policy, mode), policy, byte_share, saved
+                        batch, fed, held_back(name, by_step, mode), policy, byte_share, saved
                     )
                     hits += batch_hits
                     held_bytes += batch_held

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvpolicy import Drop, Plain, Policy, Uniform
+from kvpolicy.policy import TunedPolicy
 from kvpolicy_eval.report.gather import NAN, Findings, Score, mean_draws
 from kvpolicy_eval.sweep import bootstrap
 
@@ -77,6 +78,8 @@ def _canonical(method: str) -> str:
 def _without_a_part(method: str) -> Iterator[tuple[str, str]]:
     """Name of a part, and spec of the policy that lacks it, for each part of a policy."""
     policy = Policy.parse(method)
+    if isinstance(policy, TunedPolicy):  # whose parts are those of its layers
+        return
     defaults: list[tuple[str, str, Any]] = [
         ("layer budgets", "allocator", Uniform()),
         ("merger", "merger", Drop()),

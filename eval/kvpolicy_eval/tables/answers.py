@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import kvpolicy
+from kvpolicy.policy import TunedPolicy
 from kvpolicy_eval.common.accuracy import mean
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 from kvpolicy_eval.common.measure import Bench, Result
@@ -110,9 +111,15 @@ def answers(bench: Bench, policies: Sequence[str], byte_share: float | None, tas
     return table(names, lines)
 
 
+def _reads_part(spec: str) -> bool:
+    """Whether a policy has a reader; one from a file is compared at equal bytes, whatever its layers read."""
+    policy = kvpolicy.Policy.parse(spec)
+    return not isinstance(policy, TunedPolicy) and policy.reads_part
+
+
 def page(bench: Bench, policies: Sequence[str], byte_shares: Sequence[float], tasks: Sequence[str]) -> str:
     """All tables, and how they were measured."""
-    readers = [spec for spec in policies if not isinstance(kvpolicy.Policy.parse(spec).reader, kvpolicy.ReadAll)]
+    readers = [spec for spec in policies if _reads_part(spec)]
     others = [policy for policy in policies if policy not in readers]
     parts = [answers(bench, others, share, tasks) for share in byte_shares if others]
     parts += [answers(bench, readers, None, tasks)] if readers else []

@@ -45,7 +45,7 @@ def make(
     what a question there needs; the default keeps what any question may need.
     """
     text, _ = read_prompt(prompt, file, model)
-    from kvpolicy.cli.cache_files import make_file, note_for
+    from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
     from kvpolicy.policy import Policy
 
@@ -54,13 +54,12 @@ def make(
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], 0)
     facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None)
-    note = note_for(wanted)
     if json:
-        print(as_json("cache make", facts | {"note": note}))
+        print(as_json("cache make", facts))
         return
     print(_render(facts))
-    if note:
-        print(f"\n{paragraph(note)}")
+    if facts["note"]:
+        print(f"\n{paragraph(facts['note'])}")
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -11,7 +11,7 @@ from kvpolicy.cli.arguments import Json
 from kvpolicy.cli.completion import complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
-from kvpolicy.registry import BUILT_IN, QUESTIONS, Kind, described, either
+from kvpolicy.registry import BUILT_IN, QUESTIONS, WHOLE, Kind, described, either, whole_policy
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -19,13 +19,13 @@ class Entry(NamedTuple):
     """A registered strategy.
 
     Attributes:
-        kind: Its kind, such as `codec`.
+        kind: Its kind, such as `codec`, or `policy` if the name stands for a whole policy.
         name: Its name in a spec.
         described: Its documentation, or None if it cannot be loaded.
         error: Why it cannot be loaded.
     """
 
-    kind: Kind
+    kind: Kind | Literal["policy"]
     name: str
     described: Description | None
     error: str = ""
@@ -47,17 +47,20 @@ def list_(
     if json:
         print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
         return
-    groups: dict[Kind, list[Entry]] = {}
+    groups: dict[Kind | Literal["policy"], list[Entry]] = {}
     for entry in found:
         groups.setdefault(entry.kind, []).append(entry)
     print("\n\n".join(_group(kind, some, which) for kind, some in groups.items()))
     if not which:
-        hint = "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy."
+        hint = (
+            "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy. "
+            f"Names of whole policies: {', '.join(WHOLE)}."
+        )
         print(f"\n{paragraph(hint)}")
 
 
 def entries(which: str = "") -> list[Entry]:
-    """Return the strategies of a kind, the strategy of a name, or all strategies.
+    """Return the strategies of a kind, the strategy or whole policy of a name, or all strategies.
 
     Raises:
         KVPolicyError: If there is no such kind or name.
@@ -67,9 +70,11 @@ def entries(which: str = "") -> list[Entry]:
     plural = which.removesuffix("s").lower()
     if not which or plural in BUILT_IN:
         return [_entry(kind, name) for kind in BUILT_IN if plural in ("", kind) for name in names(kind)]
+    if which in WHOLE:
+        return [Entry("policy", which, read(whole_policy(which).OPTIONS))]
     if which not in names():
         plurals = [f"{k}s" for k in BUILT_IN]
-        suggestion = suggest(which, [*plurals, *names()]) if which else "."
+        suggestion = suggest(which, [*plurals, *names(), *WHOLE]) if which else "."
         if suggestion == ".":
             suggestion = "; try kvpolicy list for all names."
         raise KVPolicyError(f"KIND must be {', '.join(plurals)} or the name of a strategy, got {which!r}{suggestion}")
@@ -85,8 +90,10 @@ def _entry(kind: Kind, name: str) -> Entry:
         return Entry(kind, name, None, " ".join(str(error).split()))
 
 
-def _group(kind: Kind, found: list[Entry], which: str) -> str:
-    head = paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
+def _group(kind: Kind | Literal["policy"], found: list[Entry], which: str) -> str:
+    head = "A whole policy, which stands alone:"
+    if kind != "policy":
+        head = paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
     return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
 
 

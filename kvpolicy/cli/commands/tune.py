@@ -31,7 +31,8 @@ def tune(
         str,
         typer.Option(
             metavar="NAME",
-            help="joint: with all layers compressed; kl: one layer alone; output: its attention output, weighted.",
+            help="joint: KL of the predictions, corrected for how layers act together; kl: of one layer alone; "
+            "output: error of its attention output, weighted.",
         ),
     ] = "joint",
     policies: Annotated[
@@ -62,10 +63,11 @@ def tune(
 
     To resume an interrupted run, run the same command again. The file serves any budget: tuned:file=FILE@BUDGET.
     """
+    from kvpolicy.planning.curves import MEASURES
     from kvpolicy.spec.budget import format_budget, parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.proof import prove, quoted
-    from kvpolicy.tuning.tune import MEASURES, estimate
+    from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.windows import read_windows, split
 

@@ -68,7 +68,7 @@ def looks(methods: Iterable[str]) -> dict[str, Look]:
 def _family(method: str) -> tuple[str, bool]:
     """Selector and codec of a method, empty for `full`, and whether it has layer budgets."""
     from kvpolicy.allocators.uniform import Uniform
-    from kvpolicy.policy import Policy
+    from kvpolicy.policy import Policy, TunedPolicy
 
     try:
         policy = Policy.parse(method)
@@ -76,6 +76,8 @@ def _family(method: str) -> tuple[str, bool]:
         return method, False
     if policy == Policy():
         return "", False
+    if isinstance(policy, TunedPolicy):
+        return method.partition("@")[0], True
     family = "+".join(part for part in (str(policy.selector), str(policy.codec)) if part)
     return family, policy.allocator != Uniform()
 

@@ -13,8 +13,10 @@ pytest.importorskip("transformers")
 import torch
 
 import kvpolicy
+from kvpolicy.planning.curves import save_layers
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.modes import MODES, place
+from kvpolicy_eval.report.parts import _without_a_part  # pyright: ignore[reportPrivateUsage]
 from kvpolicy_eval.tables import answers
 
 
@@ -75,3 +77,16 @@ def test_a_page_gets_its_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert filled[4].startswith("| `snapkv` | 0.30 | 0.40 | 0.50 | 0.15 | 0.20 | 0.25 | 0.20 | 0.")
     assert filled[9].startswith("| `full+quest:read=0.1` | 0.60 | 0.70 | 0.80 | 0.30 | 0.35 | 0.40 | 0.20 | 0.")
     assert "1 prompts of about 512 tokens a task" in filled[11]
+
+
+def test_policies_by_layer(tmp_path: Path) -> None:
+    """From a file, at equal bytes, with and without a reader in a layer."""
+    specs = ["h2o@0.5", "snapkv@0.5"] * 4
+    spec = f"tuned:file={tmp_path}/plan.json"
+    evaluator = TaskEvaluator(1, 256)
+    for reading in (False, True):
+        save_layers(tmp_path / "plan.json", [*specs[:-1], "h2o+exact:read=0.2@0.5"] if reading else specs)
+        right, share = evaluator.accuracy(spec, 0.5, "inside", ["recall"])
+        assert right and share <= 0.5
+    assert not answers._reads_part(spec) and answers._reads_part("h2o+exact")  # pyright: ignore[reportPrivateUsage]
+    assert [*_without_a_part(spec)] == []
