@@ -44,8 +44,8 @@ def tune(
     """Measure the distortion of each candidate in each layer, and write the curves to a file.
 
     A distortion is a mean over windows, of one of three kinds. `kl`: the KL divergence of the predictions if this layer
-    alone is compressed. `joint`: the same times `interaction`, what the candidate does in all layers at once relative to
-    the sum over layers, since layers that can stand in for one another show nothing alone. `output`: the relative
+    alone is compressed. `joint`: the same times `interaction`, what the candidate does in all layers at once relative
+    to the sum over layers, since layers that can stand in for one another show nothing alone. `output`: the relative
     squared error of the layer's attention output, times what noise of that size there does to the predictions; it needs
     the memory of one more layer, the others that of queries, keys and values of a prompt in all layers.
 
@@ -172,7 +172,7 @@ def interaction(together: Tensor, alone: Tensor) -> Tensor:
         [C] fp64.
 
     Examples:
-        >>> interaction(torch.tensor([0.6, 0.1]), torch.tensor([[0.1, 0.1], [0.1, 0.1]])).tolist()
+        >>> interaction(torch.tensor([0.6, 0.1]), torch.tensor([[0.1, 0.1], [0.1, 0.1]])).round(decimals=2).tolist()
         [3.0, 1.0]
     """
     # Divergences below a hundred-thousandth of a nat are rounding.

@@ -48,7 +48,7 @@ def tune(
     ] = 0.25,
     rivals: Annotated[
         list[str] | None,
-        typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 48."),
+        typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 28."),
     ] = None,
     no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not compare with ordinary policies.")] = False,
     dtype: Annotated[
