@@ -118,12 +118,16 @@ def predictions(model: Any, text: Tensor, prompt: int) -> Tensor:
 
 def measured(
     model: Any, prompt: Tensor, answer: Tensor, policies: Sequence[kvpolicy.Policy | str]
-) -> tuple[Tensor, Tensor]:
-    """Errors of attention outputs and KL divergences, [L, C] each: NaN where a policy's budget is too small."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Errors of attention outputs and KL divergences, [L, C] each, and the divergences of all layers together, [C].
+
+    NaN where a policy's budget is too small.
+    """
     everything = [held_by_cache(model, policy, prompt, len(answer)) for policy in policies]
     layers = next(sorted(held) for held in everything if held is not None)
     errors = torch.full((len(layers), len(policies)), torch.nan, dtype=torch.float64)
     kls = errors.clone()
+    together = errors[0].clone()
     text = torch.cat([prompt, answer])
     with reference_attention(model) as reference:
         reference.prompt = len(prompt)
@@ -139,4 +143,8 @@ def measured(
                 out, right = (x[layer][:, len(prompt) :] for x in (reference.outputs, exact))
                 errors[row, column] = (out - right).pow(2).sum() / right.pow(2).sum()
                 kls[row, column] = (full.exp() * (full - changed)).sum(-1).mean()
-    return errors, kls
+            if held is not None:
+                reference.held = held
+                changed = predictions(model, text, len(prompt))
+                together[column] = (full.exp() * (full - changed)).sum(-1).mean()
+    return errors, kls, together

@@ -15,7 +15,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError
 from kvpolicy.adapters import KVPressScorer
 from kvpolicy.tuning.answers import scored_tokens
-from kvpolicy.tuning.measure import layer_kls, output_errors, sensitivities
+from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.windows import Window
 from tests.reference.one_layer import measured
 
@@ -74,9 +74,9 @@ def window(prompt: int, answer: int, seed: int = 1, vocabulary: int = 40) -> Win
 def agree(model: Any, texts: list[Window], specs: Sequence[kvpolicy.Policy | str]) -> tuple[Tensor, Tensor]:
     """Compare both measures with the reference, and return them."""
     slow = [measured(model, text.prompt, text.answer, specs) for text in texts]
-    errors, kls = output_errors(model, texts, specs), layer_kls(model, texts, specs)
-    torch.testing.assert_close(errors, torch.stack([x for x, _ in slow]), atol=1e-4, rtol=1e-4, equal_nan=True)
-    torch.testing.assert_close(kls, torch.stack([x for _, x in slow]), atol=1e-4, rtol=1e-4, equal_nan=True)
+    errors, kls, together = (measure(model, texts, specs) for measure in (output_errors, layer_kls, joint_kls))
+    for got, want in zip((errors, kls, together), zip(*slow, strict=True), strict=True):
+        torch.testing.assert_close(got, torch.stack([*want]), atol=1e-4, rtol=1e-4, equal_nan=True)
     return errors, kls
 
 

@@ -1,0 +1,70 @@
+"""`kvpolicy tune`: a file from texts, its evidence, and what `explain` says of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from kvpolicy.cli.app import main
+from kvpolicy_eval.data.windows import windows
+
+GRID = ["--policy", "snapkv", "--policy", "snapkv+tokenwise:bits=4", "--shares", "0.1,0.4,1.0", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("texts") / "texts.jsonl"
+    lines = windows(["recall"], "inside", 4, 0, 512)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_a_policy_is_tuned_compared_and_explained(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    call = ["tune", "tiny", "--text", str(texts), "--out", str(out), "--budget", "0.2", "--held-out", "0.5", *GRID]
+    assert main([*call, "--rival", "snapkv", "--rival", "window", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["policy"] == f"tuned:file={out}@0.2" and found["texts"] == {"tuned": 2, "held_out": 2}
+    assert found["candidates"] == 6 and found["evidence"]["rivals"] == 2
+    assert main(["explain", found["policy"], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tuned"]["evidence"]["0.2"]["verdict"] == found["evidence"]["verdict"] and len(told["layers"]) == 8
+    assert main(["explain", found["policy"]]) == 0
+    text = capsys.readouterr().out
+    assert "Evidence on texts that were held out" in text and "at half" in text
+    assert main([*call, "--no-evidence"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Use it with tuned:file={out}@0.2" in text
+
+
+def test_plain_text_is_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("tiger=4821\nlion=1234\nwolf=9310\n" * 40)
+    call = ["tune", "tiny", "--text", str(file), "--out", str(tmp_path / "plan.json"), "--no-evidence", *GRID]
+    assert main([*call, "--prompt", "60", "--answer", "8", "--windows", "2", "--measure", "output"]) == 0
+    assert "Wrote" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--budget", "2.5"], "budget"),
+        (["--measure", "mean"], "--measure must be one of joint, kl, output"),
+        (["--shares", "a"], "--shares must be fractions"),
+        (["--policy", "squeeze+h2o"], "same budget"),
+        (["--policy", "nothing"], "must be one of"),
+        (["--held-out", "2"], "between 0 and 1"),
+    ],
+)
+def test_refused(
+    more: list[str], message: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = ["tune", "tiny", "--text", str(texts), "--out", str(tmp_path / "plan.json"), "--quiet", *more]
+    assert main(call) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "plan.json").exists()
