@@ -30,6 +30,13 @@ _OTHERS = (
 """Budgets that differ by layer or head, and codes of fewer and of more bits."""
 
 
+FIRST_ROUND = 4
+"""One in so many windows is used to find the finalists, if that leaves at least four."""
+
+FINALISTS = 8
+"""Policies that are scored on all windows."""
+
+
 class Rival(NamedTuple):
     """An ordinary policy at a budget.
 
@@ -50,7 +57,8 @@ class BestRival(NamedTuple):
     Attributes:
         spec: The policy without its budget.
         score: How it did.
-        table: All policies, the best first, and those that cannot run last.
+        table: All policies, the best first, and those that cannot run last; scores of those that were left out early
+            are of a part of the windows.
     """
 
     spec: str
@@ -80,6 +88,8 @@ def best_rival(
 ) -> BestRival:
     """Score policies at the same bytes; the best has the most correct answers, then the lowest divergence.
 
+    With many windows, all policies are scored on a part of them, and the best ones on all (successive halving).
+
     Args:
         model: A causal language model without a policy attached.
         windows: The windows.
@@ -100,14 +110,25 @@ def best_rival(
     share_bytes(model, windows[0], share)
     reference = reference_logits(model, windows) if reference is None else reference
     specs = rivals() if specs is None else specs
-    table: list[Rival] = []
-    for spec in tqdm(specs, desc="ordinary policies", disable=not progress):
+    for spec in specs:
         Policy.parse(spec)
-        try:
-            table.append(Rival(spec, score(model, windows, spec, share=share, reference=reference)))
-        except KVPolicyError as error:
-            table.append(Rival(spec, None, str(error)))
-    table.sort(key=_rank)  # stable: of equal ones the first given is the best
+
+    def scored(some: Sequence[str], step: int, what: str) -> list[Rival]:
+        found: list[Rival] = []
+        for spec in tqdm(some, desc=what, disable=not progress):
+            try:
+                found.append(Rival(spec, score(model, windows[::step], spec, share=share, reference=reference[::step])))
+            except KVPolicyError as error:
+                found.append(Rival(spec, None, str(error)))
+        return sorted(found, key=_rank)  # stable: of equal ones the first given is the best
+
+    table: list[Rival] = []
+    step = min(FIRST_ROUND, len(windows) // 4)
+    if step > 1 and len(specs) > FINALISTS:
+        table = scored(specs, step, "ordinary policies")
+        specs = [rival.spec for rival in table[:FINALISTS]]
+    table = scored(specs, 1, "the best of them") + table[FINALISTS:]
+    table.sort(key=lambda rival: rival.score is None)
     if not table or table[0].score is None:
         why = table[0].reason if table else "none was given"
         raise KVPolicyError(f"At least one policy must run at {share:.1%} of the full cache's bytes, got none: {why}")
