@@ -115,9 +115,10 @@ def best_rival(
 
     def scored(some: Sequence[str], step: int, what: str) -> list[Rival]:
         found: list[Rival] = []
+        few, full = (windows, reference) if step == 1 else (windows[::step], reference[::step])
         for spec in tqdm(some, desc=what, disable=not progress):
             try:
-                found.append(Rival(spec, score(model, windows[::step], spec, share=share, reference=reference[::step])))
+                found.append(Rival(spec, score(model, few, spec, share=share, reference=full)))
             except KVPolicyError as error:
                 found.append(Rival(spec, None, str(error)))
         return sorted(found, key=_rank)  # stable: of equal ones the first given is the best

@@ -83,3 +83,21 @@ def test_mistakes_are_not_left_out() -> None:
         arguments: dict[str, Any] = {"windows": windows, "share": 0.5, "specs": ["window"], **given}
         with pytest.raises(kvpolicy.KVPolicyError, match=message):
             best_rival(MODEL, **arguments)
+
+
+def test_of_many_policies_the_best_on_some_windows_are_scored_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, list[int]] = {}
+
+    def made(model: object, some: list[Window], spec: str, **given: list[object]) -> Score:
+        assert len(given["reference"]) == len(some)
+        seen.setdefault(spec, []).append(len(some))
+        worth = float(spec.partition("=")[2])
+        return Score(torch.full((len(some),), worth), torch.ones(len(some)), torch.ones(len(some)), 1.0)
+
+    monkeypatch.setattr("kvpolicy.tuning.rivals.score", made)
+    windows = [window(seed, 9) for seed in range(16)]
+    specs = [f"streaming:sinks={count}" for count in range(12, 0, -1)]
+    found = best_rival(MODEL, windows, 0.5, specs=specs)
+    assert found.spec == "streaming:sinks=1" and len(found.table) == 12
+    assert seen == {spec: [4, 16] if int(spec.partition("=")[2]) <= 8 else [4] for spec in specs}
+    assert best_rival(MODEL, windows, 0.5, specs=specs[:8]).spec == "streaming:sinks=5"
