@@ -93,18 +93,22 @@ def load_tuned(path: str) -> Curves | Layers:
     Raises:
         KVPolicyError: If the file cannot be read, is of a newer format, or is no such file.
     """
-    file = os.path.expanduser(path)
     try:
-        status = os.stat(file)
-        return _read(file, path, status.st_mtime_ns, status.st_size)
+        return _read(os.path.expanduser(path), path, version_of(path))
     except OSError as error:
         raise KVPolicyError(
             f"The file of a tuned policy must be readable, got {path!r}: {error.strerror}; try kvpolicy tune."
         ) from error
 
 
+def version_of(path: str) -> tuple[int, int]:
+    """What changes with the content of a file."""
+    status = os.stat(os.path.expanduser(path))
+    return status.st_mtime_ns, status.st_size
+
+
 @functools.lru_cache(maxsize=16)
-def _read(file: str, path: str, _changed: int, _size: int) -> Curves | Layers:
+def _read(file: str, path: str, _version: object) -> Curves | Layers:
     what = f"The file {path!r} of a tuned policy"
     try:
         content: Any = json.loads(Path(file).read_text(encoding="utf-8"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from kvpolicy.planning.curves import Curves, Layers, load_tuned
+from kvpolicy.planning.curves import Curves, Layers, load_tuned, version_of
 from kvpolicy.planning.knapsack import Option, choose
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.tokens import expect_tokens, most_tokens
@@ -83,7 +84,7 @@ def resolve(
         limit = max((limit or 0) - unmanaged_nbytes(prompt + new), 0)
     if limit is not None:  # of one rank; each holds the same share
         limit = limit * whole.heads // shape.heads
-    layers = solve(found, whole, prompt, new, limit)
+    layers = _solved(version_of(policy.source.file), policy.source.file, whole, prompt, new, limit)
     every = dict(zip(found.layers, layers, strict=True))
     # A layer that is not under the policy has one that is not used.
     return LayeredPolicy([every.get(index, layers[0]) for index in range(found.depth)], policy.budget, spec=str(policy))
@@ -150,6 +151,16 @@ def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int |
     return best[1]
 
 
+@functools.lru_cache(maxsize=64)
+def _solved(
+    _version: object, file: str, shape: LayerShape, prompt: int, new: int, limit: int | None
+) -> tuple[Policy, ...]:
+    """The policies of a version of a file, since every cache of a model asks for them."""
+    curves = load_tuned(file)
+    assert isinstance(curves, Curves), "a file of layers needs no solution"
+    return tuple(solve(curves, shape, prompt, new, limit))
+
+
 def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Sequence[Policy]) -> list[Reason]:
     """What each layer's choice does, beside what half and twice of its bytes would do.
 
@@ -196,8 +207,9 @@ def options(
     found: list[Choice] = []
     for key, points in families.items():
         for share, loss in _interpolated(sorted(points)):
-            own = parts[key].with_budget(share)
-            nbytes = _layer_nbytes(own, curves.layers[number], shape, prompt, new)
+            # Layers differ only by what they read.
+            like = curves.layers[number if parts[key].reads_part else 0]
+            own, nbytes = _sized(parts[key], share, like, shape, prompt, new)
             if nbytes is not None:
                 found.append(Choice(own, nbytes, loss))
     return found
@@ -212,16 +224,20 @@ def _interpolated(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float
     yield points[-1]
 
 
-def _layer_nbytes(policy: Policy, layer_idx: int, shape: LayerShape, prompt: int, new: int) -> int | None:
-    """Bytes of a layer; None if the share is less than the selector needs of such a prompt."""
+@functools.lru_cache(maxsize=2**15)
+def _sized(
+    parts: Policy, share: float, layer_idx: int, shape: LayerShape, prompt: int, new: int
+) -> tuple[Policy, int | None]:
+    """A policy of some share, and the bytes of a layer; None if a selector needs more of such a prompt."""
+    policy = parts.with_budget(share)
     length = torch.tensor([prompt])
     end = length + new
     keep = length if policy.keeps_whole else (length * float(policy.budget) + _EPSILON).long()
     if int(keep) < min(policy.min_tokens, prompt):
-        return None
+        return policy, None
     keep = torch.minimum(keep, most_tokens(policy, length, end)).clamp_min(policy.min_tokens)
     tokens = expect_tokens(policy, keep[:, None], length, end)
-    return sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
+    return policy, sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
 
 
 def _groups(curves: Curves) -> list[list[int]]:
