@@ -10,6 +10,8 @@ from torch import Tensor
 def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
     """Which tokens hold the `count` largest activations of their row, [B, P] bool.
 
+    Of equal activations, those of earlier tokens count. In the first layer, all that a repeated token has are equal.
+
     Args:
         hidden: Hidden states, [B, P, hidden].
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
@@ -19,8 +21,14 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
     if valid is not None:
         # Below any absolute value. If a row has too few activations, padding is found, but has no position to pin.
         size = size.masked_fill(~valid[..., None], -1)
-    best = size.flatten(1).topk(min(count, size[0].numel())).indices
-    return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device).scatter_(1, best // size.shape[2], True)
+    count = min(count, size[0].numel())
+    if count == 0:
+        return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device)
+    # The values of `topk` are determined, but which of several equal elements it takes is not.
+    least = size.flatten(1).topk(count).values[:, -1, None, None]
+    above, equal = (size > least).sum(-1), (size == least).sum(-1)  # activations of each token, [B, P]
+    earlier = equal.cumsum(-1) - equal
+    return (above > 0) | ((equal > 0) & (earlier < count - above.sum(-1, keepdim=True)))
 
 
 def mean_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> Tensor:

@@ -13,11 +13,11 @@ from tests.engine.parts import generator
 
 
 def slow_massive(hidden: Tensor, valid: Tensor | None, count: int) -> list[list[bool]]:
-    """Tokens of the largest numbers, one row after the other."""
+    """Tokens of the largest numbers, one row after the other; of equal numbers, those of earlier tokens."""
     found: list[list[bool]] = []
     for b, row in enumerate(hidden.tolist()):
-        numbers = [(abs(x), t) for t, token in enumerate(row) if valid is None or bool(valid[b, t]) for x in token]
-        best = {t for _, t in sorted(numbers, reverse=True)[:count]}
+        numbers = [(-abs(x), t) for t, token in enumerate(row) if valid is None or bool(valid[b, t]) for x in token]
+        best = {t for _, t in sorted(numbers)[:count]}
         found.append([t in best for t in range(len(row))])
     return found
 
@@ -30,6 +30,18 @@ def test_massive_tokens(count: int, padded: bool) -> None:
     valid = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]]).bool()
     got = massive_tokens(hidden, valid if padded else None, count)
     assert got.tolist() == slow_massive(hidden, valid if padded else None, count)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("length", [7, 40])
+def test_of_repeated_tokens_the_earlier_ones_are_found(count: int, length: int) -> None:
+    """What a first layer is given of a prompt that has every token several times."""
+    vectors = torch.randn(3, 4, generator=generator(count))
+    hidden = vectors[torch.randint(3, (2, length), generator=generator(length))]
+    valid = torch.arange(length) >= torch.tensor([[0], [length // 2]])
+    assert massive_tokens(hidden, valid, count).tolist() == slow_massive(hidden, valid, count)
+    alone = massive_tokens(hidden[1:, length // 2 :], None, count)
+    assert massive_tokens(hidden, valid, count)[1:, length // 2 :].equal(alone), "padding changes nothing"
 
 
 def test_one_token_may_hold_all_of_them() -> None:
