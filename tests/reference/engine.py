@@ -239,7 +239,7 @@ class ReferenceLayer:
                 gone = selectors.evicted(_never_standing(head.tokens, worth))
                 victim = head.tokens[gone]
                 others = [token for token in head.exact() if token is not victim]
-                memory["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+                memory["worth"] = _worth_by_position(head.tokens, worth)
                 self.margin = min(self.margin, mergers.merge_token(self.merger, memory, victim, others))
                 head.drop({victim.position})
 
@@ -286,8 +286,7 @@ class ReferenceLayer:
                 token.stays = token.position in standing
             targets = [token for token in head.exact() if token.position in kept]
             own = [attention[hq] for hq in self._query_heads(h)]
-            worth = self._priorities(head.tokens)
-            self.memories[h]["worth"] = {t.position: x for t, x in zip(head.tokens, worth, strict=True)}
+            self.memories[h]["worth"] = _worth_by_position(head.tokens, self._priorities(head.tokens))
             near = mergers.merge_prompt(self.merger, self.memories[h], head.tokens, kept, targets, own)
             self.margin = min(self.margin, near)
             head.drop({token.position for token in head.tokens} - kept)
@@ -385,3 +384,8 @@ class ReferenceLayer:
 def _never_standing(tokens: list[Token], worth: list[float]) -> list[float]:
     """What tokens are worth; those that stand in for others are never the least."""
     return [math.inf if token.stays else x for token, x in zip(tokens, worth, strict=True)]
+
+
+def _worth_by_position(tokens: list[Token], worth: list[float]) -> dict[int, float]:
+    """What a merger is told of the tokens of a head."""
+    return {token.position: x for token, x in zip(tokens, _never_standing(tokens, worth), strict=True)}
