@@ -47,12 +47,15 @@ class Head:
         if not self.config["normalize"]:
             return
         for c in range(len(self.mean)):
-            xs = [float(x) for x in column(keys, c)]
-            mean = float(np.float32(math.fsum(xs) / len(xs)))  # fp32, as a mean at a tie of fp16 may become either
-            std = math.sqrt(math.fsum((x - mean) ** 2 for x in xs) / len(xs))
+            xs = column(keys, c)
+            # Differences, squares, mean and deviation are rounded to fp32 before fp16: at a tie of fp16, rounding twice
+            # gives another number than rounding once.
+            mean = np.float32(math.fsum(xs) / len(xs))
+            squares = [(x - mean) * (x - mean) for x in xs]
+            std = float(np.float32(math.sqrt(math.fsum(squares) / len(xs))))
             std = std if half(std) > 0 and max(xs) > min(xs) else 1.0
             self.mean[c] = half(mean)
-            self.std[c] = half(max(std, abs(mean - float(self.mean[c]))))
+            self.std[c] = half(max(std, abs(float(mean) - float(self.mean[c]))))
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
