@@ -50,7 +50,8 @@ class KeyDiff:
 
     Source:
         KeyDiff (arXiv:2504.15364), Section 3, and kvpress (KeyDiffPress). Differences: the newest token is always kept;
-        equal scores keep the earlier token (both leave them to `topk`); a key of zeros has cosine 0; the paper evicts
+        equal scores keep the earlier token (both leave them to `topk`), as do two keys alone, which are equally far
+        from their mean direction, whatever they are; a key of zeros has cosine 0; the paper evicts
         from the cache and a block of 128 new tokens at a time, here each generated token is scored when it is written,
         by an anchor to which it is added and from which evicted tokens are not yet taken, and every `every` tokens the
         anchor and all scores are computed again from the keys that are kept. With a codec, keys that are coded are
@@ -93,7 +94,7 @@ class KeyDiff:
         inverse = length.clamp_min(_TINY).reciprocal()
         anchor = (inverse[:, :, None] @ keys).squeeze(2)
         cosine = (keys @ F.normalize(anchor, dim=-1)[..., None]).squeeze(-1) * inverse
-        return Differences(-cosine, anchor)
+        return Differences(-_settle_pairs(cosine, length > _TINY), anchor)
 
     def rerank(self, state: Differences, seen: Seen, view: View) -> State:
         """Compare every kept token with the mean direction of the kept tokens."""
@@ -118,3 +119,12 @@ class KeyDiff:
 
 _TINY = 1e-12
 """Keys that are shorter count as zero."""
+
+
+def _settle_pairs(cosine: Tensor, has_direction: Tensor) -> Tensor:
+    """Make cosines [B, H, N] equal in the heads where only two keys have a direction.
+
+    The sum of two vectors of length 1 has the same cosine with both, so that rounding would choose between them.
+    """
+    is_pair = has_direction & (has_direction.sum(-1, keepdim=True) == 2)
+    return torch.where(is_pair, cosine.masked_fill(~is_pair, -torch.inf).amax(-1, keepdim=True), cosine)

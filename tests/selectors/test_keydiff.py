@@ -37,6 +37,19 @@ def test_a_key_of_zeros_is_at_right_angles_to_all() -> None:
     assert scored(torch.zeros(1, 1, 3, 2)).score.abs().tolist() == [[[0.0, 0.0, 0.0]]]
 
 
+@pytest.mark.parametrize("others", [[], [[0.0] * 8], [[torch.nan] * 8, [torch.inf] * 8]])
+def test_two_keys_are_equally_far_from_their_mean(others: list[list[float]]) -> None:
+    """To the last bit, so that the earlier one stays, whatever the order of sums; keys of zeros do not count."""
+    pair = torch.randn(50, 4, 2, 8, generator=torch.Generator().manual_seed(0))
+    pair[0, 0, 1] = -pair[0, 0, 0]
+    keys = torch.cat([torch.tensor(others).reshape(-1, 8).expand(50, 4, -1, -1), pair], 2)
+    places = torch.tensor([[0, 1], [0, 1, 2], [-1, -1, 0, 1]][len(others)], dtype=torch.int32)
+    got = scored(keys, places.expand(50, 4, -1)).score[..., -2:]
+    assert torch.equal(got[..., 0], got[..., 1])
+    cosine = torch.cosine_similarity(pair[1:, :, 0].double(), pair[1:, :, 1].double(), dim=-1)
+    torch.testing.assert_close(got[1:, :, 0].double(), -((1 + cosine) / 2).sqrt(), atol=1e-6, rtol=0)
+
+
 def test_numbers_of_invalid_tokens_are_ignored() -> None:
     keys = torch.tensor([[9.0, torch.inf], [torch.nan, 1.0], *VECTOR])[None, None]
     got = scored(keys, torch.tensor([[[-1, -1, 0, 1, 2, 3]]], dtype=torch.int32))

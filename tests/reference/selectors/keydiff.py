@@ -26,7 +26,11 @@ def scores_of_tokens(config: Config, look: Look) -> list[float]:
     """Compare every token with the sum of all unit keys."""
     units = [unit(key) for key in look.keys]
     look.memory["anchor"] = [math.fsum(column) for column in zip(*units, strict=True)]
-    return [difference(one, look.memory["anchor"]) for one in units]
+    scores = [difference(one, look.memory["anchor"]) for one in units]
+    pair = [j for j, one in enumerate(units) if any(one)]
+    if len(pair) == 2:  # equal, whatever the keys are, but for rounding
+        scores[pair[0]] = scores[pair[1]] = min(scores[j] for j in pair)
+    return scores
 
 
 def score_of_newest(config: Config, look: Look) -> complex:
