@@ -25,7 +25,7 @@ OTHERS = [name for name in SELECTORS if name not in ("h2o", "snapkv")]
 LAYERS = 2
 """Of the model that each method meets: the first, and one behind it."""
 
-ROUGH = {"zipcache", "csr", "rotate", "turboquant"}
+ROUGH = {"zipcache", "csr"}
 """Codecs whose own arithmetic differs from the reference's by more than merging may."""
 CODED = [name for name in CODECS if name not in {*ROUGH, "plain"}]
 

@@ -98,6 +98,11 @@ class ReferenceLayer:
         return [[list(part.slots) for part in head.parts] for head in self.heads]
 
     @property
+    def code_margin(self) -> float:
+        """How near any number that was coded so far came to a tie, of codecs that say so."""
+        return math.inf if self.mover is None else self.mover.margin
+
+    @property
     def representatives(self) -> list[list[int]]:
         """The positions that stand in for others, per KV head."""
         return [[token.position for token in head.tokens if token.stays] for head in self.heads]

@@ -30,6 +30,18 @@ def half(x: Scalar) -> np.float32:
     return np.float32(np.float16(min(max(float(x), -LARGEST_HALF), LARGEST_HALF)))
 
 
+def half_tie(x: Scalar) -> float:
+    """How far a number is from the nearest one that lies half way between two numbers of fp16."""
+    near = np.float16(min(max(float(x), -LARGEST_HALF), LARGEST_HALF))
+    ties = [(float(near) + float(np.nextafter(near, np.float16(to)))) / 2 for to in (-LARGEST_HALF, LARGEST_HALF)]
+    return min(abs(float(x) - tie) for tie in ties)
+
+
+def integer_tie(x: Scalar) -> float:
+    """How far a number is from the nearest one that lies half way between two integers."""
+    return abs(float(x) - math.floor(float(x)) - 0.5)
+
+
 def e4m3(x: Scalar) -> float:
     """The nearest number that fp8 e4m3 has, ties to the even one; what is too large becomes 448."""
     size = min(abs(float(x)), 448.0)

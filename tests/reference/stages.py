@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -82,6 +83,7 @@ class Mover:
     Attributes:
         codec: Which.
         pins: Positions of the first prompt that stay exact, but for those that are frozen.
+        margin: How near any number that was coded came to a tie, of coders that say so.
     """
 
     def __init__(self, codec: Codec, layer_idx: int, heads: int, undo: Rotation, apply: Rotation) -> None:
@@ -90,6 +92,7 @@ class Mover:
         self.undo, self.apply = (undo, apply) if codec.key_space == "unrotated" else (as_it_is, as_it_is)
         self.layer_idx, self.pins, self.head_dim = layer_idx, set[int](), 0
         self.settled = False
+        self.margin = math.inf
         self.query_absmax: list[Tensor | None] = [None] * heads
         self.heads: list[Head] = []
 
@@ -214,3 +217,4 @@ class Mover:
             part.slots[slot] = token.position
             token.place, token.stored = (stage, slot), (key, value)
             token.read = self.apply(key, token.position).to(token.key.dtype), value.to(token.value.dtype)
+        self.margin = min(self.margin, getattr(part.coder, "margin", math.inf))

@@ -224,3 +224,43 @@ MADE: dict[str, Callable[[int], Any]] = {
 def test_whatever_is_given_what_is_read_is_finite(name: str, size: float) -> None:
     xs = [x.clamp(-1, 1) * size for x in noise(3, 16)]
     assert all(x.isfinite().all() for side in reads(MADE[name](16), xs, xs) for x in side)
+
+
+# ---- Ties
+
+MIXED: dict[str, Callable[[], rotate.Head | turboquant.Head]] = {
+    **{f"rotate-{bits}": lambda bits=bits: rotate.Head({"bits": bits}, 32) for bits in (2, 3, 4)},
+    "rotate-groups": lambda: rotate.Head({"bits": 3, "group_size": 8}, 32),
+    **{f"turboquant-{bits}": lambda bits=bits: turboquant.Head({"bits": bits}, 32, [1.0] * 32) for bits in (2, 4)},
+}
+"""Codecs that say how near to a tie they came."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_change_that_is_smaller_than_the_margin_changes_no_code(name: str) -> None:
+    generator, changed = torch.Generator().manual_seed(0), 0
+    for _ in range(60):
+        head = MIXED[name]()
+        key, value, step = (torch.randn(32, generator=generator) for _ in range(3))
+        codes, *_ = head.code(key, value)
+        if head.margin > 2e-6:  # more than fp32 rounds off
+            # No mixed channel changes by more than the whole vector.
+            step *= head.margin * float(key.norm()) / math.sqrt(32) / 2 / float(step.norm())
+            assert head.code(key + step, value)[0]["key"] == codes["key"]
+            changed += 1
+    assert changed > 30
+
+
+def test_ties_are_seen() -> None:
+    unmix = torch.tensor(rotate.mixing(4)).T
+    for larger, near in ((1.0, True), (1.0001, False)):
+        head = rotate.Head({"bits": 3}, 4)
+        key = torch.tensor([7 * (1 + 2.0**-11), 0.1, 1.2, 2.3]) * larger  # a scale half way between two of fp16
+        head.code(key @ unmix, torch.tensor([0.3, 0.1, 0.2, 0.7]))
+        assert (head.margin < 1e-7) == near
+    levels = turboquant.lloyd_max(2)
+    for first, near in (((levels[2] + levels[3]) / 2, True), ((levels[2] + levels[3]) / 2 + 1e-3, False)):
+        head = turboquant.Head({"bits": 2}, 4, [1.0] * 4)
+        key = torch.tensor([first, 0.5, 0.7, math.sqrt(4 - first**2 - 0.25 - 0.49)])
+        head.code(key * 0.7 @ unmix, torch.ones(4))
+        assert (head.margin < 1e-7) == near

@@ -26,19 +26,26 @@ class Alone(Protocol):
 
 
 class Lone:
-    """Fits a coder anew whenever it has no live token; see `stages.Coder`."""
+    """Fits a coder anew whenever it has no live token; see `stages.Coder`.
+
+    Attributes:
+        margin: How near any number that was rounded came to a tie, if the coder says so.
+    """
 
     def __init__(self, make: Callable[[int, Given], Alone]) -> None:
         """Start; `make` makes the coder, of a head dimension and of what is known when it is fitted."""
         self.make = make
         self.head: Alone | None = None
+        self.margin = math.inf
 
     def write(self, slots: list[int], tokens: list[Pair], live: list[bool], given: Given) -> list[Pair]:
         """Code tokens wherever they go."""
         if self.head is None or not any(live):
             self.head = self.make(len(tokens[0][0]), given)
             self.head.fit([key for key, _ in tokens], [value for _, value in tokens])
-        return [self.head.code(key, value)[1:] for key, value in tokens]
+        read = [self.head.code(key, value)[1:] for key, value in tokens]
+        self.margin = min(self.margin, getattr(self.head, "margin", math.inf))
+        return read
 
 
 def ordinary(tokens: int, block: int, group_size: int, residual: int, pinned: int = 0, frozen: int = 0) -> Layout:

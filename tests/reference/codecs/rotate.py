@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
 from ..coding import Codec, Config
-from ..scalars import Coded, complete, descending, half, largest_divisor, scalars, vector
+from ..scalars import Coded, complete, descending, half, half_tie, integer_tie, largest_divisor, scalars, vector
 from ._common import Books, lone, only
 
 DEFAULTS: Config = {"bits": 2, "group_size": 128}
@@ -66,8 +67,26 @@ def integer_zero(xs: list[np.float32], bits: int) -> tuple[list[float], list[np.
     return [float(code) for code in codes], [np.float32(code - zero) * scale for code in codes]
 
 
+def nearest_tie(xs: list[np.float32], bits: int) -> float:
+    """The least change of a number of a group that may change its scale, its zero or a code: see `integer_zero`."""
+    clip, most = 0.8 if bits == 2 else 1.0, 2**bits - 1
+    if min(xs) == max(xs):
+        return half_tie(xs[0])
+    low, high = float(min(*xs, np.float32(0))) * clip, float(max(*xs, np.float32(0))) * clip
+    scale = float(half((high - low) / most))
+    if scale == 0:
+        return math.inf
+    codes = [integer_tie(x / scale) for x in (low, *map(float, xs))]
+    return min(half_tie((high - low) / most) * most, scale * min(codes))
+
+
 class Head:
-    """One KV head: the order of its mixed key channels."""
+    """One KV head: the order of its mixed key channels.
+
+    Attributes:
+        margin: How near a number came to a tie, as a share of the largest number of its vector. Mixed channels are
+            sums, which fp32 rounds by their order.
+    """
 
     def __init__(self, config: Config, head_dim: int) -> None:
         """Start with the channels as they are."""
@@ -75,11 +94,16 @@ class Head:
         self.width = largest_divisor(head_dim, self.config["group_size"])
         self.matrix = mixing(head_dim)
         self.order = list(range(head_dim))
+        self.margin = math.inf
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Order the mixed channels by their sum of magnitudes, the largest first."""
         mixed = [times(scalars(key), self.matrix) for key in keys]
-        self.order = descending([math.fsum(abs(float(xs[c])) for xs in mixed) for c in range(len(self.order))])
+        sums = [math.fsum(abs(float(xs[c])) for xs in mixed) for c in range(len(self.order))]
+        self.order = descending(sums)
+        if self.width < len(sums):
+            gaps = [a - b for a, b in pairwise(sorted(sums, reverse=True))]
+            self.margin = min([self.margin, *(gap / max(sums) for gap in gaps if max(sums))])
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
@@ -89,11 +113,14 @@ class Head:
 
     def _mixed(self, xs: list[np.float32], order: list[int]) -> tuple[list[float], list[np.float32]]:
         mixed = times(xs, self.matrix)
+        size = float(max(abs(x) for x in mixed))
         codes: list[float] = []
         read = [np.float32(0)] * len(xs)
         for start in range(0, len(xs), self.width):
             some = order[start : start + self.width]
             part, inner = integer_zero([mixed[c] for c in some], self.config["bits"])
+            if size:
+                self.margin = min(self.margin, nearest_tie([mixed[c] for c in some], self.config["bits"]) / size)
             codes += part
             for c, x in zip(some, inner, strict=True):
                 read[c] = x

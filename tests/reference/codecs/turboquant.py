@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..coding import Codec, Config
-from ..scalars import Coded, complete, grouped, half, largest_divisor, nearest, scalars, vector
+from ..scalars import Coded, complete, grouped, half, half_tie, largest_divisor, nearest, scalars, vector
 from ._common import Books, lone, only
 from .rotate import mixing, times, transposed
 
@@ -48,7 +48,12 @@ def lloyd_max(bits: int) -> list[float]:
 
 
 class Head:
-    """One KV head; nothing is fitted."""
+    """One KV head; nothing is fitted.
+
+    Attributes:
+        margin: How near a number of a key, as a share of its norm, came to a tie. Mixed channels are sums, which fp32
+            rounds by their order; a value's are not.
+    """
 
     def __init__(self, config: Config, head_dim: int, signs: list[float]) -> None:
         """Start.
@@ -62,6 +67,7 @@ class Head:
         self.width = largest_divisor(head_dim, GROUP)
         self.signs = signs
         self.matrix = mixing(head_dim)
+        self.margin = math.inf
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Nothing depends on the sequence."""
@@ -75,6 +81,10 @@ class Head:
         mixed = times([x * np.float32(sign) for x, sign in zip(xs, self.signs, strict=True)], self.matrix)
         codes = [nearest(np.float32(float(x) / size * root), levels) if size else 0 for x in mixed]
         norm = float(half(size))
+        if size:
+            edges = [(a + b) / 2 for a, b in pairwise(levels)]
+            near = min(abs(float(x) / size - edge / root) for x in mixed for edge in edges)
+            self.margin = min(self.margin, near, half_tie(size) / size)
         unmixed = times([np.float32(norm * levels[code] / root) for code in codes], transposed(self.matrix))
         key_read = [x * np.float32(sign) for x, sign in zip(unmixed, self.signs, strict=True)]
         value_codes, value_read = grouped(scalars(value), self.width, bits)
