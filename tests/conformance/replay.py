@@ -197,8 +197,8 @@ class Noise(NamedTuple):
 
 ROUGH = {"ZipCache": Noise(0.2, 0.05), "CSR": Noise(5e-3, 1e-3)}
 """Codecs that round to fp16 what may be at a tie, and do not say when: ZipCache's root of a recoded token's largest
-number always is near one, and a coefficient of CSR carries more of a key than a code does. RotateKV and TurboQuant say
-how near to a tie they came."""
+number always is near one, and a coefficient of CSR carries more of a key than a code does. Codecs that code sums
+(RotateKV, TurboQuant, KVQuant) say how near to a tie they came."""
 
 
 class Twin(NamedTuple):

@@ -228,23 +228,25 @@ def test_whatever_is_given_what_is_read_is_finite(name: str, size: float) -> Non
 
 # ---- Ties
 
-MIXED: dict[str, Callable[[], rotate.Head | turboquant.Head]] = {
+LEVELS = [-0.9, -0.4, 0.0, 0.4, 0.9]
+SUMMED: dict[str, Callable[[], rotate.Head | turboquant.Head | kvquant.Head]] = {
     **{f"rotate-{bits}": lambda bits=bits: rotate.Head({"bits": bits}, 32) for bits in (2, 3, 4)},
     "rotate-groups": lambda: rotate.Head({"bits": 3, "group_size": 8}, 32),
     **{f"turboquant-{bits}": lambda bits=bits: turboquant.Head({"bits": bits}, 32, [1.0] * 32) for bits in (2, 4)},
+    "kvquant": lambda: kvquant.Head({"bits": 3, "outliers": 0.1}, 32, [0.2] * 32, [2.5] * 32, LEVELS, LEVELS),
 }
 """Codecs that say how near to a tie they came."""
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", SUMMED)
 def test_a_change_that_is_smaller_than_the_margin_changes_no_code(name: str) -> None:
     generator, changed = torch.Generator().manual_seed(0), 0
     for _ in range(60):
-        head = MIXED[name]()
+        head = SUMMED[name]()
         key, value, step = (torch.randn(32, generator=generator) for _ in range(3))
         codes, *_ = head.code(key, value)
         if head.margin > 2e-6:  # more than fp32 rounds off
-            # No mixed channel changes by more than the whole vector.
+            # No channel, mixed or not, changes by more than the whole vector.
             step *= head.margin * float(key.norm()) / math.sqrt(32) / 2 / float(step.norm())
             assert head.code(key + step, value)[0]["key"] == codes["key"]
             changed += 1

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
 from ..coding import Codec, Config, Given
-from ..scalars import LARGEST_HALF, Coded, complete, descending, half, nearest, scalars, vector
+from ..scalars import LARGEST_HALF, Coded, complete, descending, half, half_tie, nearest, scalars, vector
 from ._common import Alone, Books, lone, only
 
 DEFAULTS: Config = {"bits": 3, "outliers": 0.01, "center": "median"}
@@ -22,7 +23,12 @@ def clipped(x: Tensor) -> list[np.float32]:
 
 
 class Head:
-    """One KV head; nothing is fitted, all is calibrated."""
+    """One KV head; nothing is fitted, all is calibrated.
+
+    Attributes:
+        margin: How near a number of a key came to a tie, as a share of the key's largest number. Keys come without
+            their rotary embedding, which fp32 takes away by sums; values come as they are.
+    """
 
     def __init__(
         self,
@@ -53,6 +59,7 @@ class Head:
         self.range = [np.float32(x) for x in range_]
         self.key_levels, self.value_levels = key_levels, value_levels
         self.key_norm, self.value_norm = key_norm, value_norm
+        self.margin = math.inf
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """Nothing depends on the sequence."""
@@ -65,12 +72,27 @@ class Head:
 
     def _key(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
         inner = [(x - o) / r for x, o, r in zip(xs, self.offset, self.range, strict=True)]
-        apart = set(descending([abs(float(x)) for x in inner])[: self.outliers])
+        order = descending([abs(float(x)) for x in inner])
+        apart = set(order[: self.outliers])
+        self._note_ties(xs, [float(x) for x in inner], order)
         codes = [nearest(x, self.key_levels) for x in inner]
         scale, shift = self.key_norm
         read = [np.float32(self.key_levels[code] * scale + shift) for code in codes]
         read = [x * r + o for x, o, r in zip(read, self.offset, self.range, strict=True)]
         return list(map(float, codes)), [half(x) if c in apart else read[c] for c, x in enumerate(xs)]
+
+    def _note_ties(self, xs: list[np.float32], inner: list[float], order: list[int]) -> None:
+        """Compare a key's outliers with ties of fp16, its other numbers with those of levels, and the two kinds."""
+        size, count = float(max(abs(x) for x in xs)), self.outliers
+        if not size:
+            return
+        near = [half_tie(xs[c]) for c in order[:count]]
+        edges = [(a + b) / 2 for a, b in pairwise(self.key_levels)]
+        near += [abs(inner[c] - edge) * float(self.range[c]) for c in order[count:] for edge in edges]
+        if 0 < count < len(order):
+            last, first = order[count - 1 : count + 1]
+            near += [(abs(inner[last]) - abs(inner[first])) * float(min(self.range[last], self.range[first]))]
+        self.margin = min(self.margin, *(x / size for x in near))
 
     def _value(self, xs: list[np.float32]) -> tuple[list[float], list[np.float32]]:
         plain = [float(x) for x in xs]
