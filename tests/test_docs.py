@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import io
 import json
 import re
@@ -30,6 +31,8 @@ PAGES = pages()
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 RUN = {"list", "explain", "plan", "tiny"}
 """Subcommands of `kvpolicy` that are quick enough to be run wherever a page shows them."""
+WINDOWS = "kvpolicy_eval.data.windows"
+"""The module that writes a file for the commands behind it."""
 
 
 def name(page: Path) -> str:
@@ -38,6 +41,14 @@ def name(page: Path) -> str:
 
 def of(language: str) -> list[Block]:
     return [block for block in BLOCKS if block.language == language]
+
+
+def consoles() -> list[Any]:
+    """Blocks of commands with their output, of which a tuning takes minutes."""
+    return [
+        pytest.param(block, id=block.place, marks=[pytest.mark.slow] * ("kvpolicy tune" in block.text))
+        for block in of("console")
+    ]
 
 
 def with_python() -> list[Any]:
@@ -101,20 +112,24 @@ def test_wrong_commands_would_be_found(line: str, capsys: pytest.CaptureFixture[
             check(words, NOWHERE)
 
 
-@pytest.mark.parametrize("block", of("console"), ids=lambda block: block.place)
+@pytest.mark.parametrize("block", consoles())
 def test_commands_print_what_the_page_says(
     block: Block, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where commands write
-    said = re.split(r"^\$ (.*(?:\\\n.*)*)\n?", block.text, flags=re.MULTILINE)
+    said = re.split(r"^\$ (.*(?:(?<=\\)\n.*)*)\n?", block.text, flags=re.MULTILINE)
     assert not said[0].strip() and len(said) > 1, f"{block.place}: a console begins with '$ command'"
     for line, wanted in zip(said[1::2], said[2::2], strict=True):
         for words in simple_commands(line):
             check(words, block)
-            if words[0] != "kvpolicy" or words[1] in ("bench", "calibrate"):
+            made = words[:3] == ["python", "-m", WINDOWS]
+            if not made and (words[0] != "kvpolicy" or words[1] in ("bench", "calibrate")):
                 continue
             capsys.readouterr()
-            run(words, wrong=bool(re.search(r"^kvpolicy: ", wanted, re.MULTILINE)))
+            if made:
+                importlib.import_module(WINDOWS).main(words[3:])
+            else:
+                run(words, wrong=bool(re.search(r"^kvpolicy: ", wanted, re.MULTILINE)))
             printed = capsys.readouterr()
             checker, example = doctest.OutputChecker(), doctest.Example(line, wanted)
             seen = [printed.out, printed.err + printed.out]  # a terminal shows both

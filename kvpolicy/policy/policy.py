@@ -365,6 +365,11 @@ class PerLayerPolicy(Policy):
 class LayeredPolicy(PerLayerPolicy):
     """A policy for each layer of a model, under one budget in bytes; see `Policy.by_layer`.
 
+    Args:
+        policies: A policy or its spec for each layer of the model.
+        budget: The budget of all layers together.
+        spec: What `str` writes, for a policy that was made from a file.
+
     Attributes:
         layers: The policy of each layer of the model.
         budget: The budget of all layers together.
