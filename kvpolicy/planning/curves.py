@@ -33,8 +33,8 @@ class Curves(NamedTuple):
         layers: Indices of the measured layers.
         depth: Number of all layers of the model.
         candidates: The policies, each with a fraction of the prompt as its budget.
-        distortion: The mean of each layer and candidate over the windows, [L][C]; None where it cannot be used.
-        spread: Its standard error, [L][C].
+        distortion: The mean of each layer and candidate over the windows, [L, C]; None where it cannot be used.
+        spread: Its standard error, [L, C].
         evidence: How tuned policies did on windows that were held out, for people to read.
     """
 
