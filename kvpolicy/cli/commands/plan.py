@@ -17,6 +17,9 @@ from kvpolicy.spec.errors import KVPolicyError
 
 FOOTER = "1 GB is 10^9 bytes, 1 MB is 10^6. Not included: activations, and the uncompressed cache during prefill."
 
+HINT = "kvpolicy tune finds a policy for each layer within such bytes, from what it does to your text."
+"""Where a plan leads to."""
+
 
 def plan(
     model: Config = TINY,
@@ -119,7 +122,7 @@ def render(facts: dict[str, Any], full: int) -> str:
     lines = [terms(head, 0), "", layer_table(facts["layers"], full), ""]
     for note in notes(facts):
         lines += [paragraph(note), ""]
-    lines += [table(_totals(facts)), "", paragraph(FOOTER)]
+    lines += [table(_totals(facts)), "", paragraph(f"{FOOTER} {HINT}")]
     return "\n".join(lines)
 
 
