@@ -9,7 +9,8 @@ from typing import Any
 from torch import nn
 
 from kvpolicy.planning.curves import Curves, load_tuned, save_curves
-from kvpolicy.policy import Policy
+from kvpolicy.policy import TunedPolicy
+from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.spec.budget import bytes_of, format_budget
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
@@ -50,7 +51,7 @@ def prove(
     curves = load_tuned(str(file))
     if not isinstance(curves, Curves):
         raise KVPolicyError(f"The file {str(file)!r} must hold curves, got layers; try kvpolicy tune.")
-    policy = Policy.parse(f"tuned:file={quoted(str(file))}").with_budget(budget)
+    policy = TunedPolicy(TunedFile(file=str(file)), budget)
     share = as_share(model, tuning, policy.budget)
     rival = best_rival(model, tuning, share, specs=specs, progress=progress)
     ours = score(model, held_out, policy)
@@ -69,13 +70,6 @@ def prove(
     evidence = {**(curves.evidence or {}), format_budget(policy.budget): found}
     save_curves(file, curves._replace(evidence=evidence))
     return found
-
-
-def quoted(path: str) -> str:
-    """A path as a spec has it."""
-    from urllib.parse import quote
-
-    return quote(path, safe="/", errors="surrogateescape").replace("~", "%7E")
 
 
 def as_share(model: nn.Module, windows: Sequence[Window], budget: Any) -> float:

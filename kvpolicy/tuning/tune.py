@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.identity import identity, model_info
-from kvpolicy.planning.curves import MEASURES, Curves, save_curves
+from kvpolicy.planning.curves import MEASURES, Curves, load_tuned, save_curves
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.version import __version__
@@ -40,6 +40,7 @@ def tune(
     measure: Measure = "joint",
     name: str | None = None,
     progress: Progress | None = None,
+    force: bool = False,
 ) -> Curves:
     """Measure the distortion of each candidate in each layer, and write the curves to a file.
 
@@ -49,7 +50,8 @@ def tune(
     squared error of the layer's attention output, times what noise of that size there does to the predictions; it needs
     the memory of one more layer, the others that of queries, keys and values of a prompt in all layers.
 
-    An interrupted run continues where it was: what is done is in `OUT.unfinished` until all is.
+    An interrupted run continues where it was: what is done is in `OUT.unfinished` until all is. A file that is finished
+    already is returned as it is.
 
     Args:
         model: A causal language model without a policy attached.
@@ -58,13 +60,15 @@ def tune(
         candidates: Policies with fractions of the prompt as budgets; `default_grid()` by default.
         measure: What a distortion is.
         name: Name of the model in the file.
-        progress: Called after each step.
+        progress: Called after each window.
+        force: Whether to replace a file that holds something else: another model, text or other options.
 
     Returns:
         What was written.
 
     Raises:
-        KVPolicyError: If the model, a window or a candidate cannot be measured, or unfinished work is of another run.
+        KVPolicyError: If the model, a window or a candidate cannot be measured, or `out` or unfinished work is of
+            another run.
 
     Examples:
         >>> import os, tempfile, torch, kvpolicy
@@ -90,6 +94,9 @@ def tune(
         "measure": measure,
         "candidates": [policy.to_dict() for policy in policies],
     }
+    finished = None if force else _finished(Path(out), facts)
+    if finished is not None:
+        return finished
     steps = Steps(Path(f"{out}.unfinished"), facts)
     rows: list[Tensor] = []
     for number, window in enumerate(windows):
@@ -118,6 +125,33 @@ def tune(
     save_curves(out, curves)
     steps.clear()
     return curves
+
+
+def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
+    """The curves in a file that are of these facts; None if there is no file.
+
+    Raises:
+        KVPolicyError: If the file holds anything else.
+    """
+    if not out.exists():
+        return None
+    try:
+        found = load_tuned(str(out))
+    except KVPolicyError:
+        found = None
+    if isinstance(found, Curves):
+        theirs = {
+            "model": {key: value for key, value in found.model.items() if key != "name"},
+            "text": found.text.get("sha256"),
+            "measure": found.measure,
+            "candidates": [policy.to_dict() for policy in found.candidates],
+        }
+        if theirs == {name: facts[name] for name in theirs}:
+            return found
+    raise KVPolicyError(
+        f"The file {str(out)!r} must not hold anything but a tuning of the same model, text and options, got something "
+        "else; try another file, or --force (from Python, force=True) to replace it."
+    )
 
 
 def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[Policy], measure: Measure) -> float:

@@ -108,7 +108,7 @@ def test_list_describes_it(run: Run, capsys: pytest.CaptureFixture[str]) -> None
     [
         ("snapkv+tuned:file=a.json", "'tuned' sets every part of a policy and must stand alone"),
         ("tuned:file=a.json+snapkv", "'tuned' sets every part of a policy and must stand alone"),
-        ("tunned:file=a.json", "did you mean 'tuned'?"),
+        ("tunedd:file=a.json", "did you mean 'tuned'?"),
         ("tuned:file=~/a.json", "got '~/a.json'; try %7E/a.json."),
         ("tuned:file=none.json", "must be readable, got 'none.json': No such file or directory"),
     ],

@@ -38,7 +38,9 @@ def test_a_policy_is_tuned_compared_and_explained(
     assert main(["explain", found["policy"]]) == 0
     text = capsys.readouterr().out
     assert "Evidence on texts that were held out" in text and "at half" in text
-    assert main([*call, "--no-evidence"]) == 0
+    assert main([*call, "--no-evidence"]) == 2  # other texts: none are held out
+    assert "--force" in capsys.readouterr().err
+    assert main([*call, "--no-evidence", "--force"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"Use it with tuned:file={out}@0.2" in text
 

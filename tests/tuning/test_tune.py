@@ -155,6 +155,20 @@ def test_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "a.json").exists()
 
 
+def test_a_finished_file_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    first = tune(MODEL, WINDOWS, file, candidates=SPECS[:2])
+    monkeypatch.setattr(module, "_measured", lambda *_: pytest.fail("is measured"))
+    assert tune(MODEL, WINDOWS, file, candidates=SPECS[:2]) == first
+    for other in ({"candidates": SPECS[1:]}, {"candidates": SPECS[:2], "measure": "kl"}):
+        with pytest.raises(KVPolicyError, match="must not hold anything but a tuning of the same model"):
+            tune(MODEL, WINDOWS, file, **other)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(KVPolicyError, match="must not hold anything but"):
+        tune(MODEL, WINDOWS[1:], file, candidates=SPECS[:2])
+    monkeypatch.undo()
+    assert len(tune(MODEL, WINDOWS, file, candidates=SPECS[1:], force=True).candidates) == 3
+
+
 def test_an_estimate_grows_with_windows() -> None:
     grid = make_grid(["h2o"], [0.1, 0.5])
     assert estimate(MODEL, WINDOWS, grid, "joint") > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -57,16 +58,20 @@ def tune(
     device: Device = "",
     seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Disable progress bars.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file for another model, text or options.")] = False,
     json: Json = False,
 ) -> None:
     """Find a policy for each layer by what it does to the model on your text.
 
-    To resume an interrupted run, run the same command again. The file serves any budget: tuned:file=FILE@BUDGET.
+    To resume an interrupted run, or to compare at another budget, run the same command again. The file serves any
+    budget: tuned:file=FILE@BUDGET.
     """
     from kvpolicy.planning.curves import MEASURES
-    from kvpolicy.spec.budget import format_budget, parse_budget
+    from kvpolicy.policy import TunedPolicy
+    from kvpolicy.policy.tuned import TunedFile
+    from kvpolicy.spec.budget import parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
-    from kvpolicy.tuning.proof import prove, quoted
+    from kvpolicy.tuning.proof import prove
     from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.windows import read_windows, split
@@ -78,15 +83,14 @@ def tune(
     loaded, tokenizer = _load(model, dtype, device)
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
-    seconds = estimate(loaded, tuning, grid, measure)  # pyright: ignore[reportArgumentType]
-    _say(
-        f"Measuring {counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}: about "
-        f"{_duration(seconds)}.",
-        quiet,
-    )
+    if not quiet and not Path(out).exists():
+        seconds = estimate(loaded, tuning, grid, measure)  # pyright: ignore[reportArgumentType]
+        what = f"{counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}"
+        # To standard error, so that standard output has the result alone.
+        print(f"Measuring {what}: about {_duration(seconds)}.", file=sys.stderr, flush=True)
     bar = None if quiet else _Bar()
-    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar)  # pyright: ignore
-    spec = f"tuned:file={quoted(out)}@{format_budget(wanted)}"
+    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar, force=force)  # pyright: ignore
+    spec = str(TunedPolicy(TunedFile(file=out), wanted))
     evidence: dict[str, Any] | None = None
     if not no_evidence:
         evidence = prove(loaded, out, wanted, tuning, others, specs=rivals, progress=not quiet)
@@ -151,12 +155,6 @@ def _render(facts: dict[str, Any]) -> str:
 def _duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"{max(round(seconds), 1)} s" if seconds < 90 else f"{minutes} min"
-
-
-def _say(text: str, quiet: bool) -> None:
-    """To standard error, so that standard output has the result alone."""
-    if not quiet:
-        print(text, file=sys.stderr, flush=True)
 
 
 class _Bar:
