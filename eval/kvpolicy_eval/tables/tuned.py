@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.tables.tuned", description=__doc__)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="places of the question")
     parser.add_argument("--shares", nargs="+", type=float, default=[*SHARES], help="shares of the full cache's bytes")
-    parser.add_argument("-n", nargs=2, type=int, default=[4, 8], help="prompts per task to tune on, and held out")
+    parser.add_argument("-n", nargs=2, type=int, default=[3, 6], help="prompts per task to tune on, and held out")
     parser.add_argument("--measure", default="joint", help="what a distortion is; joint by default")
     parser.add_argument("--cache", type=Path, default=Path("results"), help="folder of the tunings")
     add_fill_argument(parser, "tuned")
