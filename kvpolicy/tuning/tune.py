@@ -159,15 +159,17 @@ def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[P
 
     The time grows with windows, and with layers times candidates.
     """
-    few, many = [candidates[0]], list(candidates[:: max(len(candidates) // 6, 1)])
+    # A replay of the prompt serves all candidates that need it, and is no cost of each.
+    few = list({candidate.replay: candidate for candidate in candidates}.values())
+    many = [*few, *candidates[:: max(len(candidates) // 6, 1)]]
     _measured(model, windows[0], few, measure, 0)
     seconds: list[float] = []
     for some in (few, many):
         start = time.perf_counter()
         _measured(model, windows[0], some, measure, 0)
         seconds.append(time.perf_counter() - start)
-    each = max(seconds[1] - seconds[0], 0.0) / max(len(many) - 1, 1)
-    return len(windows) * (seconds[0] + each * (len(candidates) - 1))
+    each = max(seconds[1] - seconds[0], 0.0) / (len(many) - len(few))
+    return len(windows) * (seconds[0] + each * max(len(candidates) - len(few), 0))
 
 
 def _measured(model: nn.Module, window: Window, policies: Sequence[Policy], measure: Measure, seed: int) -> Tensor:
