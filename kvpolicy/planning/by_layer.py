@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import Tokens, expect_tokens, most_tokens
+from kvpolicy.planning.tokens import EPSILON, Tokens, expect_tokens, largest, most_tokens
 from kvpolicy.policy import LayeredPolicy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
-
-_EPSILON = 1e-9  # so that a share of 0.29 of 100 tokens is 29, and not 28.999... rounded down
 
 
 def divide_by_layer(
@@ -76,7 +74,7 @@ def _row(
     token = sum(shape.token_nbytes for shape in shapes)
     full = token * max(int(prompt), 0 if end is None else int(end))
     if isinstance(budget, float):
-        limit = None if budget == 1.0 else int(full * budget + _EPSILON)
+        limit = None if budget == 1.0 else int(full * budget + EPSILON)
     else:
         limit = token * int(budget)
     keep, smallest = _fit(policy, prompt, end, shapes, indices, limit)
@@ -112,15 +110,15 @@ def _fit(
     whole = torch.tensor([layer.keeps_whole for layer in layers])
     # Relative to the largest share; a layer that keeps every token has none.
     weights = torch.tensor([float(layer.budget) for layer in layers], dtype=torch.float64).masked_fill(whole, 0)
-    weights = weights / weights.amax().clamp_min(_EPSILON)
+    weights = weights / weights.amax().clamp_min(EPSILON)
     lasts = end is None and policy.decode == "evict" and not isinstance(policy.budget, float)
     # The slots are those of the longest row, so that the others may fill them with what follows.
     longest = most_tokens(policy, prompt, end)
     ceiling = (torch.full_like(longest, int(longest.max())) if lasts else longest)[:, None].expand(-1, len(layers))
     floor = torch.tensor([layer.min_tokens for layer in layers])
 
-    def keep(largest: int) -> Tensor:
-        tokens = (weights * largest + _EPSILON).long()
+    def keep(most: int) -> Tensor:
+        tokens = (weights * most + EPSILON).long()
         return torch.where(whole, ceiling, torch.maximum(torch.minimum(tokens, ceiling), floor))
 
     def nbytes(tokens: Tensor) -> int:
@@ -129,29 +127,16 @@ def _fit(
         plans = plan_layers(policy, expected, shapes, [*indices], len(prompt))
         return sum(sum(plan.nbytes.values()) for plan in plans)
 
-    smallest_share = weights[~whole].amin().clamp_min(_EPSILON) if not bool(whole.all()) else 1.0
+    smallest_share = weights[~whole].amin().clamp_min(EPSILON) if not bool(whole.all()) else 1.0
     most = int((ceiling.amax() / smallest_share).ceil().clamp_max(MAX_SIZE))
     if limit is None:
         return keep(most), 0
     smallest = nbytes(keep(0))
     if smallest > limit:
         return None, smallest
-    found = keep(_largest(lambda tokens: nbytes(keep(tokens)) <= limit, most))
+    found = keep(largest(lambda tokens: nbytes(keep(tokens)) <= limit, 0, most))
     if lasts and bool((found >= ceiling).all()):
         # A token takes at least one byte, so that the limit bounds the search.
-        more = _largest(lambda tokens: nbytes(found.clamp_min(tokens)) <= limit, min(limit, MAX_SIZE))
+        more = largest(lambda tokens: nbytes(found.clamp_min(tokens)) <= limit, 0, min(limit, MAX_SIZE))
         found = found.clamp_min(more)
     return found, smallest
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that fits, if 0 does and every smaller one than a fitting one fits."""
-    low = 0
-    high = most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from kvpolicy.planning.by_layer import divide_by_layer
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, most_tokens
+from kvpolicy.planning.tokens import EPSILON, INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import MAX_SIZE
-
-_EPSILON = 1e-9  # so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999... rounded down
 
 
 def divide(
@@ -53,11 +51,38 @@ def divide(
     if isinstance(policy.budget, int):
         base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
     else:
-        base = (prompt.double() * policy.budget + _EPSILON).long().clamp_min(1)
+        base = (prompt.double() * policy.budget + EPSILON).long().clamp_min(1)
     # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)
     _check_floor(policy, base, prompt)
     return _divide_tokens(policy, metrics, base, prompt, end, len(shapes), INITIAL_SLOTS)
+
+
+def tokens_of_share(policy: Policy, prompt: int, new: int, shapes: Sequence[LayerShape]) -> Tokens | None:
+    """The tokens that a cache under a policy with a fraction as its budget would keep of one row in each layer.
+
+    Args:
+        policy: The policy.
+        prompt: Tokens of the prompt.
+        new: Tokens that follow it.
+        shapes: The layers under the policy.
+
+    Returns:
+        The division of the budget, for one row; None if the budget is too small for the prompt.
+
+    Examples:
+        >>> shapes = [LayerShape(4, 32, torch.float32)] * 2
+        >>> tokens_of_share(Policy.parse("window@0.1"), 100, 5, shapes).keep.tolist()
+        [[10, 10]]
+        >>> tokens_of_share(Policy.parse("streaming:sinks=4@0.03"), 100, 5, shapes) is None
+        True
+    """
+    length = torch.tensor([prompt])
+    try:
+        return divide(policy, None, length, length + new, list(shapes))
+    except KVPolicyError:
+        # Of a fraction, nothing else is refused here than that it is below the smallest budget.
+        return None
 
 
 def _check_floor(policy: Policy, base: Tensor, prompt: Tensor) -> None:
@@ -120,11 +145,6 @@ def _divide_bytes(
         )
     # A token takes at least one byte per layer, so the limit bounds the search if the end is unknown.
     high = min(limit, MAX_SIZE) if end is None else int(end.max())
-    while low < high:
-        middle = (low + high + 1) // 2
-        if attempt(middle)[1] <= limit:
-            low = middle
-        else:
-            high = middle - 1
+    base = largest(lambda tokens: attempt(tokens)[1] <= limit, low, high)
     # The bytes were counted with all slots that may be needed; only some of them are allocated at first.
-    return attempt(low, INITIAL_SLOTS)[0]
+    return attempt(base, INITIAL_SLOTS)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,10 @@ from kvpolicy.policy import Policy
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
+
+
+EPSILON = 1e-9
+"""Added before rounding down, so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999..."""
 
 
 class Tokens(NamedTuple):
@@ -67,3 +72,14 @@ def expect_tokens(
     last = prompt + initial_slots if end is None else torch.maximum(end, prompt)
     expected_len = torch.minimum(keep + extra[:, None], last[:, None])
     return Tokens(keep, extra, expected_len, prompt if grows else last)
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to `high` that fits, if `low` does and every number between it and a fitting one fits."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

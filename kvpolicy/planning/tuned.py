@@ -7,12 +7,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-import torch
-
 from kvpolicy.planning.curves import Curves, Layers, load_tuned, version_of
 from kvpolicy.planning.knapsack import Option, choose
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import expect_tokens, most_tokens
+from kvpolicy.planning.planner import tokens_of_share
+from kvpolicy.planning.tokens import EPSILON
 from kvpolicy.policy import LayeredPolicy, Policy, TunedPolicy
 from kvpolicy.protocols import LayerShape, ModelInfo
 from kvpolicy.spec.budget import bytes_of
@@ -21,8 +20,6 @@ from kvpolicy.spec.model_identity import check_same_model
 
 STEPS = 8
 """Sizes that are tried between two measured ones, where a distortion is interpolated."""
-
-_EPSILON = 1e-9
 
 
 class Choice(NamedTuple):
@@ -107,7 +104,7 @@ def byte_limit(policy: Policy, shape: LayerShape, layers: int, length: int) -> i
         return bytes_of(policy.budget)
     if isinstance(policy.budget, int):
         return full * policy.budget
-    return None if policy.budget == 1.0 else int(full * length * policy.budget + _EPSILON)
+    return None if policy.budget == 1.0 else int(full * length * policy.budget + EPSILON)
 
 
 def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Policy]:
@@ -172,8 +169,8 @@ def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Se
         chosen: The policy of each measured layer, as `solve` returns it.
     """
     found: list[Reason] = []
+    group = next(group for group in _groups(curves) if _kind(curves.candidates[group[0]]) == _kind(chosen[0]))
     for number, policy in enumerate(chosen):
-        group = next(group for group in _groups(curves) if _kind(curves.candidates[group[0]]) == _kind(policy))
         choices = options(curves, number, group, shape, prompt, new)
         own = next(choice for choice in choices if choice.policy == policy)
         half = min((choice.loss for choice in choices if choice.nbytes <= own.nbytes // 2), default=None)
@@ -230,13 +227,9 @@ def _sized(
 ) -> tuple[Policy, int | None]:
     """A policy of some share, and the bytes of a layer; None if a selector needs more of such a prompt."""
     policy = parts.with_budget(share)
-    length = torch.tensor([prompt])
-    end = length + new
-    keep = length if policy.keeps_whole else (length * float(policy.budget) + _EPSILON).long()
-    if int(keep) < min(policy.min_tokens, prompt):
+    tokens = tokens_of_share(policy, prompt, new, [shape])
+    if tokens is None:
         return policy, None
-    keep = torch.minimum(keep, most_tokens(policy, length, end)).clamp_min(policy.min_tokens)
-    tokens = expect_tokens(policy, keep[:, None], length, end)
     return policy, sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
 
 

@@ -1,16 +1,12 @@
-"""The policies that a tuner chooses from, and the tokens that their budgets mean for a prompt."""
+"""The policies that a tuner chooses from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from kvpolicy.allocators.uniform import Uniform
-from kvpolicy.planning.planner import divide
-from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape, ModelInfo, Needs, Replay
+from kvpolicy.protocols import ModelInfo, Needs, Replay
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -69,30 +65,3 @@ def pins_of(policies: Sequence[Policy]) -> set[int]:
     """How many tokens with the largest activations the codecs of the policies pin."""
     traits = (policy.codec.traits for policy in policies)
     return {each.pinned for each in traits if each.pins == "massive"}
-
-
-def tokens_of(policy: Policy, prompt: int, new: int, shapes: Sequence[LayerShape]) -> Tokens | None:
-    """The tokens that a cache under a policy would keep in each layer.
-
-    Args:
-        policy: The policy.
-        prompt: Tokens of the prompt.
-        new: Tokens that follow it.
-        shapes: The layers under the policy.
-
-    Returns:
-        The division of the budget, for one row; None if the budget is too small for the prompt.
-
-    Examples:
-        >>> shapes = [LayerShape(4, 32, torch.float32)] * 2
-        >>> tokens_of(Policy.parse("window@0.1"), 100, 5, shapes).keep.tolist()
-        [[10, 10]]
-        >>> tokens_of(Policy.parse("streaming:sinks=4@0.03"), 100, 5, shapes) is None
-        True
-    """
-    length = torch.tensor([prompt])
-    try:
-        return divide(policy, None, length, length + new, list(shapes))
-    except KVPolicyError:
-        # Of a fraction, nothing else is refused here than that it is below the smallest budget.
-        return None

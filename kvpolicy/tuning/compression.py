@@ -12,10 +12,11 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
+from kvpolicy.planning.planner import tokens_of_share
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, Replay
-from kvpolicy.tuning.candidates import needs_of, pins_of, replays_of, tokens_of
+from kvpolicy.tuning.candidates import needs_of, pins_of, replays_of
 from kvpolicy.tuning.tap import LayerCall, Tap
 from kvpolicy.tuning.windows import Window
 
@@ -76,7 +77,7 @@ class Compressor:
     def facts(self, window: Window) -> WindowFacts:
         """Find what compressing the prompt of a window depends on."""
         shapes = [self._tap.attachment.model_shape.shape] * len(self._tap.layers)
-        tokens = [tokens_of(policy, len(window.prompt), len(window.answer), shapes) for policy in self.policies]
+        tokens = [tokens_of_share(policy, len(window.prompt), len(window.answer), shapes) for policy in self.policies]
         wanted = [policy for policy, found in zip(self.policies, tokens, strict=True) if found is not None]
         return WindowFacts(tokens, {plan: self._tap.replay(window.prompt, plan) for plan in replays_of(wanted)})
 
