@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
@@ -18,8 +18,10 @@ from kvpolicy.spec.validation import MAX_SIZE
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
 
-MEASURES = ("joint", "kl", "output")
-"""What a distortion may be."""
+Measure = Literal["joint", "kl", "output"]
+"""What a distortion is; see `kvpolicy.tuning.tune`."""
+
+MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 
 class Curves(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.protocols import Forward
+
+T = TypeVar("T")
 
 Attention = Callable[[Tensor, Tensor, Tensor, ScoreTransform], Tensor]
 """Attends from an answer's queries [1, Hq, M, D], keys and values [1, H, M, D]: [1, Hq, M, D]."""
@@ -124,21 +126,21 @@ class Answer:
         self._ids = scored_tokens(answer)
         self._unchanged = self._predictions([{}])
 
-    def kls(self, rows: Iterable[tuple[int, Changes]]) -> Iterator[tuple[int, float]]:
+    def kls(self, rows: Iterable[tuple[T, Changes]]) -> Iterator[tuple[T, float]]:
         """Measure what changes, each made alone, do to the predictions of the answer.
 
         Args:
-            rows: Changes, each with a number.
+            rows: Changes, each with its name.
 
         Yields:
-            The number, and KL(unchanged || changed) in nats, mean over `scored_tokens`.
+            The name, and KL(unchanged || changed) in nats, mean over `scored_tokens`.
         """
         most = min(max(LOGITS // self._unchanged.numel(), 1), ROWS)
         rows = iter(rows)
         while some := [*islice(rows, most)]:
             changed = self._predictions([changes for _, changes in some])
             kls = (self._unchanged.exp() * (self._unchanged - changed)).sum(-1).mean(-1).tolist()
-            yield from zip((number for number, _ in some), kls, strict=True)
+            yield from zip((name for name, _ in some), kls, strict=True)
 
     def _predictions(self, rows: Sequence[Changes]) -> Tensor:
         """Logarithms of probabilities, [rows, M, vocabulary] fp64."""

@@ -6,6 +6,7 @@ layer is compared with the exact one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
-from kvpolicy.tuning.answers import Answer, disturbed, over
+from kvpolicy.tuning.answers import Answer, Changes, disturbed, over
 from kvpolicy.tuning.candidates import check_candidates
 from kvpolicy.tuning.compression import Compressor, LayerPrompt, prompt_of, whole
 from kvpolicy.tuning.tap import LayerCall, Tap, tapped
@@ -70,13 +71,7 @@ def output_errors(
         >>> errors.shape, bool((errors > 0).all())
         (torch.Size([1, 8, 2]), True)
     """
-    windows = _checked(windows)
-    with tapped(model) as tap:
-        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
-        found = torch.empty(len(windows), len(tap.layers), len(candidates), dtype=torch.float64)
-        for row, window in _counted(windows, progress):
-            found[row] = _window_errors(tap, compressor, window)
-    return found
+    return _of_windows(model, windows, candidates, _window_errors, progress)
 
 
 def layer_kls(
@@ -112,13 +107,7 @@ def layer_kls(
         >>> layer_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
         torch.Size([1, 8, 2])
     """
-    windows = _checked(windows)
-    with tapped(model) as tap:
-        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
-        found = torch.empty(len(windows), len(tap.layers), len(candidates), dtype=torch.float64)
-        for row, window in _counted(windows, progress):
-            found[row] = _window_kls(tap, compressor, window)
-    return found
+    return _of_windows(model, windows, candidates, functools.partial(_window_kls, together=False), progress)
 
 
 def joint_kls(
@@ -149,28 +138,38 @@ def joint_kls(
         >>> joint_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
         torch.Size([1, 2])
     """
-    windows = _checked(windows)
-    with tapped(model) as tap:
-        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
-        found = torch.full((len(windows), len(candidates)), math.nan, dtype=torch.float64)
-        for row, window in _counted(windows, progress):
-            facts = compressor.facts(window)
-            prompts, cache = _prompts(tap, window, compressor.pins)
-            seen: list[dict[Any, Any]] = [{} for _ in prompts]  # what one candidate had to see of a layer serves others
-            everywhere = (
-                (
-                    number,
-                    {
-                        prompt.layer_idx: over(compressor.past(prompt, facts, number, known))
-                        for prompt, known in zip(prompts, seen, strict=True)
-                    },
-                )
-                for number, tokens in enumerate(facts.tokens)
-                if tokens is not None
-            )
-            for number, kl in Answer(model, cache, _full(prompts), window.answer).kls(everywhere):
-                found[row, number] = kl
-    return found
+    return _of_windows(model, windows, candidates, functools.partial(_window_kls, alone=False), progress)[:, 0]
+
+
+def kls(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy | str],
+    *,
+    progress: Progress | None = None,
+) -> Tensor:
+    """Measure both at once, so that prompts are run, and candidates compressed, once: `joint_kls` before `layer_kls`.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: See `output_errors`.
+        candidates: See `output_errors`.
+        progress: Called after each window.
+
+    Returns:
+        The KL divergences, of all layers at once and of each layer alone, [W, 1 + L, C] fp64 on the CPU.
+
+    Raises:
+        KVPolicyError: If the model, a window or a candidate cannot be measured.
+        KVPolicyTypeError: If a window has no token ids, or a candidate is no policy.
+
+    Examples:
+        >>> import kvpolicy
+        >>> window = Window(torch.arange(3, 53), torch.arange(60, 65))
+        >>> kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
+        torch.Size([1, 9, 2])
+    """
+    return _of_windows(model, windows, candidates, _window_kls, progress)
 
 
 def sensitivities(
@@ -230,6 +229,20 @@ def sensitivities(
     return found
 
 
+def _of_windows(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy | str],
+    measure: Callable[[Tap, Compressor, Window], Tensor],
+    progress: Progress | None,
+) -> Tensor:
+    """What a measure finds in each window, stacked."""
+    windows = _checked(windows)
+    with tapped(model) as tap:
+        compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
+        return torch.stack([measure(tap, compressor, window) for _, window in _counted(windows, progress)])
+
+
 def _window_errors(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
     """See `output_errors`, [L, C]."""
     facts = compressor.facts(window)
@@ -248,16 +261,31 @@ def _window_errors(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
     return found
 
 
-def _window_kls(tap: Tap, compressor: Compressor, window: Window) -> Tensor:
-    """See `layer_kls`, [L, C]."""
+def _window_kls(
+    tap: Tap, compressor: Compressor, window: Window, *, together: bool = True, alone: bool = True
+) -> Tensor:
+    """The divergences of all layers `together`, then those of each layer `alone`, [1 + L, C], [1, C] or [L, C]."""
     facts = compressor.facts(window)
     prompts, cache = _prompts(tap, window, compressor.pins)
-    answer = Answer(tap.model, cache, _full(prompts), window.answer)
-    found = torch.full((len(prompts), len(compressor.policies)), math.nan, dtype=torch.float64)
-    for kls, prompt in zip(found, prompts, strict=True):
-        changes = ((number, {prompt.layer_idx: over(past)}) for number, past in compressor.compress(prompt, facts))
-        for number, kl in answer.kls(changes):
-            kls[number] = kl
+    seen: list[dict[Any, Any]] = [{} for _ in prompts]  # what one candidate had to see of a layer serves others
+    rows = together + alone * len(prompts)
+    found = torch.full((rows, len(compressor.policies)), math.nan, dtype=torch.float64)
+
+    def changes() -> Iterator[tuple[tuple[int, int], Changes]]:
+        for number, tokens in enumerate(facts.tokens):
+            if tokens is None:
+                continue
+            everywhere = {
+                prompt.layer_idx: over(compressor.past(prompt, facts, number, known))
+                for prompt, known in zip(prompts, seen, strict=True)
+            }
+            if together:
+                yield (0, number), everywhere
+            for row, (layer, attention) in enumerate(everywhere.items() if alone else (), int(together)):
+                yield (row, number), {layer: attention}
+
+    for at, kl in Answer(tap.model, cache, _full(prompts), window.answer).kls(changes()):
+        found[at] = kl
     return found
 
 

@@ -14,7 +14,7 @@ from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.spec.budget import bytes_of, format_budget
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.comparison import Comparison, compare, verdict_line
-from kvpolicy.tuning.evidence import Score, score, share_bytes
+from kvpolicy.tuning.evidence import Score, reference_logits, score, share_bytes
 from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.windows import Window
 
@@ -54,8 +54,9 @@ def prove(
     policy = TunedPolicy(TunedFile(file=str(file)), budget)
     share = as_share(model, tuning, policy.budget)
     rival = best_rival(model, tuning, share, specs=specs, progress=progress)
-    ours = score(model, held_out, policy)
-    theirs = score(model, held_out, rival.spec, share=share)
+    reference = reference_logits(model, held_out)
+    ours = score(model, held_out, policy, reference=reference)
+    theirs = score(model, held_out, rival.spec, share=share, reference=reference)
     comparison = compare(ours, theirs)
     found = {
         "verdict": verdict_line(comparison, other=rival.spec),

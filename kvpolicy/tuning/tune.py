@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvpolicy.hf.identity import identity, model_info
-from kvpolicy.planning.curves import MEASURES, Curves, load_tuned, save_curves
+from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.version import __version__
 from kvpolicy.tuning.grid import default_grid
-from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
+from kvpolicy.tuning.measure import Progress, kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.steps import DIGITS, Steps, rounded
 from kvpolicy.tuning.windows import Window, windows_sha256
 
-Measure = Literal["joint", "kl", "output"]
-"""What a distortion is; see `tune`."""
-
 _ROUNDING = 1e-5
-
-Progress = Callable[[int, int], None]
-"""Called with how many steps are done, and how many there are."""
 
 
 def tune(
@@ -180,8 +174,7 @@ def _measured(model: nn.Module, window: Window, policies: Sequence[Policy], meas
     """
     if measure == "output":
         return output_errors(model, [window], policies)[0] * sensitivities(model, [window], seed=seed)[0][:, None]
-    kls = layer_kls(model, [window], policies)[0]
-    return kls if measure == "kl" else torch.cat([joint_kls(model, [window], policies), kls])
+    return (layer_kls if measure == "kl" else kls)(model, [window], policies)[0]
 
 
 def _statistics(rows: Tensor, measure: Measure) -> tuple[Any, Any]:
