@@ -4,10 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvpolicy.codecs import _files
 from kvpolicy.spec.errors import KVPolicyError
+
+
+def refuse_other(out: str | Path, what: str) -> NoReturn:
+    """Refuse to replace a finished file that holds something else.
+
+    Args:
+        out: The file.
+        what: What would be written, such as `calibration`.
+
+    Raises:
+        KVPolicyError: Always.
+    """
+    raise KVPolicyError(
+        f"The file {str(out)!r} must not hold anything but a {what} of the same model, text and options, got something "
+        "else; try another file, or --force (from Python, force=True) to replace it."
+    )
 
 
 def check_free(out: str | Path, method: str, facts: dict[str, Any]) -> None:

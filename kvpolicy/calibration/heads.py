@@ -15,6 +15,7 @@ from kvpolicy.allocators.duo import RECENT, SINKS
 from kvpolicy.allocators.head_files import HeadFile, load_heads, save_heads
 from kvpolicy.calibration.corpus import as_windows, text_sha256
 from kvpolicy.calibration.eval_mode import eval_mode
+from kvpolicy.calibration.finished import refuse_other
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.discovery import Sites, find_sites
@@ -240,10 +241,7 @@ def _check_free(out: Path, facts: HeadFile) -> None:
     except KVPolicyError:
         existing = None
     if existing is None or _compared(existing) != _compared(facts):
-        raise KVPolicyError(
-            f"The file {str(out)!r} must not hold anything but a calibration of the same model, text and options, got "
-            "something else; try another file, or --force (from Python, force=True) to replace it."
-        )
+        refuse_other(out, "calibration")
 
 
 def _compared(content: HeadFile) -> Any:

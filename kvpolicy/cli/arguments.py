@@ -71,6 +71,25 @@ def parse_names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
+def parse_fractions(option: str, text: str) -> tuple[float, ...]:
+    """Parse a list of fractions separated by commas.
+
+    Args:
+        option: The name of the option, for the error message.
+        text: Its value.
+
+    Raises:
+        KVPolicyError: If a part is not a number.
+
+    >>> parse_fractions("--shares", "0.05,1.0")
+    (0.05, 1.0)
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise KVPolicyError(f"{option} must be fractions, got {text!r}; try 0.05,0.1,0.2.") from None
+
+
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
     """Parse a list of integers separated by commas.
 

@@ -22,7 +22,6 @@ class ModelShape:
     Attributes:
         shape: Shape of the keys of a layer on one rank.
         whole: The same on all ranks together.
-        heads: KV heads of a layer on all ranks.
         evictable: Layers that a policy manages.
         unmanaged: Unmanaged layers, which bound their own cache, and their sliding windows.
         unmanaged_shapes: Shapes of the keys of each unmanaged layer.
@@ -30,7 +29,6 @@ class ModelShape:
 
     shape: LayerShape
     whole: LayerShape
-    heads: int
     evictable: list[int]
     unmanaged: dict[int, int]
     unmanaged_shapes: dict[int, LayerShape]
@@ -43,6 +41,11 @@ class ModelShape:
         """
         total = len(self.evictable) + len(self.unmanaged)
         return ModelInfo(len(self.evictable), self.heads, self.shape.head_dim, weights, tuple(self.evictable), total)
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a layer on all ranks."""
+        return self.whole.heads
 
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token in one layer."""
@@ -119,7 +122,6 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         whole=shapes[first]._replace(
             heads=sizes[first][0], group=_group(_layer_configs(text)[first], sizes[first][0], 1)
         ),
-        heads=sizes[first][0],
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},

@@ -338,11 +338,12 @@ class PerLayerPolicy(Policy):
             f"The parts of a policy that differs by layer must be asked of a layer, got {self}; try .at(0)."
         )
 
-    allocator: Any = property(_ask_layer)
-    selector: Any = property(_ask_layer)
-    merger: Any = property(_ask_layer)
-    codec: Any = property(_ask_layer)
-    reader: Any = property(_ask_layer)
+    allocator: Any = property(lambda self: self._ask_layer())
+    selector: Any = property(lambda self: self._ask_layer())
+    merger: Any = property(lambda self: self._ask_layer())
+    codec: Any = property(lambda self: self._ask_layer())
+    reader: Any = property(lambda self: self._ask_layer())
+    heads: Any = property(lambda self: self._ask_layer())
 
     def __eq__(self, other: object) -> bool:
         """Equal content, and an equal budget of the same type."""
@@ -355,11 +356,6 @@ class PerLayerPolicy(Policy):
     @property
     def _content(self) -> tuple[Any, ...]:
         raise NotImplementedError
-
-    @property
-    def heads(self) -> HeadAllocator | None:
-        """Asked of a layer too."""
-        self._ask_layer()
 
 
 class LayeredPolicy(PerLayerPolicy):

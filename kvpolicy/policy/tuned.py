@@ -95,12 +95,6 @@ class TunedPolicy(PerLayerPolicy):
         """Not known before the model is."""
         self._ask_layer()
 
-    allocator: Any = property(_ask_layer)
-    selector: Any = property(_ask_layer)
-    merger: Any = property(_ask_layer)
-    codec: Any = property(_ask_layer)
-    reader: Any = property(_ask_layer)
-    heads: Any = property(_ask_layer)
     distinct: Any = property(_ask_layer)
     decode: Any = property(_ask_layer)
     reads_part: Any = property(_ask_layer)

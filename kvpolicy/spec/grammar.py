@@ -240,7 +240,7 @@ def _value(where: str, hint: Any, text: str) -> Any:
         raise KVPolicyError(f"The option {where} must be set in Python, since a spec cannot express its type.")
     advice = suggest(text, names)
     if str in value_types and "%" not in text:
-        advice = f"; try {shorten(quote(text, safe='/').replace('~', '%7E'))}."
+        advice = f"; try {shorten(_quoted(text))}."
     raise KVPolicyError(f"The option {where} must be {allowed}, got {shorten(text)!r}{advice}")
 
 
@@ -287,9 +287,14 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
             f"An option must be a number, a bool, a string or None to be written in a spec, got a "
             f"{type(value).__name__}; keep the policy as an object."
         )
-    text = quote(value, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
+    text = _quoted(value, slash=slash)
     taken = text in [_show_constant(constant) for constant in constants]  # a file called "none" is not None
     return f"%{ord(text[0]):02X}{text[1:]}" if taken else text
+
+
+def _quoted(text: str, *, slash: bool = True) -> str:
+    """A string as a spec has it; a slash stays as it is unless it would wrap a strategy."""
+    return quote(text, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
 
 
 def _show_constant(constant: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.calibration.finished import refuse_other
 from kvpolicy.hf.identity import identity, model_info
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
@@ -142,10 +143,7 @@ def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
         }
         if theirs == {name: facts[name] for name in theirs}:
             return found
-    raise KVPolicyError(
-        f"The file {str(out)!r} must not hold anything but a tuning of the same model, text and options, got something "
-        "else; try another file, or --force (from Python, force=True) to replace it."
-    )
+    refuse_other(out, "tuning")
 
 
 def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[Policy], measure: Measure) -> float:

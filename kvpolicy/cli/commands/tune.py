@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Json
+from kvpolicy.cli.arguments import Device, Json, parse_fractions
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, paragraph, table
 from kvpolicy.spec.errors import KVPolicyError
@@ -77,7 +77,7 @@ def tune(
     from kvpolicy.tuning.windows import read_windows, split
 
     wanted = parse_budget(budget)
-    grid = make_grid(policies or PARTS, _floats(shares) or SHARES)
+    grid = make_grid(policies or PARTS, parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
         raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
     loaded, tokenizer = _load(model, dtype, device)
@@ -112,14 +112,6 @@ def _load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
     if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
         loaded = loaded.float()
     return loaded, tokenizer
-
-
-def _floats(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(float(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise KVPolicyError(f"--shares must be fractions, got {text!r}; try 0.05,0.1,0.2.") from None
-    return found
 
 
 def _render(facts: dict[str, Any]) -> str:
