@@ -59,18 +59,30 @@ def _lines(records: dict[str, str]) -> str:
     return "".join(f"{key}={value}\n" for key, value in records.items())
 
 
-def recall(rng: Random, records: int, digits: int = 4) -> Prompt:
+def _with_text(rng: Random, records: dict[str, str], chars: int) -> str:
+    """Lines of records with about `chars` characters of source text between them, in up to 16 excerpts."""
+    if chars == 0:
+        return _lines(records)
+    lines = _lines(records).splitlines(keepends=True)
+    parts = min(16, len(lines))
+    for place in sorted(rng.sample(range(len(lines)), parts), reverse=True):
+        lines.insert(place, excerpt(rng, chars // parts) + "\n")
+    return "".join(lines)
+
+
+def recall(rng: Random, records: int, digits: int = 4, chars: int = 0) -> Prompt:
     """Ask for the value of one of many records; the value occurs in the prompt once.
 
     Args:
         rng: Source of randomness.
         records: Records in the prompt, at most 256; about 70 fill 512 tokens, 140 fill 1,024.
         digits: Digits of a value.
+        chars: Characters of source text between records, which fill what more records cannot.
     """
-    return multi_query(rng, records, 1, digits)
+    return multi_query(rng, records, 1, digits, chars)
 
 
-def multi_query(rng: Random, records: int, queries: int, digits: int = 4) -> Prompt:
+def multi_query(rng: Random, records: int, queries: int, digits: int = 4, chars: int = 0) -> Prompt:
     """Ask for several records in sequence; all questions but the last one are answered in the prompt.
 
     The value of the last question occurs in the prompt once, in its record.
@@ -80,12 +92,13 @@ def multi_query(rng: Random, records: int, queries: int, digits: int = 4) -> Pro
         records: Records in the prompt, at most 256.
         queries: Questions, each about a different record; the last one is open.
         digits: Digits of a value.
+        chars: Characters of source text between records.
     """
     table = _records(rng, records, digits)
     _check_range("The number of queries", queries, 1, records)
     *answered, last = rng.sample(sorted(table), queries)
     questions = "".join(f"?{key}={table[key]}\n" for key in answered)
-    return f"{_lines(table)}{questions}?{last}=", table[last]
+    return f"{_with_text(rng, table, chars)}{questions}?{last}=", table[last]
 
 
 def _hide(rng: Random, table: dict[str, str], chars: int) -> str:
@@ -150,7 +163,9 @@ def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
     return f"{shown}{excerpt(rng, chars)}\n?{words[asked][0]}:", labels[asked]
 
 
-def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4) -> Prompt:
+def hot_keys(
+    rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4, chars: int = 0
+) -> Prompt:
     """Ask about a few hot keys repeatedly, then list fresh records, then ask about a hot key again.
 
     Every hot key is queried equally often, and its last answered question
@@ -163,6 +178,7 @@ def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits:
         asks: Answered questions about hot keys, all before the fresh records.
         fresh: Records after the questions; none of them is queried.
         digits: Digits of a value.
+        chars: Characters of source text between fresh records.
     """
     _check_range("The number of hot keys", hot, 1, records)
     _check_range("The number of asks", asks, hot, 10_000)
@@ -172,4 +188,5 @@ def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits:
     rng.shuffle(order)
     asked = "".join(f"?{key}={value}\n" for key, value in order)
     key, value = rng.choice(keys)
-    return f"{_lines(dict(table[:records]))}{asked}{_lines(dict(table[records:]))}?{key}=", value
+    rest = _with_text(rng, dict(table[records:]), chars)
+    return f"{_lines(dict(table[:records]))}{asked}{rest}?{key}=", value

@@ -6,16 +6,33 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvpolicy_eval.train.net import Net
 from kvpolicy_eval.train.tokenizer import token_id
 
-MAX_POSITIONS = 2048  # trained up to 1,024; the rest lets generation continue after a full prompt
+MAX_POSITIONS = 2048
+"""Trained up to 1,024; the rest lets generation continue after a full prompt."""
+LONG_POSITIONS = 4096 + 640
+"""All of them trained: 4,096 of a prompt, and as many as a replay of its chunks takes."""
+
+_LAYER_WEIGHTS = {
+    "self_attn.q_proj": "query",
+    "self_attn.k_proj": "key",
+    "self_attn.v_proj": "value",
+    "self_attn.o_proj": "output",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+}
+"""Name in a layer of transformers' Llama to the name of the stacked weights in `Net`."""
 
 
-def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Copy `net` into a fp32 LlamaForCausalLM with tied embeddings."""
+def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast, positions: int = MAX_POSITIONS) -> LlamaForCausalLM:
+    """Copy `net` into a fp32 LlamaForCausalLM with tied embeddings and `positions` positions."""
     s = net.shape
     config = LlamaConfig(
         vocab_size=s.vocab_size,
@@ -25,7 +42,7 @@ def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=s.num_heads,
         num_key_value_heads=s.num_kv_heads,
         head_dim=s.head_dim,
-        max_position_embeddings=MAX_POSITIONS,
+        max_position_embeddings=positions,
         rms_norm_eps=s.eps,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": s.rope_theta},
@@ -42,20 +59,9 @@ def to_llama(net: Net, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def _llama_weights(net: Net) -> dict[str, torch.Tensor]:
-    stacked = {
-        "self_attn.q_proj": net.query,
-        "self_attn.k_proj": net.key,
-        "self_attn.v_proj": net.value,
-        "self_attn.o_proj": net.output,
-        "mlp.gate_proj": net.gate,
-        "mlp.up_proj": net.up,
-        "mlp.down_proj": net.down,
-        "input_layernorm": net.attention_norm,
-        "post_attention_layernorm": net.mlp_norm,
-    }
     weights = {
-        f"model.layers.{layer}.{name}.weight": stack[layer].detach()
-        for name, stack in stacked.items()
+        f"model.layers.{layer}.{name}.weight": getattr(net, stack)[layer].detach()
+        for name, stack in _LAYER_WEIGHTS.items()
         for layer in range(net.shape.num_layers)
     }
     embedding = net.embedding.detach()
@@ -66,9 +72,26 @@ def _llama_weights(net: Net) -> dict[str, torch.Tensor]:
     }
 
 
-def export(net: Net, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def load_llama(net: Net, folder: Path) -> None:
+    """Copy the weights of an exported model into `net`, which must have its shape."""
+    weights = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        net.embedding.copy_(weights["model.embed_tokens.weight"])
+        net.final_norm.copy_(weights["model.norm.weight"])
+        for name, stack in _LAYER_WEIGHTS.items():
+            for layer in range(net.shape.num_layers):
+                getattr(net, stack)[layer].copy_(weights[f"model.layers.{layer}.{name}.weight"])
+
+
+def export(
+    net: Net,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    positions: int = MAX_POSITIONS,
+) -> None:
     """Save model, configurations and tokenizer files to `folder`."""
-    model = to_llama(net, tokenizer)
+    model = to_llama(net, tokenizer, positions)
     model.to(dtype=dtype)  # pyright: ignore[reportCallIssue]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from kvpolicy_eval.train.export import load_llama
 from kvpolicy_eval.train.muon import Muon
 from kvpolicy_eval.train.net import Focus, Net, Shape
 from kvpolicy_eval.train.phases import Phase, learning_rate
@@ -23,6 +24,8 @@ from kvpolicy_eval.train.start import structure
 from kvpolicy_eval.train.tokens import ANSWER, LOSS_WEIGHTS, TEXT, Sampler, Vocabulary
 
 PEAK_RATE = 3e-3
+LONG_RATE = 1e-3
+"""Of a training that continues a trained model."""
 LOG_EVERY = 50
 _STATE = "state.safetensors"
 _PROGRESS = "progress.json"
@@ -47,6 +50,10 @@ class Trainer:
         phases: The curriculum.
         seed: Seed of the initialization and of the data.
         shape: Sizes of the model.
+        start: Exported model to continue; None trains from a structured initialization.
+        peak_rate: Largest learning rate.
+        autocast: Whether sequences of more than 256 tokens are computed in bfloat16. Faster where the CPU has
+            instructions for it, and many times slower where it has none.
     """
 
     def __init__(
@@ -56,6 +63,9 @@ class Trainer:
         phases: Sequence[Phase],
         seed: int = 0,
         shape: Shape | None = None,
+        start: Path | None = None,
+        peak_rate: float = PEAK_RATE,
+        autocast: bool = True,
     ) -> None:
         """Create a net with the structured initialization, its optimizers and its data."""
         self.phases = list(phases)
@@ -64,9 +74,14 @@ class Trainer:
         vocabulary = Vocabulary(tokenizer)
         self.sampler = Sampler(vocabulary, text, np.random.default_rng(seed + 1))
         self.net = Net(shape or Shape(vocab_size=len(tokenizer)), seed)
-        structure(self.net, vocabulary.words, vocabulary.bos, seed)
+        if start is None:
+            structure(self.net, vocabulary.words, vocabulary.bos, seed)
+        else:
+            load_llama(self.net, start)
+        self.peak_rate = peak_rate
+        self.autocast = autocast
         self.muon = Muon(self.net.matrices())
-        self.adam = torch.optim.AdamW(self.net.vectors(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+        self.adam = torch.optim.AdamW(self.net.vectors(), lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.01)
         self._recent: dict[str, list[float]] = {}
 
     @property
@@ -101,7 +116,7 @@ class Trainer:
         loss = self._loss(task, ids, kinds, focus)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-        rate = learning_rate(progress.step, progress.tokens / self.total, PEAK_RATE)
+        rate = learning_rate(progress.step, progress.tokens / self.total, self.peak_rate)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
@@ -111,7 +126,7 @@ class Trainer:
         progress.tokens += size * length
 
     def _loss(self, task: str, ids: Tensor, kinds: Tensor, focus: Focus | None) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=ids.shape[1] > 256):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast and ids.shape[1] > 256):
             logits = self.net(ids[:, :-1], focus)
         target = ids[:, 1:].flatten()
         kind = kinds[:, 1:].flatten()

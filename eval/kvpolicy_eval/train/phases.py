@@ -92,6 +92,34 @@ PHASES: tuple[Phase, ...] = (
     ),
 )
 
+LONG_PHASES: tuple[Phase, ...] = (
+    Phase(
+        tokens=1_000_000,
+        shapes=((1, 2048), (1, 2048), (2, 1024), (4, 512)),
+        tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
+        digits={0: 0.1, 2: 0.1, 4: 0.8},
+        all_full=0.1,
+        windows=_ONE_EXAMPLE,
+    ),
+    Phase(
+        tokens=6_000_000,
+        shapes=((1, 4096), (1, 4096), (1, 4736), (1, 2048), (2, 1024), (4, 512)),
+        tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
+        digits={0: 0.1, 2: 0.1, 4: 0.8},
+        all_full=0.1,
+        windows=_ONE_EXAMPLE,
+    ),
+    Phase(
+        tokens=2_000_000,
+        shapes=((1, 4096), (1, 4736), (1, 2048), (2, 1024), (4, 512)),
+        tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
+        digits={0: 0.1, 2: 0.1, 4: 0.8},
+        all_full=0.3,
+        windows=_ONE_EXAMPLE,
+    ),
+)
+"""What continues the trained model to 4,096 tokens, and to 640 positions behind them, where a context is replayed."""
+
 
 def scaled(phases: tuple[Phase, ...], share: float) -> tuple[Phase, ...]:
     """Scale the tokens of every phase by `share`."""

@@ -98,6 +98,18 @@ class Sampler:
     def _record(self, row: Row, key: int, value: list[int]) -> None:
         row.add([key, self.v.equal, *value, self.v.newline], [NOISE, FORMAT, *[NOISE] * len(value), FORMAT])
 
+    def _records(self, row: Row, keys: list[int], values: list[list[int]], spare: int) -> None:
+        """Append records; source text of about `spare` tokens is inserted between them, in up to 16 parts.
+
+        A long sequence has room for more records than there are keys, so text fills what is left.
+        """
+        parts = max(1, min(16, spare // 24)) if spare >= 24 else 0
+        before = np.sort(self.rng.integers(0, len(keys), parts)).tolist() if parts else []
+        for number, (key, value) in enumerate(zip(keys, values, strict=True)):
+            for _ in range(before.count(number)):
+                row.add([*self._chunk(spare // parts - 1), self.v.newline], TEXT)
+            self._record(row, key, value)
+
     def _question(self, row: Row, key: int, value: list[int], mark: int | None = None) -> None:
         mark = self.v.equal if mark is None else mark
         kinds = [NOISE, NOISE, FORMAT, *[ANSWER] * len(value), FORMAT]
@@ -114,14 +126,14 @@ class Sampler:
         record = max(digits, 1) + 3  # tokens of a record
         question = max(digits, 1) + 4  # tokens of a question with its answer
         share = self.rng.uniform(0.3, 0.6) if asked is None else asked
-        count = min((length - 1 - max(1, int(length * share / question)) * question) // record, len(WORDS))
+        room = (length - 1 - max(1, int(length * share / question)) * question) // record
+        count = min(room, len(WORDS))
         if self.rng.random() < 0.5:
             count = int(self.rng.integers(max(2, count // 3), count + 1))
         keys = self._keys(count)
         values = [self._value(digits) for _ in keys]
         row = Row([self.v.bos])
-        for key, value in zip(keys, values, strict=True):
-            self._record(row, key, value)
+        self._records(row, keys, values, max(0, room - len(WORDS)) * record)
         while len(row) + question <= length:
             for i in self.rng.permutation(count)[: -(-(length - len(row)) // question)]:
                 self._question(row, keys[i], values[i])
@@ -193,17 +205,17 @@ class Sampler:
         count = max(hot + 1, int(length * self.rng.uniform(0.1, 0.3)) // record)
         fresh = int(length * self.rng.uniform(0.15, 0.45)) // record
         keys = self._keys(min(count + fresh, len(WORDS)))
+        spare = (count + fresh - len(keys)) * record
         values = [self._value(digits) for _ in keys]
         asked = self.rng.choice(count, hot, replace=False)
         row = Row([self.v.bos])
         for key, value in zip(keys[:count], values[:count], strict=True):
             self._record(row, key, value)
-        tail = len(keys[count:]) * record + hot * question
+        tail = len(keys[count:]) * record + spare + hot * question
         while len(row) + question + tail <= length:
             i = int(self.rng.choice(asked)) if self.rng.random() < 0.85 else int(self.rng.integers(count))
             self._question(row, keys[i], values[i])
-        for key, value in zip(keys[count:], values[count:], strict=True):
-            self._record(row, key, value)
+        self._records(row, keys[count:], values[count:], spare)
         for i in self.rng.permutation(asked):
             self._question(row, keys[i], values[i])
         return row

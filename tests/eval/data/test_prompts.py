@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
+import kvpolicy
 from kvpolicy_eval.data import prompts
+from kvpolicy_eval.data.tasks import LENGTHS, tasks
 from kvpolicy_eval.data.text import NOTICE, excerpt, held_out, is_held_out, library, training_texts
 from kvpolicy_eval.data.words import CATEGORIES, LABELS, WORDS
 
@@ -20,6 +22,18 @@ GENERATORS: dict[str, Callable[[Random], prompts.Prompt]] = {
     "few_shot": lambda rng: prompts.few_shot(rng, 4, 3, 800),
     "hot_keys": lambda rng: prompts.hot_keys(rng, 10, 3, 24, 25),
 }
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_have_their_length(length: int, name: str, seed: int) -> None:
+    prompt, _ = tasks(length)[name](Random(seed))
+    tokens = len(kvpolicy.tiny()[1](prompt)["input_ids"])
+    assert 0.8 * length < tokens < 1.08 * length + 8
+    text = prompt.splitlines()
+    records = [line for line in text if re.fullmatch(r"#?[a-z]+ ?= ?\d+", line)]
+    assert len(records) == len(set(records)) <= len(WORDS)
 
 
 @pytest.mark.parametrize("name", GENERATORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from kvpolicy_eval.data.text import training_texts
 from kvpolicy_eval.data.words import WORDS
-from kvpolicy_eval.train.export import export, to_llama
+from kvpolicy_eval.train.export import LONG_POSITIONS, export, load_llama, to_llama
 from kvpolicy_eval.train.loop import Trainer
-from kvpolicy_eval.train.net import Shape, windowed_attention
-from kvpolicy_eval.train.phases import FOCUS, PHASES, learning_rate, scaled
+from kvpolicy_eval.train.net import Net, Shape, windowed_attention
+from kvpolicy_eval.train.phases import FOCUS, LONG_PHASES, PHASES, learning_rate, scaled
 from kvpolicy_eval.train.tokenizer import SIZE, build_tokenizer, token_id
-from kvpolicy_eval.train.tokens import ANSWER, Sampler, Vocabulary, encode_text
+from kvpolicy_eval.train.tokens import ANSWER, TEXT, Sampler, Vocabulary, encode_text
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_tokenizer_makes_one_token_of_each_part(tokenizer: PreTrainedTokenizerFa
     assert tokenizer.decode(tokenizer.encode(source, add_special_tokens=False)) == source
 
 
-@pytest.mark.parametrize("length", [65, 129, 257, 1025])
+@pytest.mark.parametrize("length", [65, 129, 257, 1025, 4737])
 @pytest.mark.parametrize("task", FOCUS)
 def test_sequences_are_the_tokens_of_their_text(
     tokenizer: PreTrainedTokenizerFast, text: np.ndarray, task: str, length: int
@@ -56,7 +57,8 @@ def test_sequences_are_the_tokens_of_their_text(
     assert len(row.ids) == len(row.kinds)
     assert length * 0.6 < len(row) < length * 1.5 + 100
     if task not in ("source", "needles", "passkey", "few_shot"):  # source text is cut inside its tokens
-        assert tokenizer(tokenizer.decode(row.ids[1:]))["input_ids"] == row.ids
+        if length <= 1025:  # nor are the excerpts between the records of a long sequence
+            assert tokenizer(tokenizer.decode(row.ids[1:]))["input_ids"] == row.ids
     assert (ANSWER in row.kinds) == (task != "source")
 
 
@@ -106,8 +108,32 @@ def test_export_gives_the_logits_of_the_net(trainer: Trainer, tokenizer, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path)("?tiger=")["input_ids"] == tokenizer("?tiger=")["input_ids"]
 
 
+@torch.no_grad()
+def test_a_continued_net_is_the_exported_one(trainer: Trainer, tokenizer, text, tmp_path: Path) -> None:
+    export(trainer.net, tokenizer, tmp_path, dtype=torch.float32, positions=LONG_POSITIONS)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.max_position_embeddings == LONG_POSITIONS
+    other = Net(trainer.net.shape, seed=7)
+    load_llama(other, tmp_path)
+    for name, weight in trainer.net.state_dict().items():
+        assert torch.equal(weight, other.state_dict()[name]), name
+    continued = Trainer(tokenizer, text, LONG_PHASES[:1], seed=9, start=tmp_path, peak_rate=1e-3, autocast=False)
+    assert all(torch.equal(a, b) for a, b in zip(continued.net.parameters(), trainer.net.parameters(), strict=True))
+    assert continued.adam.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_long_sequence_asks_only_for_records_that_it_has(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
+    sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(3))
+    for task in ("recall", "recall_far", "hot_keys"):
+        row = sampler.row(task, 4096, 4)
+        lines = tokenizer.decode(row.ids[1:]).splitlines()
+        asked = [line[1:] for line in lines if re.fullmatch(rf"\?({'|'.join(WORDS)})=\d{{4}}", line)]
+        assert len(asked) > 20
+        assert set(asked) <= set(lines)
+        assert (TEXT in row.kinds) == (task != "hot_keys"), "text fills what keys cannot"
+
+
 def test_phases_add_up() -> None:
-    for phase in PHASES:
+    for phase in (*PHASES, *LONG_PHASES):
         assert sum(phase.tasks.values()) == pytest.approx(1)
         assert sum(phase.digits.values()) == pytest.approx(1)
         assert set(phase.tasks) <= set(FOCUS)
