@@ -61,6 +61,16 @@ def test_sequences_are_the_tokens_of_their_text(
     assert (ANSWER in row.kinds) == (task != "source")
 
 
+@pytest.mark.parametrize("digits", [0, 2])
+def test_short_records_of_a_long_sequence_have_keys(
+    tokenizer: PreTrainedTokenizerFast, text: np.ndarray, digits: int
+) -> None:
+    for seed in range(4):
+        sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(seed))
+        for task in ("recall", "hot_keys", "needles"):
+            assert len(sampler.row(task, 4737, digits)) > 2000
+
+
 def test_same_seed_gives_same_batches(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
     a, b = (Sampler(Vocabulary(tokenizer), text, np.random.default_rng(5)) for _ in range(2))
     for task in FOCUS:
