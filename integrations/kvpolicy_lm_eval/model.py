@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.hf.embedded import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding
@@ -27,7 +28,10 @@ T = TypeVar("T")
 
 HFLM: Any = huggingface.HFLM  # its type is lost in the decorator that registers it
 
-_EMBEDDED = Path(kvpolicy.__file__).parent / "assets" / "tiny"
+_ASSETS = Path(kvpolicy.__file__).parent / "assets"
+_EMBEDDED = {name: str(_ASSETS / name) for name in EMBEDDED}
+"""Folders of the embedded models, by name."""
+_NAMES = {folder: f"embedded {name}" for name, folder in _EMBEDDED.items()}
 _FINGERPRINT = "__kvpolicy__"
 """The key of the fingerprint in a request cache."""
 
@@ -39,7 +43,7 @@ class KVPolicyLM(HFLM):
     own code answers the requests, and only the report of the costs is added.
 
     Args:
-        pretrained: As in `hf`. The default is the embedded model.
+        pretrained: As in `hf`, or the name of an embedded model: `tiny`, the default, or `tiny-4k`.
         policy: A policy or its spec.
         budget: Overrides the budget of the policy.
         holdback: The number of tokens at the end of a scored context that are fed with the answer, instead of being
@@ -66,7 +70,8 @@ class KVPolicyLM(HFLM):
         **kwargs: Any,
     ) -> None:
         """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
-        check_spelling(kwargs, pretrained or str(_EMBEDDED))
+        pretrained = pretrained or EMBEDDED[0]
+        check_spelling(kwargs, _EMBEDDED.get(pretrained, pretrained) if isinstance(pretrained, str) else pretrained)
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
@@ -74,8 +79,8 @@ class KVPolicyLM(HFLM):
         self.stats = Stats()
         self._held_back = 0  # tokens that the documents of the requests in progress hold back
         self._auto_batch: int | None = None
-        if pretrained is None:
-            pretrained = str(_EMBEDDED)
+        if isinstance(pretrained, str) and pretrained in _EMBEDDED:
+            pretrained = _EMBEDDED[pretrained]
             kwargs.setdefault("dtype", "float32")  # the checkpoint is in half precision; its results are for float32
         if not torch.cuda.is_available():
             kwargs.setdefault("device", "cpu")  # HFLM's default is the GPU, even if there is none
@@ -120,7 +125,7 @@ class KVPolicyLM(HFLM):
         """Everything that an answer depends on besides its request."""
         name = self.pretrained if isinstance(self.pretrained, str) else self.model.name_or_path
         return (
-            f"{'embedded' if name == str(_EMBEDDED) else name} {self.model.dtype} policy={self.policy}"
+            f"{_NAMES.get(name, name)} {self.model.dtype} policy={self.policy}"
             f"{content_of(self.policy)}"
             f" holdback={self.holdback} rolling_chunk={self.rolling_chunk} max_length={self.max_length}"
             + (f" tp={self.sharding.tp} backend={self.sharding.backend}" if self.sharding.tp > 1 else "")

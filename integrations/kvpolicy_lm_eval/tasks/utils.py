@@ -32,16 +32,25 @@ _SHOT = re.compile(r"[a-z]+\W+([A-Z])\W*")
 """An example of the few-shot task: a word and its label."""
 
 
-def recall(docs: int, seed: int, records: int, digits: int = 4, mode: str = "inside", **_: Any) -> Splits:
+def recall(
+    docs: int, seed: int, records: int, digits: int = 4, chars: int = 0, mode: str = "inside", **_: Any
+) -> Splits:
     """Prompts that ask for one of many records."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits), mode))
+    return _splits(_rows(docs, seed, lambda rng: prompts.recall(rng, records, digits, chars), mode))
 
 
 def multi_query(
-    docs: int, seed: int, records: int, queries: int, digits: int = 4, mode: str = "inside", **_: Any
+    docs: int,
+    seed: int,
+    records: int,
+    queries: int,
+    digits: int = 4,
+    chars: int = 0,
+    mode: str = "inside",
+    **_: Any,
 ) -> Splits:
     """Prompts with several questions about many records; the last one is to be answered."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits), mode))
+    return _splits(_rows(docs, seed, lambda rng: prompts.multi_query(rng, records, queries, digits, chars), mode))
 
 
 def passkey(docs: int, seed: int, chars: int, digits: int = 5, mode: str = "inside", **_: Any) -> Splits:
@@ -57,11 +66,12 @@ def hot_keys(
     asks: int,
     fresh: int,
     digits: int = 4,
+    chars: int = 0,
     mode: str = "inside",
     **_: Any,
 ) -> Splits:
     """Prompts that ask for a record that was asked for often, followed by many new records."""
-    return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits), mode))
+    return _splits(_rows(docs, seed, lambda rng: prompts.hot_keys(rng, records, hot, asks, fresh, digits, chars), mode))
 
 
 def few_shot(docs: int, seed: int, classes: int, shots: int, chars: int, mode: str = "inside", **_: Any) -> Splits:
