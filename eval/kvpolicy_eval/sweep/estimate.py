@@ -119,15 +119,7 @@ def estimate(config: Config, cell: Cell, card: Card) -> Estimate:
         plan = model.plan(cell.policy, rows, size.tokens, size.new)
         greatest = model.plan(cell.policy, rows, longest, 0)
     except KVPolicyError as error:
-        # The time hardly depends on the policy: the weights are most of what a step reads.
-        full_nbytes = model.plan("full", rows, size.tokens, size.new).full_nbytes
-        return Estimate(
-            cell=cell,
-            size=size,
-            full_nbytes=full_nbytes,
-            hours=_seconds(model, size, rows, full_nbytes, card) / 3600,
-            problem=f"{cell.policy}: {error}",
-        )
+        return _without_plan(cell, model, size, rows, card, error)
     full = cell.method == "full"  # lm-eval's own code with the stock cache
     read = plan.full_nbytes if full else plan.moved + sum(plan.unmanaged.values())
     held = greatest.full_nbytes if full else max(greatest.peak_nbytes, greatest.nbytes) + greatest.resident_nbytes
@@ -139,6 +131,18 @@ def estimate(config: Config, cell: Cell, card: Card) -> Estimate:
         hours=_seconds(model, size, rows, read, card) / 3600,
         memory=model.weight_bytes + held + model.activation_bytes(rows * longest) + RESERVE,
     )
+
+
+def _without_plan(cell: Cell, model: _Model, size: TaskSize, rows: int, card: Card, error: KVPolicyError) -> Estimate:
+    """What is known of a cell whose policy cannot be planned: its time is about that of the full cache."""
+    problem = f"{cell.policy}: {error}"
+    try:
+        full_nbytes = model.plan("full", rows, size.tokens, size.new).full_nbytes
+    except KVPolicyError:  # no policy can manage this model
+        return Estimate(cell=cell, size=size, problem=f"{cell.model}: {error}")
+    # It hardly depends on the policy: the weights are most of what a step reads.
+    hours = _seconds(model, size, rows, full_nbytes, card) / 3600
+    return Estimate(cell=cell, size=size, full_nbytes=full_nbytes, hours=hours, problem=problem)
 
 
 def total_hours(estimates: Sequence[Estimate]) -> float:

@@ -134,6 +134,6 @@ def _assumptions(card: Card) -> str:
         f"Estimated, not measured: prefill at {COMPUTE:.0%} of {card.flops / 1e12:.0f} TFLOP/s; decode steps at "
         f"{BANDWIDTH:.0%} of {card.bandwidth / 1e12:.2f} TB/s for the weights and what is read of the cache, and at "
         f"least {LAYER_SECONDS * 1000:.0f} ms for each layer; answers of the greatest length; {TOKENS_PER_WORD} tokens "
-        f"per word, {TOKENS_PER_WORD_OF_CODE} in code. Without the time of the policy itself. Bytes of caches are those "
-        "of kvpolicy.plan after the answer to a prompt of mean length; 1 GB is 10^9 bytes."
+        f"per word, {TOKENS_PER_WORD_OF_CODE} in code. Without the time of the policy itself. Bytes of caches are "
+        "those of kvpolicy.plan after the answer to a prompt of mean length; 1 GB is 10^9 bytes."
     )

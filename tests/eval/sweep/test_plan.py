@@ -15,6 +15,8 @@ import yaml
 
 pytest.importorskip("transformers")
 
+from transformers import MistralConfig
+
 import kvpolicy
 from kvpolicy_eval.sweep import config, sizes
 from kvpolicy_eval.sweep.cells import Cell
@@ -189,6 +191,14 @@ def test_what_is_not_known_is_said(changes: dict[str, Any], message: str) -> Non
     text = list(lines(made(**changes), dict.fromkeys(made(**changes).cells(), "missing"), "a100-80gb"))
     assert text[1].endswith(" ?") and any(line.startswith(f"not known: {message}") for line in text)
     assert any(": 1 cell to run, unknown time on a100-80gb" in line or " x a100-80gb" in line for line in text)
+
+
+def test_a_model_that_no_policy_manages_is_said(tmp_path: Path) -> None:
+    """As Mistral v0.1, all of whose layers slide."""
+    MistralConfig(sliding_window=4096).save_pretrained(tmp_path)
+    found = only(made(models=[{"name": "m", "pretrained": str(tmp_path)}], policies=["snapkv@0.2"]))
+    assert found.problem.startswith("m: At least one layer must have full attention, got 32 sliding-window layers")
+    assert found.hours is None and found.nbytes is None
 
 
 def test_a_missing_calibration_has_the_hours_of_the_full_cache() -> None:
