@@ -5,36 +5,54 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EmbeddedName = Literal["tiny", "tiny-4k"]
+EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
+"""Names of the trained models that ship with the package."""
+
 SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
 """Names of the configs that ship with the package."""
 
 
-def tiny(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """Load the bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
+def tiny(
+    dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny"
+) -> tuple[Any, PreTrainedTokenizerFast]:
+    """Load a bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
 
     Args:
         dtype: Dtype of the weights, which are stored in bf16.
+        name: `tiny`, trained on up to 1,024 tokens, or `tiny-4k`, which was trained further on up to 4,736.
 
     Returns:
-        The model in evaluation mode, and its tokenizer.
+        The model, a `LlamaForCausalLM` in evaluation mode, and its tokenizer. Type checkers see `Any` as the model:
+        with the class that transformers declares, they refuse every call of `generate`.
+
+    Raises:
+        KVPolicyError: If there is no bundled model of that name.
 
     Examples:
         >>> model, tokenizer = tiny()
         >>> model.config.num_hidden_layers
         8
+        >>> tiny(name="tiny-4k")[0].config.max_position_embeddings
+        4736
     """
+    if name not in EMBEDDED:
+        raise KVPolicyError(f"The bundled model must be one of {', '.join(EMBEDDED)}, got {name}; try {EMBEDDED[0]}.")
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ModuleNotFoundError as error:
         message = "The bundled model needs transformers, which is not installed; run pip install 'kvpolicy[hf]'."
         raise ModuleNotFoundError(message, name=error.name) from error
-    with as_file(files("kvpolicy") / "assets" / "tiny") as path:
+    with as_file(files("kvpolicy") / "assets" / name) as path:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
         return model.eval(), AutoTokenizer.from_pretrained(path, local_files_only=True)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import kvpolicy
+from kvpolicy.hf.embedded import EmbeddedName
 from kvpolicy_eval.data.modes import Placed, place, second_question
 from kvpolicy_eval.data.tasks import tasks
 
@@ -45,13 +46,16 @@ class TaskEvaluator:
 
     Args:
         docs: Prompts per task.
-        length: Rough prompt length in tokens, 512 or 1,024.
+        length: Rough prompt length in tokens, see `kvpolicy_eval.data.tasks`.
         dtype: Of the model, its cache and the full cache.
+        model: The embedded model, `tiny` or `tiny-4k`.
     """
 
-    def __init__(self, docs: int, length: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, docs: int, length: int, dtype: torch.dtype = torch.float32, model: EmbeddedName = "tiny"
+    ) -> None:
         """Load the model and draw the prompts."""
-        self.model, self.tokenizer = kvpolicy.tiny(dtype)
+        self.model, self.tokenizer = kvpolicy.tiny(dtype, name=model)
         self.tokenizer.padding_side = "left"
         self.prompts = {
             name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()

@@ -163,9 +163,7 @@ def few_shot(rng: Random, classes: int, shots: int, chars: int) -> Prompt:
     return f"{shown}{excerpt(rng, chars)}\n?{words[asked][0]}:", labels[asked]
 
 
-def hot_keys(
-    rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4, chars: int = 0
-) -> Prompt:
+def hot_keys(rng: Random, records: int, hot: int, asks: int, fresh: int, digits: int = 4, chars: int = 0) -> Prompt:
     """Ask about a few hot keys repeatedly, then list fresh records, then ask about a hot key again.
 
     Every hot key is queried equally often, and its last answered question

@@ -8,7 +8,6 @@ from random import Random
 from kvpolicy_eval.data import prompts
 from kvpolicy_eval.data.words import WORDS
 
-
 LENGTHS = (512, 1024, 4096)
 """Prompt lengths of the tasks, in tokens. Beyond 1,024 the model must be `tiny-4k`."""
 

@@ -94,7 +94,7 @@ PHASES: tuple[Phase, ...] = (
 
 LONG_PHASES: tuple[Phase, ...] = (
     Phase(
-        tokens=1_000_000,
+        tokens=400_000,
         shapes=((1, 2048), (1, 2048), (2, 1024), (4, 512)),
         tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
         digits={0: 0.1, 2: 0.1, 4: 0.8},
@@ -102,7 +102,7 @@ LONG_PHASES: tuple[Phase, ...] = (
         windows=_ONE_EXAMPLE,
     ),
     Phase(
-        tokens=6_000_000,
+        tokens=1_500_000,
         shapes=((1, 4096), (1, 4096), (1, 4736), (1, 2048), (2, 1024), (4, 512)),
         tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
         digits={0: 0.1, 2: 0.1, 4: 0.8},
@@ -110,7 +110,7 @@ LONG_PHASES: tuple[Phase, ...] = (
         windows=_ONE_EXAMPLE,
     ),
     Phase(
-        tokens=2_000_000,
+        tokens=400_000,
         shapes=((1, 4096), (1, 4736), (1, 2048), (2, 1024), (4, 512)),
         tasks=_mix(0.18, 0.17, 0.08, 0.17, 0.06, 0.16, 0.18),
         digits={0: 0.1, 2: 0.1, 4: 0.8},

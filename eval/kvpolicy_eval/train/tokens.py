@@ -203,6 +203,7 @@ class Sampler:
         question = max(digits, 1) + 4  # tokens of a question with its answer
         hot = int(self.rng.integers(2, 5)) if length >= 128 else 2
         count = max(hot + 1, int(length * self.rng.uniform(0.1, 0.3)) // record)
+        count = min(count, len(WORDS) // 2)
         fresh = int(length * self.rng.uniform(0.15, 0.45)) // record
         keys = self._keys(min(count + fresh, len(WORDS)))
         spare = (count + fresh - len(keys)) * record

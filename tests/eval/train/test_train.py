@@ -56,10 +56,19 @@ def test_sequences_are_the_tokens_of_their_text(
     row = sampler.row(task, length, 4)
     assert len(row.ids) == len(row.kinds)
     assert length * 0.6 < len(row) < length * 1.5 + 100
-    if task not in ("source", "needles", "passkey", "few_shot"):  # source text is cut inside its tokens
-        if length <= 1025:  # nor are the excerpts between the records of a long sequence
-            assert tokenizer(tokenizer.decode(row.ids[1:]))["input_ids"] == row.ids
+    if TEXT not in row.kinds:  # source text is cut inside its tokens
+        assert tokenizer(tokenizer.decode(row.ids[1:]))["input_ids"] == row.ids
     assert (ANSWER in row.kinds) == (task != "source")
+
+
+@pytest.mark.parametrize("digits", [0, 2])
+def test_short_records_of_a_long_sequence_have_keys(
+    tokenizer: PreTrainedTokenizerFast, text: np.ndarray, digits: int
+) -> None:
+    for seed in range(4):
+        sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(seed))
+        for task in ("recall", "hot_keys", "needles"):
+            assert len(sampler.row(task, 4737, digits)) > 2000
 
 
 def test_same_seed_gives_same_batches(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
@@ -121,7 +130,7 @@ def test_a_continued_net_is_the_exported_one(trainer: Trainer, tokenizer, text, 
     assert continued.adam.param_groups[0]["lr"] == 1e-3
 
 
-def test_a_long_sequence_asks_only_for_records_that_it_has(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
+def test_a_long_sequence_asks_for_its_records(tokenizer: PreTrainedTokenizerFast, text: np.ndarray) -> None:
     sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(3))
     for task in ("recall", "recall_far", "hot_keys"):
         row = sampler.row(task, 4096, 4)

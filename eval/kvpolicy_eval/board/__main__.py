@@ -1,0 +1,66 @@
+"""`python -m kvpolicy_eval.board`: all methods and the best combinations at equal bytes.
+
+Every policy answers the tasks with the question inside the compressed prompt, after it, and as a second one, at several
+budgets and lengths. A result is kept in the file as soon as it is measured: a command that is interrupted continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from kvpolicy_eval.board.cells import Board, cells
+from kvpolicy_eval.board.page import refusals, tables
+from kvpolicy_eval.board.pictures import picture
+from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.data.tasks import LENGTHS
+from kvpolicy_eval.pictures.style import svg
+
+SHARES = [0.1, 0.2, 0.05, 0.02]
+DOCS = {512: 8, 1024: 8, 4096: 4}
+"""Prompts per task, by length."""
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.board", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--results", type=Path, required=True, help="file of results, with which a run continues")
+    parser.add_argument("--model", default="tiny-4k", choices=["tiny", "tiny-4k"], help="the embedded model")
+    parser.add_argument("--only", nargs="+", metavar="POLICY", help="specs without budgets, instead of all")
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS], help="prompt lengths in tokens")
+    parser.add_argument("--n", type=int, help="prompts per task, instead of 8, and 4 of 4,096 tokens")
+    parser.add_argument("--no-times", action="store_true", help="do not time steps")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
+    add_fill_argument(parser, "board", "board-refused")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the tables, and fill a page with them on request."""
+    args = _arguments(argv)
+    torch.set_num_threads(1)
+    docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
+    board = Board(args.results, docs, args.model)
+    listed = entries(args.model)
+    if args.only:
+        named = {entry.spec: entry for entry in listed}
+        listed = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
+    if not args.page_only:
+        for cell in cells(listed, args.shares, args.lengths):
+            board.cell(cell)
+        for share in [] if args.no_times else args.shares:
+            for entry in listed:
+                board.time(entry, share)
+    shares = sorted(args.shares, reverse=True)
+    publish(tables(board, listed, shares, args.lengths), "board", args.fill)
+    publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
+    for length in args.lengths if args.pictures else ():
+        (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, listed, shares, n)))
+
+
+if __name__ == "__main__":
+    main()

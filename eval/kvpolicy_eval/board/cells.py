@@ -1,0 +1,168 @@
+"""Results of the board: each cell is measured once and kept in a file, a line each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from scipy.stats import binomtest
+
+import kvpolicy
+from kvpolicy.hf.embedded import EmbeddedName
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.board.times import Times
+from kvpolicy_eval.common.accuracy import TaskEvaluator
+from kvpolicy_eval.data.modes import MODES
+
+Result = dict[str, Any]
+"""`right` and `docs`, numbers by task; `held` and `moved`, over the full cache's; or `refused`, a message."""
+
+
+class Cell(NamedTuple):
+    """A policy at a budget, a place of the question and a length.
+
+    Attributes:
+        entry: The policy.
+        share: Fraction of the full cache's bytes that it may hold, or that a reader may read.
+        mode: Place of the question.
+        length: Rough prompt length in tokens.
+    """
+
+    entry: Entry
+    share: float
+    mode: str
+    length: int
+
+    def key(self, docs: int, model: str) -> str:
+        """What identifies the result in the file. The full cache has no budget, so that its result serves all."""
+        share = "" if self.entry.kind == "all tokens" else f" at {self.share:g}"
+        return f"{self.entry.spec}{share} {self.mode} {self.length} n={docs} {model}"
+
+
+class Interval(NamedTuple):
+    """A fraction of right answers, with its Wilson interval of 95 %.
+
+    The answers of all tasks are pooled, so that the interval is that of these tasks, not of others.
+    """
+
+    low: float
+    mean: float
+    high: float
+
+    def __str__(self) -> str:
+        """The fraction, then the interval.
+
+        >>> str(interval(15, 16))
+        '0.94 (.72-.99)'
+        """
+        low, high = (f"{end:.2f}".removeprefix("0") for end in (self.low, self.high))
+        return f"{self.mean:.2f} ({low}-{high})"
+
+
+def interval(right: int, docs: int) -> Interval:
+    """The interval of `right` answers among `docs`."""
+    found = binomtest(right, docs).proportion_ci(method="wilson")
+    return Interval(float(found.low), right / docs, float(found.high))
+
+
+class Board:
+    """Measures cells, and remembers what it has measured.
+
+    Args:
+        results: File of results.
+        docs: Prompts per task, by length.
+        model: `tiny` or `tiny-4k`.
+    """
+
+    def __init__(self, results: Path, docs: dict[int, int], model: EmbeddedName) -> None:
+        """Read earlier results; a model is loaded when it is needed."""
+        self.results = results
+        self.docs = docs
+        self.model: EmbeddedName = model
+        self.known: dict[str, Result] = {}
+        if results.exists():
+            for line in results.read_text(encoding="utf-8").splitlines():
+                found = json.loads(line)
+                self.known[found.pop("key")] = found
+        self._evaluators: dict[int, TaskEvaluator] = {}
+        self._times: Times | None = None
+
+    def known_cell(self, cell: Cell) -> Result | None:
+        """The result of a cell, if it has been measured."""
+        return self.known.get(cell.key(self.docs[cell.length], self.model))
+
+    def cell(self, cell: Cell) -> Result:
+        """The result of a cell, measured now unless it is known."""
+        key = cell.key(self.docs[cell.length], self.model)
+        if key not in self.known:
+            self._keep(key, self._measure(cell))
+        return self.known[key]
+
+    def known_time(self, entry: Entry, share: float) -> Result | None:
+        """Time of a decode step over the full cache's, if it has been measured."""
+        return self.known.get(_time_key(entry, share))
+
+    def time(self, entry: Entry, share: float) -> Result:
+        """Time of a decode step over the full cache's, measured now unless it is known."""
+        key = _time_key(entry, share)
+        if key not in self.known:
+            if self._times is None:
+                self._times = Times()
+            self._keep(key, self._times.measure(entry, share))
+        return self.known[key]
+
+    def _measure(self, cell: Cell) -> Result:
+        docs = self.docs[cell.length]
+        if cell.length not in self._evaluators:
+            self._evaluators[cell.length] = TaskEvaluator(docs, cell.length, torch.float32, self.model)
+        evaluator = self._evaluators[cell.length]
+        byte_share = cell.share if cell.entry.by_bytes else None
+        policy = cell.entry.at(cell.share)
+        try:
+            accuracy, held = evaluator.accuracy(policy, byte_share, cell.mode)
+        except KVPolicyError as error:
+            return {"refused": str(error)}
+        right = {task: round(share * docs) for task, share in accuracy.items()}
+        return {"right": right, "docs": docs, "held": round(held, 4), "moved": _moved(cell, evaluator.model)}
+
+    def _keep(self, key: str, result: Result) -> None:
+        self.known[key] = result
+        line = json.dumps({"key": key, **result})
+        print(line, file=sys.stderr, flush=True)
+        with self.results.open("a", encoding="utf-8") as out:
+            out.write(line + "\n")
+
+
+def _moved(cell: Cell, model: Any) -> float:
+    """Bytes that a step reads of the cache, over those of the full cache's, as planned."""
+    full = kvpolicy.plan(model, "full", prompt=cell.length)
+    policy = cell.entry.at(cell.share)
+    sized = f"{policy}@{int(cell.share * full.full_nbytes)}B" if cell.entry.by_bytes else policy
+    return round(kvpolicy.plan(model, sized, prompt=cell.length).moved / full.moved, 4)
+
+
+def _time_key(entry: Entry, share: float) -> str:
+    return f"time {entry.spec} at {share:g}"
+
+
+def cells(listed: list[Entry], shares: list[float], lengths: list[int]) -> Iterator[Cell]:
+    """All cells, in the order in which they are measured: short prompts and the middle budgets first."""
+    for length in lengths:
+        for share in shares:
+            for mode in MODES:
+                for entry in listed:
+                    yield Cell(entry, share, mode, length)
+
+
+def accuracy(results: list[Result]) -> Interval | None:
+    """Right answers of all tasks, of some results together; None if one is missing or refused."""
+    if not results or any("right" not in result for result in results):
+        return None
+    right = sum(sum(result["right"].values()) for result in results)
+    docs = sum(result["docs"] * len(result["right"]) for result in results)
+    return interval(right, docs)

@@ -1,0 +1,79 @@
+"""The tables of the board."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpolicy_eval.board.cells import Board, Cell, Result, accuracy
+from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.data.modes import MODES
+
+COLUMNS = ["policy", "kind", *MODES, "all", "held", "moved", "step"]
+SORTABLE = '<div class="sortable" markdown>\n\n{}\n\n</div>'
+"""A table that a click on a column sorts. A cell without a number is empty, so that it is last in every order."""
+
+
+def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
+    """A table for each length and budget of which anything has been measured."""
+    parts: list[str] = []
+    for length in lengths:
+        for share in shares:
+            rows = [row(board, entry, share, length) for entry in listed]
+            if all(not any(cells[2:6]) for cells in rows if cells[0] != "`full`"):
+                continue
+            title = f"### {length:,} tokens, {share:.0%} of the bytes"
+            parts += [title, SORTABLE.format(table(COLUMNS, rows)), _docs(board, length)]
+    return "\n\n".join(parts)
+
+
+def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
+    """The row of a policy: answers by the place of the question, bytes held and moved, and the time of a step."""
+    found = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]
+    measured = [result for result in found if result is not None]
+    return [
+        f"`{entry.at(share)}`",
+        entry.kind,
+        *(_answers([result] if result else []) for result in found),
+        _answers(measured if len(measured) == len(MODES) else []),
+        *(_worst(measured, name) for name in ("held", "moved")),
+        _time(board.known_time(entry, share)),
+    ]
+
+
+def _answers(results: list[Result]) -> str:
+    """Right answers with their interval, if all are known."""
+    return str(accuracy(results) or "")
+
+
+def _worst(results: list[Result], name: str) -> str:
+    """The most bytes of any place of the question, over the full cache's."""
+    values = [result[name] for result in results if name in result]
+    return f"{max(values):.2f}" if values else ""
+
+
+def _time(result: Result | None) -> str:
+    """Time of a step over that of the full cache."""
+    return f"{result['ratio']:.2f}" if result and "ratio" in result else ""
+
+
+def _docs(board: Board, length: int) -> str:
+    docs = board.docs[length]
+    return (
+        f"{docs} prompts per task, so that `inside` and `after` are of {6 * docs} answers and `second` of {5 * docs}."
+    )
+
+
+def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
+    """Every message with which a policy was refused, with the policy and the least budget that it was refused at."""
+    lines: dict[str, list[str]] = {}
+    for entry in listed:
+        for length in lengths:
+            for share in shares:
+                for mode in MODES:
+                    result = board.known_cell(Cell(entry, share, mode, length))
+                    if result and "refused" in result:
+                        place = f"{length:,} tokens at {share:.0%}"
+                        if place not in lines.setdefault(entry.spec, []):
+                            lines[entry.spec].append(place)
+    return "\n".join(f"- `{spec}`: {', '.join(places)}" for spec, places in lines.items())

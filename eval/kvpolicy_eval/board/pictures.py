@@ -1,0 +1,108 @@
+"""Pictures of the board: right answers against bytes held, bytes moved and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+
+from kvpolicy_eval.board.cells import Board, Cell, accuracy
+from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.data.modes import MODES
+from kvpolicy_eval.pictures import style
+
+COLORS = {
+    "all tokens": style.INK,
+    "selector": style.BLUE,
+    "allocator": style.SKY,
+    "head allocator": style.GREEN,
+    "merger": style.PURPLE,
+    "codec": style.ORANGE,
+    "reader": style.GREY,
+    "combination": style.VERMILION,
+}
+"""Color of each kind."""
+AXES = {
+    "held": "bytes held, of the full cache's",
+    "moved": "bytes that a step reads, of the full cache's",
+    "time": "time of a step, of the full cache's",
+}
+
+
+class Point(NamedTuple):
+    """A policy at a budget: what it costs, and the fraction of right answers in all three modes."""
+
+    entry: Entry
+    cost: float
+    answers: float
+
+
+def points(board: Board, listed: Sequence[Entry], shares: Sequence[float], length: int, axis: str) -> list[Point]:
+    """All policies of which everything has been measured.
+
+    Args:
+        board: Has the results.
+        listed: The policies.
+        shares: Budgets.
+        length: Rough prompt length in tokens.
+        axis: `held`, `moved` or `time`.
+    """
+    found: list[Point] = []
+    for entry in listed:
+        for share in shares:
+            results = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]
+            known = [result for result in results if result is not None]
+            right = accuracy(known) if len(known) == len(MODES) else None
+            if right is None:
+                continue
+            if axis == "time":
+                time = board.known_time(entry, share)
+                if time is None or "ratio" not in time:
+                    continue
+                cost = time["ratio"]
+            else:
+                cost = max(result[axis] for result in known)
+            found.append(Point(entry, cost, right.mean))
+    return found
+
+
+def frontier(given: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats: none is cheaper and answers at least as much.
+
+    >>> entry = Entry("full", "all tokens")
+    >>> [p.cost for p in frontier([Point(entry, 1, 0.5), Point(entry, 2, 0.4), Point(entry, 3, 0.9)])]
+    [1, 3]
+    """
+    best: list[Point] = []
+    for point in sorted(given, key=lambda point: (point.cost, -point.answers)):
+        if not best or point.answers > best[-1].answers:
+            best.append(point)
+    return best
+
+
+def picture(board: Board, listed: Sequence[Entry], shares: Sequence[float], length: int) -> Figure:
+    """Answers against each of the three costs; a line joins the policies that no other one beats."""
+    figure = style.blank(3.4)
+    panels = figure.subplots(1, len(AXES), sharey=True)
+    for panel, (axis, label) in zip(panels, AXES.items(), strict=True):
+        _draw(panel, points(board, listed, shares, length, axis))
+        panel.set_xlabel(label)
+        panel.set_ylim(-0.03, 1.05)
+    panels[0].set_ylabel(f"right answers, {length:,} tokens")
+    drawn = {point.entry.kind for point in points(board, listed, shares, length, "held")}
+    handles = [
+        panels[0].scatter([], [], color=color, s=16, label=kind) for kind, color in COLORS.items() if kind in drawn
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def _draw(axes: Any, given: list[Point]) -> None:
+    for kind, color in COLORS.items():
+        some = [point for point in given if point.entry.kind == kind]
+        axes.scatter([p.cost for p in some], [p.answers for p in some], color=color, s=14, zorder=3)
+    best = frontier(given)
+    axes.step([p.cost for p in best], [p.answers for p in best], where="post", color=style.GREY, linewidth=1)
+    if given:  # an empty axis has no logarithm
+        axes.set_xscale("log")

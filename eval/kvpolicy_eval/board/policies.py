@@ -1,0 +1,89 @@
+"""What the board compares: every method of the registry, and combinations of them."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from kvpolicy import registry
+
+Kind = Literal["all tokens", "selector", "allocator", "head allocator", "merger", "codec", "reader", "combination"]
+
+SELECTOR = "snapkv"
+"""Selector that allocators, mergers and codecs are combined with."""
+
+CODECS = {
+    "tokenwise": "tokenwise:bits=4",
+    "kivi": "kivi:bits=2",
+    "kvquant": "kvquant:bits=3:calibration={model}",
+    "turboquant": "turboquant:bits=4",
+    "csr": "csr:nnz=8:dictionary={model}",
+}
+"""Codecs with options; others have their defaults. `{model}` names the calibration of the model."""
+
+HEAD_ALLOCATORS = {"duo": "duo:file={model}"}
+"""Head allocators with options."""
+
+READERS = {"quest": "quest:dense=0", "labels": "labels:dense=0", "reuse": "reuse/quest"}
+"""Readers with options."""
+
+COMBINATIONS = (
+    "squeeze+kvcrush/snapkv",
+    "uniform/adakv+kvzip",
+    "uniform/adakv+h2o",
+    "uniform/adakv+snapkv+tokenwise:bits=4",
+    "uniform/adakv+kvzip+tokenwise:bits=4",
+    "squeeze+kvcrush/snapkv+tokenwise:bits=4",
+    "h2o+tokenwise:bits=4",
+    "kvzip+tokenwise:bits=4",
+)
+
+
+class Entry(NamedTuple):
+    """One policy of the board.
+
+    Attributes:
+        spec: Without a budget; a reader's has the place `{read}` for the fraction of the slots that it reads.
+        kind: Kind of the method that it shows.
+    """
+
+    spec: str
+    kind: Kind
+
+    @property
+    def by_bytes(self) -> bool:
+        """Whether its budget is a number of bytes; the full cache has none, and readers hold everything."""
+        return self.kind not in ("all tokens", "reader")
+
+    def at(self, share: float) -> str:
+        """The spec at a fraction of what the full cache's step reads.
+
+        >>> Entry("full+quest:read={read}", "reader").at(0.1)
+        'full+quest:read=0.1'
+        """
+        return self.spec.replace("{read}", f"{share:g}")
+
+
+def entries(model: str = "tiny") -> list[Entry]:
+    """Everything that the board compares.
+
+    Args:
+        model: The model; methods that need a calibration get the one of this model.
+
+    >>> [entry.spec for entry in entries()][:3]
+    ['full', 'window', 'streaming']
+    """
+    found = [Entry("full", "all tokens")]
+    found += [Entry(name, "selector") for name in registry.SELECTORS if name != "full"]
+    found += [Entry(f"{name}+{SELECTOR}", "allocator") for name in registry.ALLOCATORS if name != "uniform"]
+    found += [
+        Entry(f"uniform/{HEAD_ALLOCATORS.get(name, name)}+{SELECTOR}", "head allocator")
+        for name in registry.HEAD_ALLOCATORS
+        if name != "even"
+    ]
+    found += [Entry(f"{SELECTOR}+{name}", "merger") for name in registry.MERGERS if name != "drop"]
+    found += [Entry(f"{SELECTOR}+{CODECS.get(name, name)}", "codec") for name in registry.CODECS if name != "plain"]
+    found += [Entry(spec, "combination") for spec in COMBINATIONS]
+    found += [
+        Entry(f"full+{READERS.get(name, name)}:read={{read}}", "reader") for name in registry.READERS if name != "all"
+    ]
+    return [Entry(entry.spec.replace("{model}", model), entry.kind) for entry in found]

@@ -1,0 +1,179 @@
+"""The board: what it compares, what it measures once, and what it shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy import Policy, registry
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_eval.board import cells, pictures
+from kvpolicy_eval.board.__main__ import main
+from kvpolicy_eval.board.cells import Board, Cell, accuracy, interval
+from kvpolicy_eval.board.page import refusals, row, tables
+from kvpolicy_eval.board.policies import Entry, entries
+from kvpolicy_eval.board.times import Times
+
+FULL = Entry("full", "all tokens")
+SNAPKV = Entry("snapkv", "selector")
+QUEST = Entry("full+quest:read={read}", "reader")
+
+
+def test_every_method_is_on_the_board() -> None:
+    listed = entries()
+    specs = "+".join(entry.spec for entry in listed)
+    for names in registry.BUILT_IN.values():
+        for name in set(names) - {"uniform", "even", "drop", "plain", "all"}:
+            assert name in specs, name
+    assert len({entry.spec for entry in listed}) == len(listed)
+    for entry in listed:
+        assert str(Policy.parse(entry.at(0.1)))
+    assert all("{" not in entry.at(0.1) for entry in listed)
+    assert any("tiny-4k" in entry.spec for entry in entries("tiny-4k"))
+
+
+class Evaluator:
+    """Answers that need no model; `tova` is refused."""
+
+    model = None
+    calls: list[tuple[str, float | None, str]]
+
+    def __init__(self, docs: int, length: int, *_: Any) -> None:
+        self.docs = docs
+        self.calls = []
+
+    def accuracy(self, policy: str, byte_share: float | None, mode: str) -> tuple[dict[str, float], float]:
+        self.calls.append((policy, byte_share, mode))
+        if policy == "tova":
+            raise KVPolicyError("The budget must be larger, got 1; try 2.")
+        tasks = ["recall", "needles", *(["passkey"] if mode != "second" else [])]
+        return dict.fromkeys(tasks, 1.0 if policy == "full" else 0.5), byte_share or 1.0
+
+
+@pytest.fixture
+def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
+    monkeypatch.setattr(cells, "TaskEvaluator", Evaluator)
+    monkeypatch.setattr(cells, "_moved", lambda cell, model: cell.share / 2)
+    return Board(tmp_path / "results.jsonl", {512: 4}, "tiny")
+
+
+def test_a_cell_is_measured_once(board: Board) -> None:
+    cell = Cell(SNAPKV, 0.1, "inside", 512)
+    assert board.known_cell(cell) is None
+    found = board.cell(cell)
+    assert found == {"right": {"recall": 2, "needles": 2, "passkey": 2}, "docs": 4, "held": 0.1, "moved": 0.05}
+    assert board.cell(cell) is found
+    again = Board(board.results, {512: 4}, "tiny")
+    assert again.known_cell(cell) == found
+    assert again.known_cell(cell._replace(mode="after")) is None
+    assert Board(board.results, {512: 5}, "tiny").known_cell(cell) is None
+    assert Board(board.results, {512: 4}, "tiny-4k").known_cell(cell) is None
+
+
+def test_readers_hold_everything_and_the_full_cache_serves_every_budget(board: Board) -> None:
+    board.cell(Cell(QUEST, 0.1, "inside", 512))
+    board.cell(Cell(FULL, 0.1, "inside", 512))
+    board.cell(Cell(FULL, 0.2, "inside", 512))
+    calls: Any = board._evaluators[512]
+    assert calls.calls == [("full+quest:read=0.1", None, "inside"), ("full", None, "inside")]
+
+
+def test_a_refusal_is_kept_and_listed(board: Board) -> None:
+    tova = Entry("tova", "selector")
+    assert "larger" in board.cell(Cell(tova, 0.1, "inside", 512))["refused"]
+    assert len(board.results.read_text().splitlines()) == 1
+    assert refusals(board, [tova, SNAPKV], [0.2, 0.1], [512]) == "- `tova`: 512 tokens at 10%"
+    assert row(board, tova, 0.1, 512)[2:6] == ["", "", "", ""]
+
+
+def test_a_row_has_all_modes_and_the_largest_cost(board: Board) -> None:
+    for mode in ("inside", "after"):
+        board.cell(Cell(SNAPKV, 0.1, mode, 512))
+    assert row(board, SNAPKV, 0.1, 512)[2:6] == ["0.50 (.25-.75)", "0.50 (.25-.75)", "", ""]
+    board.cell(Cell(SNAPKV, 0.1, "second", 512))
+    board._keep("time snapkv at 0.1", {"ratio": 0.5, "low": 0.4, "high": 0.6})
+    assert row(board, SNAPKV, 0.1, 512) == [
+        "`snapkv`",
+        "selector",
+        "0.50 (.25-.75)",
+        "0.50 (.25-.75)",
+        "0.50 (.22-.78)",
+        "0.50 (.34-.66)",
+        "0.10",
+        "0.05",
+        "0.50",
+    ]
+
+
+def test_only_what_is_measured_has_a_table(board: Board) -> None:
+    board.cell(Cell(FULL, 0.1, "inside", 512))
+    assert tables(board, [FULL, SNAPKV], [0.2, 0.1], [512]) == ""
+    board.cell(Cell(SNAPKV, 0.1, "inside", 512))
+    text = tables(board, [FULL, SNAPKV], [0.2, 0.1], [512])
+    assert text.count("###") == 1
+    assert "512 tokens, 10% of the bytes" in text
+
+
+@pytest.mark.parametrize(("right", "docs"), [(0, 8), (8, 8), (3, 8), (120, 128)])
+def test_intervals_are_wilsons(right: int, docs: int) -> None:
+    z = 1.959964
+    share = right / docs
+    center = (share + z**2 / (2 * docs)) / (1 + z**2 / docs)
+    half = z / (1 + z**2 / docs) * (share * (1 - share) / docs + z**2 / (4 * docs**2)) ** 0.5
+    found = interval(right, docs)
+    assert (found.low, found.mean, found.high) == pytest.approx((center - half, share, center + half), abs=1e-6)
+
+
+def test_nothing_measured_has_no_accuracy() -> None:
+    assert accuracy([]) is None
+    assert accuracy([{"right": {"recall": 1}, "docs": 2}, {"refused": "no"}]) is None
+
+
+def test_points_need_every_mode_and_a_cost(board: Board) -> None:
+    for mode in ("inside", "after"):
+        board.cell(Cell(SNAPKV, 0.1, mode, 512))
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == []
+    board.cell(Cell(SNAPKV, 0.1, "second", 512))
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == [pictures.Point(SNAPKV, 0.1, 0.5)]
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "moved")[0].cost == 0.05
+    assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
+
+
+def test_the_frontier_equals_a_search_over_all_pairs() -> None:
+    given = [pictures.Point(FULL, cost % 7, (cost * 5 % 11) / 11) for cost in range(30)]
+    best = {
+        (p.cost, p.answers)
+        for p in given
+        if not any(
+            q.cost <= p.cost and q.answers >= p.answers and (q.cost, q.answers) != (p.cost, p.answers) for q in given
+        )
+    }
+    assert {(p.cost, p.answers) for p in pictures.frontier(given)} == best
+
+
+def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("board", "board-refused")))
+    arguments = ["--results", str(board.results), "--lengths", "512", "--shares", "0.1", "--n", "4", "--model", "tiny"]
+    arguments += ["--only", "full", "snapkv", "--fill", str(page), "--pictures", str(tmp_path), "--no-times"]
+    main(arguments)
+    assert "| `snapkv` | selector | 0.50" in page.read_text()
+    assert (tmp_path / "board-512.svg").read_text().startswith("<?xml")
+    measured = [json.loads(line)["key"] for line in board.results.read_text().splitlines()]
+    assert len(measured) == len(set(measured)) == 6
+    main([*arguments, "--page-only"])
+    assert len(board.results.read_text().splitlines()) == 6
+
+
+def test_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpolicy_eval.board.times.LENGTH", 256)
+    monkeypatch.setattr("kvpolicy_eval.board.times.LAYERS", 1)
+    times = Times()
+    for _ in range(2):  # the stock cache is cut to the prompt before each policy
+        found = times.measure(SNAPKV, 0.25)
+        assert 0 < found["low"] <= found["ratio"] <= found["high"]
+    assert times.cache.get_seq_length() < 256 + 8 * 20
+    assert "refused" in times.measure(SNAPKV, 0.001)
