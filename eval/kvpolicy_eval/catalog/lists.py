@@ -18,6 +18,7 @@ from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
+from kvpolicy_eval.catalog import field
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
 
@@ -53,6 +54,13 @@ def places(root: Path) -> list[Place]:
         Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
         Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(built_in_classes("codec"))),
     ]
+    known = field.load()
+    for name, text in (
+        ("systems", f"\n{field.table_of(known.systems)}\n"),
+        ("presses", f"\n{field.table_of(known.presses)}\n"),
+        ("kvpress-version", known.version),
+    ):
+        found.append(Place(path="docs/field.md", name=name, text=text))
     for kind, names in BUILT_IN.items():
         kinds = f"{kind}s"
         entries = "".join(f"          - methods/{name}.md\n" for name in names)

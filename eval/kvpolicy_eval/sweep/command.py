@@ -28,7 +28,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, help="local processes that run different cells in parallel")
     parser.add_argument("--retry", action="store_true", help="rerun failed cells")
     parser.add_argument("--limit", type=int, help="maximum number of examples per task; overrides the config's")
-    parser.add_argument("--plan", action="store_true", help="list the cells and their state, and run nothing")
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="run the cells of these models of the config only")
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="list the cells with their state, bytes and estimated hours; run and download nothing",
+    )
+    parser.add_argument(
+        "--card", default="a100-80gb", help="with --plan: the GPU of the estimate, a100-80gb, h100-80gb or h200-141gb"
+    )
     parser.add_argument("--verbose", action="store_true", help="show the output of lm-eval and other libraries")
 
 
@@ -53,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
         if args.limit < 1:
             raise ValueError(f"--limit must be an integer of at least 1, got {args.limit}.")
         config = dataclasses.replace(config, limit=args.limit)
+    if args.models:
+        config = config.only(args.models)
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
     folder = Path(args.out or config.output or Path("results") / config.name)
@@ -64,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     if _is_first_rank():
         _print_states(folder, states, pending)
     if args.plan:
-        print(*(f"{states[cell]:8}{cell}" for cell in cells), sep="\n")
+        from kvpolicy_eval.sweep.plan import lines
+
+        print(*lines(config, states, args.card), sep="\n")
         return 0
     check_settings(folder, config)
     if _is_first_rank():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,20 @@ class Config:
             for method, budget in self._policies()
         )
         return list(dict.fromkeys(cells))
+
+    def only(self, models: Iterable[str]) -> Config:
+        """The same sweep with some of its models, in its own order.
+
+        Args:
+            models: Names of models.
+
+        Raises:
+            ValueError: If it has no model of such a name.
+        """
+        names = set(models)
+        if unknown := sorted(names - self.models.keys()):
+            raise ValueError(f"--models must be among {', '.join(self.models)}, got {unknown[0]!r}.")
+        return replace(self, models={name: found for name, found in self.models.items() if name in names})
 
     def settings(self) -> dict[str, Any]:
         """Settings that two runs must share for their cells to be comparable."""
