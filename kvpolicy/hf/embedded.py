@@ -22,9 +22,7 @@ SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
 """Names of the configs that ship with the package."""
 
 
-def tiny(
-    dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny"
-) -> tuple[Any, PreTrainedTokenizerFast]:
+def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> tuple[Any, PreTrainedTokenizerFast]:
     """Load a bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
 
     Args:
