@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
-from kvpolicy.hf.embedded import EMBEDDED
+from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding

@@ -18,11 +18,11 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import check_format, replace_file, stamp
 from kvpolicy.spec.model_identity import check_same_model
@@ -30,9 +30,6 @@ from kvpolicy.spec.tables import shorten
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
-
-EMBEDDED = "tiny"
-"""The name of the head file of the embedded model; a file of this name can be given as `./tiny`."""
 
 AUTHORS_TABLE = "full_attention_heads.tsv"
 AUTHORS_CONFIG = "config.json"
@@ -111,8 +108,8 @@ def load_heads(path: str) -> HeadFile:
 
     Args:
         path: A file in the format of this module; a `.tsv` of DuoAttention's authors, or the folder that contains it,
-            with `config.json` beside it; a JSON file of HeadKV's authors; or `tiny` for the file of the embedded model,
-            which is part of the package.
+            with `config.json` beside it; a JSON file of HeadKV's authors; or the name of an embedded model, `tiny` or
+            `tiny-4k`, whose file is part of the package.
 
     Raises:
         KVPolicyError: If it cannot be read, or is no head file.
@@ -122,8 +119,8 @@ def load_heads(path: str) -> HeadFile:
         >>> len(found.heads), len(found.heads[0]), found.kind
         (8, 4, 'score')
     """
-    if path == EMBEDDED:
-        return _embedded()
+    if path in EMBEDDED:
+        return _embedded(path)
     where = Path(path).expanduser()
     try:
         where = where / AUTHORS_TABLE if where.is_dir() else where
@@ -166,9 +163,8 @@ def check_heads(content: HeadFile, path: str, model: ModelInfo) -> None:
 
 
 @functools.cache
-def _embedded() -> HeadFile:
-    text = (files("kvpolicy") / "assets" / "heads" / "tiny.json").read_text(encoding="utf-8")
-    return _from_json(text, EMBEDDED)
+def _embedded(name: str) -> HeadFile:
+    return _from_json(embedded_file(name, "heads.json").read_text(encoding="utf-8"), name)
 
 
 @functools.lru_cache(maxsize=32)
@@ -315,4 +311,6 @@ def _shown(value: Any) -> str:
 
 def _unreadable(path: str, error: Exception) -> KVPolicyError:
     reason = error.strerror if isinstance(error, OSError) else "one that is no text in UTF-8"
-    return KVPolicyError(f"The head file must be {EMBEDDED!r} or a readable file, got {path!r} ({reason}); {_REMEDY}.")
+    return KVPolicyError(
+        f"The head file must be a readable file or {' or '.join(EMBEDDED)}, got {path!r} ({reason}); {_REMEDY}."
+    )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec.embedded_names import EMBEDDED, embedded_file
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.formats import replace_file
 from kvpolicy.spec.model_identity import check_same_model
@@ -19,9 +19,6 @@ from kvpolicy.spec.version import __version__
 
 FORMAT = 1
 """Version of the file format; newer ones are refused."""
-
-EMBEDDED = "tiny"
-"""The name of the calibrations of the embedded model; a folder of this name can be given as `./tiny`."""
 
 TENSORS = "tensors.safetensors"
 FACTS = "calibration.json"
@@ -55,7 +52,8 @@ def load(folder: str, method: str) -> CalibrationFile:
     """Read a calibration; it is read again only after its files have changed.
 
     Args:
-        folder: The folder, or `tiny` for the calibration of the embedded model, which is part of the package.
+        folder: The folder, or the name of an embedded model, `tiny` or `tiny-4k`, whose calibration is part of the
+            package; a folder of this name can be given as `./tiny`.
         method: The method that the calibration must be for, such as `csr`.
 
     Raises:
@@ -68,13 +66,14 @@ def load(folder: str, method: str) -> CalibrationFile:
         ...     load(folder, "csr").tensors["values.sn1.0"].shape
         torch.Size([2, 2])
     """
-    where: _Folder = files("kvpolicy") / "assets" / method if folder == EMBEDDED else Path(folder).expanduser()
+    embedded = folder in EMBEDDED
+    where: _Folder = embedded_file(folder, method) if embedded else Path(folder).expanduser()
     if not where.is_dir():
         raise KVPolicyError(
-            f"The calibration must be a folder or {EMBEDDED!r}, got {folder!r}; try creating one with kvpolicy "
-            f"calibrate {method}."
+            f"The calibration must be a folder or {' or '.join(EMBEDDED)}, got {folder!r}; try creating one with "
+            f"kvpolicy calibrate {method}."
         )
-    key = f"{EMBEDDED}:{method}" if folder == EMBEDDED else str(Path(folder).expanduser().resolve())
+    key = f"{folder}:{method}" if embedded else str(Path(folder).expanduser().resolve())
     stamp = _stamp(where)
     known = _loaded.get(key)
     if known is None or known[0] != stamp:

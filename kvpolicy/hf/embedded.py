@@ -5,18 +5,15 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpolicy.spec.embedded_names import EMBEDDED, EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-EmbeddedName = Literal["tiny", "tiny-4k"]
-EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
-"""Names of the trained models that ship with the package."""
 
 SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
 """Names of the configs that ship with the package."""

@@ -144,7 +144,9 @@ def test_other_models(content: HeadFile, info: ModelInfo, message: str) -> None:
 def test_files_are_refused_when_a_policy_is_planned_or_attached(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model, policy = kvpolicy.tiny()[0], f"uniform/duo:file={tmp_path / 'heads.json'}+streaming@0.5"
-    with pytest.raises(kvpolicy.KVPolicyError, match=r"must be 'tiny' or a readable file, got '.*' \(No such file"):
+    with pytest.raises(
+        kvpolicy.KVPolicyError, match=r"must be a readable file or tiny or tiny-4k, got '.*' \(No such file"
+    ):
         kvpolicy.attach(model, policy)
     save_heads(tmp_path / "heads.json", HeadFile(((0.5,) * 4,) * 8, "share"))
     with pytest.raises(kvpolicy.KVPolicyError, match="must have scores of heads, got shares of the tokens"):

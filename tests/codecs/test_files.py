@@ -118,12 +118,12 @@ def test_tensors_that_are_none_but_have_their_hash(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=rf"must be a folder or 'tiny', got '.*{name}'"):
+    with pytest.raises(ValueError, match=rf"must be a folder or tiny or tiny-4k, got '.*{name}'"):
         load(str(tmp_path / name), "csr")
 
 
 def test_the_embedded_models_own_is_found_by_its_name() -> None:
-    with pytest.raises(ValueError, match="must be a folder or 'tiny', got 'tiny'"):
+    with pytest.raises(ValueError, match="must be a folder or tiny or tiny-4k, got 'tiny'"):
         load("tiny", "no-such-method")
 
 

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import binomtest
 
 import kvpolicy
-from kvpolicy.hf.embedded import EmbeddedName
+from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times

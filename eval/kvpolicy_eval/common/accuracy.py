@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import kvpolicy
-from kvpolicy.hf.embedded import EmbeddedName
+from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import Placed, place, second_question
 from kvpolicy_eval.data.tasks import tasks
 

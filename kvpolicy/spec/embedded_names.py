@@ -1,0 +1,25 @@
+"""Names of the trained models that ship with the package, and where their files are."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any, Literal, get_args
+
+EmbeddedName = Literal["tiny", "tiny-4k"]
+EMBEDDED: tuple[EmbeddedName, ...] = get_args(EmbeddedName)
+
+
+def embedded_file(name: str, what: str) -> Any:
+    """A calibration of an embedded model, a file or folder as `importlib.resources` returns it.
+
+    Args:
+        name: Of the model.
+        what: `csr` or `kvquant`, which are folders, or `heads.json`.
+
+    >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()
+    (True, True)
+    """
+    assets = files("kvpolicy") / "assets"
+    if name == "tiny":
+        return assets / "heads" / "tiny.json" if what == "heads.json" else assets / what
+    return assets / name / what
