@@ -98,5 +98,7 @@ def export(
     # transformers 5 writes a class name that version 4 does not know; both know this one.
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for name in ("is_local", "local_files_only"):  # how a tokenizer was loaded that is exported again
+        settings.pop(name, None)
     path.write_text(json.dumps(settings, indent=2) + "\n")
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
