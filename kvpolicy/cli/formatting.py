@@ -8,10 +8,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from kvpolicy.spec.text_tables import ranges as ranges
+from kvpolicy.spec import tables, text_tables
 
 FORMAT = 1
 """The version of the JSON output. It is incremented when a field changes its meaning or is removed."""
+
+size = tables.format_bytes
+table = text_tables.text_table
+ranges = text_tables.ranges
 
 
 def width() -> int:

@@ -137,7 +137,7 @@ class CachePlan:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
         head, rows, last = _layers(self, main_kinds(self.by_kind()))
         title = f"{_title(self, str(self.policy))}:"
-        return "\n".join([title, text_layer_table(head, rows, last), *_notes(self)])
+        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
 
 
 def moved_note(moved: int, every: int) -> str:

@@ -114,7 +114,7 @@ class Report:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
         head, rows, last = _layers(self, main_kinds(sum_by_kind(layer.nbytes for layer in self.layers)))
         title = f"{self.policy}: {size_summary(self.nbytes, self.full_nbytes)}:"
-        return "\n".join([title, text_layer_table(head, rows, last), *_notes(self)])
+        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
 
 
 def report_html(report: Report) -> str:

@@ -34,16 +34,21 @@ def text_table(rows: Sequence[Sequence[str]], left: int = 1, indent: int = 0) ->
 
 
 def text_layer_table(
-    head: Sequence[str], rows: Iterable[tuple[int, Sequence[str]]], last: Sequence[str] | None = None
+    head: Sequence[str],
+    rows: Iterable[tuple[int, Sequence[str]]],
+    last: Sequence[str] | None = None,
+    sums: int = 0,
 ) -> str:
     """Format a table of layers; layers with equal cells share a line, and a long table is shown without its middle.
 
-    Layers are compared as they are shown: the first one also holds a few bytes for the whole cache.
+    Layers are compared as they are shown. The first one of a cache also holds a few bytes for all, so that its sums
+    may differ in the last digit: a line shows the sums of its first layer.
 
     Args:
         head: The titles of the columns, that of the layers first.
         rows: The index of each layer, and its other cells.
-        last: A line below, such as the sum.
+        last: A line below, such as that of all layers.
+        sums: The number of columns, from the last, that are sums and are not compared.
 
     Examples:
         >>> print(text_layer_table(("layers", "tokens"), [(0, ("8",)), (1, ("4",)), (2, ("8",))]))
@@ -51,10 +56,11 @@ def text_layer_table(
         0, 2         8
         1            4
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[str, ...], tuple[list[int], Sequence[str]]] = {}
     for index, cells in rows:
-        groups.setdefault(tuple(cells), []).append(index)
-    lines = [(ranges(indices), *cells) for cells, indices in groups.items()]
+        compared = tuple(cells[: len(cells) - sums])
+        groups.setdefault(compared, ([], cells))[0].append(index)
+    lines = [(ranges(indices), *cells) for indices, cells in groups.values()]
     if len(lines) > MAX_LINES:
         half = MAX_LINES // 2
         lines[half:-half] = [(f"{len(lines) - 2 * half} more", *[""] * (len(head) - 1))]
