@@ -121,4 +121,4 @@ if not TYPE_CHECKING:  # a type checker would accept every misspelled name
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return sorted(["__version__", *_LAZY])

@@ -1,7 +1,7 @@
 """Helper functions for custom strategies.
 
-`waterfill` is for allocators, the others are for codecs. They do not synchronize with the host, and they are traced
-without graph breaks.
+`named_options` is for all kinds, `waterfill` for allocators, and the others are for codecs. Those for codecs do not
+synchronize with the host, and they are traced without graph breaks.
 """
 
 from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks
@@ -9,4 +9,5 @@ from kvpolicy.codecs._common import ordinary_layout as ordinary_layout
 from kvpolicy.codecs._common import put as put
 from kvpolicy.codecs._common import score_by_chunks as score_by_chunks
 from kvpolicy.codecs._common import take as take
+from kvpolicy.spec.arguments import named_options as named_options
 from kvpolicy.spec.budget import waterfill as waterfill

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages, sorted_by_head
 from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaKV:
     """Give more budget to heads whose attention is spread over many tokens.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.head_files import HeadFile, Table, check_heads, load_heads
 from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -20,6 +21,7 @@ RECENT = 256
 """What a streaming head keeps if neither the file nor an option says otherwise: what the authors deploy."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DuoAttention:
     """Give streaming heads the room of sinks and recent tokens, and the other heads the rest.

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages
 from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Even:
     """Give every head of a layer the same budget, in whole pages.

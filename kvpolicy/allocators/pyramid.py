@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import HeadAllocator
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pyramid:
     """Give early layers more budget than late ones, decreasing linearly.

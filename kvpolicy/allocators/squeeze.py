@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
 from kvpolicy.protocols import HeadAllocator
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -20,6 +21,7 @@ _SAME = 1e-6
 """Cosines that differ by less than this count as equal."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SqueezeAttention:
     """Move budget away from layers whose attention barely changes its input.

@@ -8,9 +8,11 @@ from typing import Literal
 from torch import Tensor
 
 from kvpolicy.protocols import HeadAllocator
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uniform:
     """Give every layer the same budget.

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.allocators.profile import save_profile
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 
+@named_arguments
 def profile(model: nn.Module, prompts: Iterable[Tensor], path: str | os.PathLike[str]) -> list[float]:
     """Measure the attention cosine of each layer over a few prompts, and write it to a file.
 

@@ -8,8 +8,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from kvpolicy.spec import tables, text_tables
+
 FORMAT = 1
 """The version of the JSON output. It is incremented when a field changes its meaning or is removed."""
+
+size = tables.format_bytes
+table = text_tables.text_table
+ranges = text_tables.ranges
 
 
 def width() -> int:
@@ -63,30 +69,6 @@ def terms(pairs: Sequence[tuple[str, str]], indent: int = 2) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1, indent: int = 0) -> str:
-    """Format rows with aligned columns that are separated by two spaces.
-
-    Args:
-        rows: The cells; the first row is the header.
-        left: The number of columns, from the first, that are aligned to the left. The others hold numbers.
-        indent: Spaces before each line.
-
-    >>> print(table([("layer", "bytes"), ("0", "12"), ("1-31", "9")]))
-    layer  bytes
-    0         12
-    1-31       9
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            cell.ljust(size) if column < left else cell.rjust(size)
-            for column, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append((" " * indent + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
-
-
 def counted(number: int, noun: str) -> str:
     """Format a number with a noun in the singular or plural.
 
@@ -104,36 +86,3 @@ def input_size(batch: int, prompt: int, new: int) -> str:
     """
     rows = counted(batch, "row") + (" with" if batch == 1 else ", each with")
     return f"{rows} {counted(prompt, 'prompt token')} and {counted(new, 'new token')}"
-
-
-def size(nbytes: int) -> str:
-    """Format a number of bytes in a decimal unit.
-
-    >>> size(141_107_412_992), size(84_000), size(12)
-    ('141.11 GB', '84.00 KB', '12 B')
-    """
-    for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:,.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def ranges(numbers: Sequence[int], most: int | None = 3) -> str:
-    """Format ascending numbers as ranges.
-
-    Args:
-        numbers: The numbers, such as indices of layers.
-        most: If there are more ranges than this, only the count, the first and the last number are shown.
-
-    >>> ranges([0, 1, 2, 5]), ranges([3]), ranges([1, 3, 5, 7])
-    ('0-2, 5', '3', '4 of 1-7')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    if most is not None and len(runs) > most:
-        return f"{len(numbers)} of {numbers[0]}-{numbers[-1]}"
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvpolicy.cli.formatting import ranges, size, table
-
-MAX_LINES = 16
-"""A longer table is shown without its middle."""
+from kvpolicy.cli.formatting import size
+from kvpolicy.spec.text_tables import text_layer_table
 
 
 def layer_facts(planned: Any) -> list[dict[str, Any]]:
@@ -36,13 +34,8 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
         layers: The result of `layer_facts`.
         full: Bytes of the full cache of one managed layer.
     """
-    rows = [("layers", "tokens", "exact", "coded", "bytes", "of full")]
-    rows += [(ranges(indices), *cells) for cells, indices in _grouped(layers, full)]
-    if len(rows) > MAX_LINES + 1:
-        half = MAX_LINES // 2
-        hidden = f"{len(rows) - 1 - 2 * half} more"
-        rows[half + 1 : -half] = [(hidden, "", "", "", "", "")]
-    return table(rows)
+    head = ("layers", "tokens", "exact", "coded", "bytes", "of full")
+    return text_layer_table(head, [(layer["layer"], _cells(layer, full)) for layer in layers], sums=2)
 
 
 def _cells(layer: dict[str, Any], full: int) -> tuple[str, ...]:
@@ -52,14 +45,3 @@ def _cells(layer: dict[str, Any], full: int) -> tuple[str, ...]:
     ratio = f"{nbytes / full:.3f}" if full else ""
     coded = "+".join(f"{slots:,}" for slots in layer["coded_slots"]) or "0"
     return (f"{layer['tokens']:,}", f"{layer['exact_slots']:,}", coded, size(nbytes), ratio)
-
-
-def _grouped(layers: Iterable[dict[str, Any]], full: int) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Return the indices of the layers with equal cells, in the order of their first layer.
-
-    Layers are compared as they are shown: the first one also holds a few bytes for the whole cache.
-    """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for layer in layers:
-        groups.setdefault(_cells(layer, full), []).append(layer["layer"])
-    return list(groups.items())

@@ -14,6 +14,7 @@ from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layou
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -37,6 +38,7 @@ class BFPCodes(NamedTuple):
     value_scale: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BFP:
     """Store short mantissas, with one exponent per block of channels.

@@ -17,6 +17,7 @@ from kvpolicy.codecs._sparse_codes import SparseCodes
 from kvpolicy.codecs.packing import packed_width
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -58,6 +59,7 @@ class CSRCodes(NamedTuple):
     value_outlier_atoms: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CSR:
     """Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.

@@ -16,6 +16,7 @@ from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -60,6 +61,7 @@ class GEARCodes(NamedTuple):
     value_right: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GEAR:
     """Quantize, and store a low-rank approximation of the error and the outliers in full.

@@ -14,6 +14,7 @@ from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_b
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -39,6 +40,7 @@ class KIVICodes(NamedTuple):
     value_zero: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KIVI:
     """Quantize keys per channel and values per token, both in groups.

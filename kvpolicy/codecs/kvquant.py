@@ -14,6 +14,7 @@ from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_b
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -65,6 +66,7 @@ class KVQuantCodes(NamedTuple):
     value_outliers: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVQuant:
     """Quantize to calibrated levels, keys before the rotary embedding.

@@ -14,6 +14,7 @@ from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
 
@@ -114,6 +115,7 @@ class MiKVStage:
         return mix_by_chunks(self.values, store, weights)
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MiKV:
     """Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
     """Store every token in the dtype of the model.

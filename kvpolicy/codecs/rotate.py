@@ -14,6 +14,7 @@ from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -41,6 +42,7 @@ class RotateCodes(NamedTuple):
     value_zero: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotateKV:
     """Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.

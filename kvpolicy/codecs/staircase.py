@@ -8,11 +8,13 @@ from typing import ClassVar
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staircase:
     """Store tokens in 8 bits, then in 4, then in 2 as they age.

@@ -13,6 +13,7 @@ from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layou
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
 
@@ -44,6 +45,7 @@ class TokenWiseCodes(NamedTuple):
     value_zero: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenWise:
     """Quantize each token separately, after normalizing the key channels.

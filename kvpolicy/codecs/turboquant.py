@@ -19,6 +19,7 @@ from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -45,6 +46,7 @@ class TurboQuantCodes(NamedTuple):
     value_zero: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurboQuant:
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.

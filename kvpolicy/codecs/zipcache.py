@@ -14,6 +14,7 @@ from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
 
@@ -104,6 +105,7 @@ class ZipCacheStage:
         return dequantize(code, scale, zero, self.bits, parts[3].shape[-1]) * parts[3].float()
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZipCache:
     """Quantize each token separately, with more bits for tokens of higher priority.

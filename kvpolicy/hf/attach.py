@@ -41,6 +41,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr as notebook
 from kvpolicy.reporting.logging import check_caching, log_attached, log_compressed, log_detached, warn_beyond_trained
 from kvpolicy.reporting.report import Report
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
 _LOCK = threading.RLock()
@@ -227,6 +228,7 @@ class Handle:
                 log_compressed(running)
 
 
+@named_arguments
 def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
     """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 

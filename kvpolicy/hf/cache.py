@@ -26,10 +26,12 @@ from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.reporting.report import Report, make_report
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import expected, longest
 
 
+@named_options
 class PolicyCache(CacheForward):
     """A KV cache under a policy, to be passed as `past_key_values`.
 

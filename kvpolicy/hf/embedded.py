@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.embedded_names import EMBEDDED, EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
@@ -19,6 +20,7 @@ SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
 """Names of the configs that ship with the package."""
 
 
+@named_arguments
 def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> tuple[Any, PreTrainedTokenizerFast]:
     """Load a bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
 

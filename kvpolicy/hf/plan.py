@@ -16,9 +16,11 @@ from kvpolicy.planning.notes import beyond_trained_length, plan_notes
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.validation import check_size, each_row
 
 
+@named_arguments
 def plan(
     config: Any,
     policy: Policy | str,

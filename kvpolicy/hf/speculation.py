@@ -13,6 +13,7 @@ from kvpolicy.hf.attach import attach
 from kvpolicy.hf.attachment import attachments
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import MAX_SIZE
 
@@ -70,6 +71,7 @@ def speculate(
 ) -> tuple[Tensor, SpeculationStats]: ...
 
 
+@named_arguments
 def speculate(
     model: nn.Module,
     policy: Policy | str,

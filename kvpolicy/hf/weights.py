@@ -14,6 +14,7 @@ from kvpolicy.hf.heads import check_shardable, heads_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.parallel.sharding import FAMILIES, slots
 from kvpolicy.parallel.weights import Weights
+from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError
 
 BACKENDS = ("deepspeed", "hf")
@@ -27,6 +28,7 @@ class Held(NamedTuple):
     whole: bool
 
 
+@named_arguments
 def weights_per_rank(
     config: Any, *, tp: int = 1, backend: str = "deepspeed", dtype: torch.dtype | None = None
 ) -> Weights:

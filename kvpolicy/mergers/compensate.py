@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
 _BEFORE = -1
@@ -26,6 +27,7 @@ class CompensateState(NamedTuple):
     host: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compensate:
     """Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, Tokens
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
@@ -27,6 +28,7 @@ class D2OState(NamedTuple):
     started: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class D2O:
     """Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.

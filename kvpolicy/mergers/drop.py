@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
     """Drop every token that is not kept, and leave the others as they are.

@@ -10,10 +10,12 @@ import torch
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_range
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedMerge:
     """Merge an evicted token into the kept token of the most similar key, and count both.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
 from kvpolicy.protocols.ranks import gather
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min, check_range
 from kvpolicy.spec.validation import check_fields
 
@@ -16,6 +17,7 @@ _ROUNDING = 1e-5
 """More than the rounding of a row of attention in fp32."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regress:
     """Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.

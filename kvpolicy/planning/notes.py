@@ -12,6 +12,9 @@ from kvpolicy.policy import Policy
 MAX_EXACT = 0.5
 """A full-precision buffer that takes a larger fraction of the layers' bytes is noted."""
 
+PERCENT_TOKENS = 64
+"""A budget of fewer tokens than these, of a longer prompt, may have been meant as a percentage."""
+
 MIN_TOKENS = 16
 """A budget that is not given in tokens, and keeps fewer than these per layer on average, is noted."""
 
@@ -29,7 +32,13 @@ def plan_notes(
         measured: Whether the allocator has measured its layer metric.
     """
     even = _even_layers(policy, keep, prompt) if measured else ""
-    notes = (_few_tokens(policy, keep, prompt), even, _mostly_exact(policy, layers), _held_prompts(policy))
+    notes = (
+        _maybe_percent(policy, prompt),
+        _few_tokens(policy, keep, prompt),
+        even,
+        _mostly_exact(policy, layers),
+        _held_prompts(policy),
+    )
     return "; ".join(filter(None, notes))
 
 
@@ -51,6 +60,14 @@ def beyond_trained_length(prompt: Tensor, new: int, trained: int | None) -> str:
         f"{_rows(beyond)}: prompt and new tokens, up to {longest:,}, exceed the {trained:,} positions that the model "
         "was trained for"
     )
+
+
+def _maybe_percent(policy: Policy, prompt: Tensor) -> str:
+    """A budget in tokens that is as small as a percentage."""
+    budget = policy.budget
+    if not isinstance(budget, int) or budget >= PERCENT_TOKENS or not bool((prompt > budget).any()):
+        return ""
+    return f"the budget @{budget} is {budget} tokens per layer; for {budget}% of the prompt, write @{budget / 100:g}"
 
 
 def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -9,7 +10,18 @@ from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
-from kvpolicy.spec.tables import byte_cells, count, format_bytes, layer_table, resident_note, section, size_summary
+from kvpolicy.spec.tables import (
+    Cells,
+    byte_cells,
+    count,
+    format_bytes,
+    layer_table,
+    main_kinds,
+    resident_note,
+    section,
+    size_summary,
+)
+from kvpolicy.spec.text_tables import text_layer_table
 
 NOT_MEASURED = (
     "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "
@@ -122,27 +134,10 @@ class CachePlan:
         return plan_html(self)
 
     def __str__(self) -> str:
-        """A table of tokens and bytes per layer."""
-        lines = [f"{self.policy}: {self.nbytes:,} bytes, the full cache {self.full_nbytes:,}"]
-        for layer in self.layers:
-            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
-            lines.append(f"layer {layer.layer_idx}: {layer.tokens} tokens: {kinds}")
-        lines += [f"layer {index}: unmanaged, {size:,} bytes" for index, size in self.unmanaged.items()]
-        if not self.measured:
-            lines.append(NOT_MEASURED)
-        if self.resident_nbytes:
-            lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
-        if self.weights:
-            lines.append(
-                f"weights on each of {self.tp} rank(s) by {self.weights.backend}: {self.weights.nbytes:,} bytes"
-            )
-        if self.policy.replay is not None:
-            lines.append(f"the prefill: up to {self.peak_nbytes:,} bytes")
-        if self.policy.reads_part:
-            lines.append(moved_note(self.moved, sum(layer.all_moved for layer in self.layers)))
-        if self.note:
-            lines.append(self.note)
-        return "\n".join(lines)
+        """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
+        head, rows, last = _layers(self, main_kinds(self.by_kind()))
+        title = f"{_title(self, str(self.policy))}:"
+        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
 
 
 def moved_note(moved: int, every: int) -> str:
@@ -152,31 +147,49 @@ def moved_note(moved: int, every: int) -> str:
         moved: Bytes that a decode step reads.
         every: Bytes that it would read if it read everything that is kept.
     """
-    return f"a decode step moves {moved:,} bytes, and would move {every:,} if it read everything that is kept"
+    less, more = format_bytes(moved), format_bytes(every)
+    return f"a decode step moves {less}, and would move {more} if it read everything that is kept"
 
 
 def plan_html(plan: CachePlan) -> str:
     """An HTML table of a plan by layer: tokens, bytes by kind, and their share of the full cache's."""
+    title = _title(plan, f"<code>{escape(str(plan.policy))}</code>")
+    return section(
+        title,
+        layer_table(*_layers(plan, [kind for kind, size in plan.by_kind().items() if size])),
+        *map(escape, _notes(plan)),
+    )
+
+
+def _title(plan: CachePlan, policy: str) -> str:
+    title = f"{policy}, {count(plan.batch, 'row')}: {size_summary(plan.nbytes, plan.full_nbytes)}"
+    return f"{title} on each of {plan.tp} ranks" if plan.tp > 1 else title
+
+
+def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int, Cells]], Cells]:
+    """The head, the rows and the last line of the table of layers."""
     by_kind = plan.by_kind()
-    kinds = [kind for kind, size in by_kind.items() if size]
     full = (plan.full_nbytes - sum(plan.unmanaged.values())) // max(1, len(plan.layers))
     rows = [(layer.layer_idx, (f"{layer.tokens:,}", *byte_cells(layer.nbytes, kinds, full))) for layer in plan.layers]
     for index, size in plan.unmanaged.items():
         rows.append((index, ("unmanaged", *byte_cells({"unmanaged": size}, kinds, 0))))
     head = ("layer", "budget", *kinds, "total", "of full")
-    last = ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+    return head, sorted(rows), ("all", "", *byte_cells(by_kind, kinds, plan.full_nbytes))
+
+
+def _notes(plan: CachePlan) -> list[str]:
+    """What a plan says besides its table, a line each."""
     notes = [] if plan.measured else [NOT_MEASURED]
     if plan.resident_nbytes:
         notes.append(resident_note(format_bytes(plan.resident_nbytes)))
+    if plan.weights:
+        size = format_bytes(plan.weights.nbytes)
+        notes.append(f"weights on each of {count(plan.tp, 'rank')} by {plan.weights.backend}: {size}")
+    if plan.policy.replay is not None:
+        notes.append(f"the prefill: up to {format_bytes(plan.peak_nbytes)}")
     if plan.policy.reads_part:
         notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
-    if plan.note:
-        notes.append(escape(plan.note))
-    title = f"<code>{escape(str(plan.policy))}</code>, {count(plan.batch, 'row')}: "
-    title += size_summary(plan.nbytes, plan.full_nbytes)
-    if plan.tp > 1:
-        title += f" on each of {plan.tp} ranks"
-    return section(title, layer_table(head, sorted(rows), last), *notes)
+    return [*notes, plan.note] if plan.note else notes
 
 
 def _rows(memory: int, nbytes: int, batch: int) -> int:

@@ -19,6 +19,7 @@ from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind, whole_policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import Budget, check_budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.page_sizes import fewest_tokens
@@ -32,6 +33,7 @@ _IDENTITY = ("full", "none")
 _UNSET: Any = None  # typed Any, because __post_init__ replaces it: `Policy.budget` is never None
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """How the KV cache of a model is compressed: its parts and one budget.

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from kvpolicy.protocols import Index, ReaderTraits
 from kvpolicy.readers._common import TokenReader
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import MAX_FIELD
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadAll(TokenReader):
     """Read every kept token in every decode step.

@@ -9,8 +9,10 @@ from torch import Tensor
 
 from kvpolicy.protocols import Index, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactTopK(TokenReader):
     """Read every key, and the values of the tokens with the largest attention weights.

@@ -14,6 +14,7 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import AutoInt
 
@@ -36,6 +37,7 @@ class Labels(NamedTuple):
     labels: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoubleSparsity(TokenReader):
     """Read the tokens whose keys have the largest product with the query in a few channels.

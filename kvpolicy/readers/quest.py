@@ -13,6 +13,7 @@ from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ReaderTraits
 from kvpolicy.readers._common import Amount, TokenReader, check_reader
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import AutoInt
 
 _LONG = 4096
@@ -30,6 +31,7 @@ class QuestIndex(NamedTuple):
     bounds: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quest(TokenReader):
     """Read the pages of tokens whose keys may have the largest product with the query.

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpolicy.protocols import ALL_HEADS, Index, ModelInfo, Reader, ReaderTraits
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -21,6 +22,7 @@ _DENSE = 2
 """First layers that read everything by default."""
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reuse:
     """Let some layers choose which tokens are read, and let the layers behind them read the same tokens.

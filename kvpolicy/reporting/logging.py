@@ -66,5 +66,5 @@ def check_caching(model: Any) -> None:
             f"{type(model).__name__} generates without a cache, so the policy has no effect there; set "
             "model.generation_config.use_cache = True.",
             KVPolicyWarning,
-            stacklevel=3,
+            stacklevel=4,  # above `attach` and what explains its arguments
         )

@@ -20,11 +20,13 @@ from kvpolicy.spec.tables import (
     count,
     format_bytes,
     layer_table,
+    main_kinds,
     resident_note,
     section,
     size_summary,
     sum_by_kind,
 )
+from kvpolicy.spec.text_tables import text_layer_table
 
 FORMAT = 1
 """Version of the format of `Report.as_dict`."""
@@ -109,46 +111,44 @@ class Report:
         return report_html(self)
 
     def __str__(self) -> str:
-        """A table, one line per layer."""
-        share = f", {self.nbytes / self.full_nbytes:.3f} of it" if self.full_nbytes else ""
-        lines = [f"{self.policy}: {self.nbytes:,} bytes held; the full cache: {self.full_nbytes:,}{share}"]
-        for layer in self.layers:
-            kinds = ", ".join(f"{kind} {size:,}" for kind, size in layer.nbytes.items() if size)
-            kept = [list(row) for row in layer.heads] or list(layer.kept)
-            told = layer.note or f"kept {kept} of {list(layer.seen)}, budget {list(layer.budget)}"
-            lines.append(f"layer {layer.layer_idx}: {told}; bytes: {kinds or 0}")
-        if self.resident_nbytes:
-            lines.append(resident_note(f"{self.resident_nbytes:,} bytes"))
-        if self.policy.reads_part:
-            lines.append(moved_note(self.moved, self.all_moved))
-        if self.note:
-            lines.append(self.note)
-        return "\n".join(lines)
+        """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
+        head, rows, last = _layers(self, main_kinds(sum_by_kind(layer.nbytes for layer in self.layers)))
+        title = f"{self.policy}: {size_summary(self.nbytes, self.full_nbytes)}:"
+        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
 
 
 def report_html(report: Report) -> str:
     """An HTML table of a report by layer: budget, tokens kept, bytes by kind, and their share of the full cache's."""
     totals = sum_by_kind(layer.nbytes for layer in report.layers)
-    kinds = [kind for kind, size in totals.items() if size]
+    head, rows, last = _layers(report, [kind for kind, size in totals.items() if size])
+    title = f"<code>{escape(str(report.policy))}</code>: {size_summary(report.nbytes, report.full_nbytes)}"
+    escaped = [(index, (escape(cells[0]), *cells[1:])) for index, cells in rows]
+    return section(title, layer_table(head, escaped, last), *map(escape, _notes(report)))
+
+
+def _layers(report: Report, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int, Cells]], Cells]:
+    """The head, the rows and the last line of the table of layers."""
+    totals = sum_by_kind(layer.nbytes for layer in report.layers)
     managed = [layer for layer in report.layers if layer.budget]
     unmanaged = sum(sum(layer.nbytes.values()) for layer in report.layers if not layer.budget)
     # All managed layers have the same shape, so each has an equal part of the full cache.
     full = (report.full_nbytes - unmanaged) // len(managed) if managed else 0
     rows = [(layer.layer_idx, _layer_cells(layer, kinds, full)) for layer in report.layers]
     head = ("layer", "budget", "kept", "seen", *kinds, "total", "of full")
-    last = ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
+    return head, rows, ("all", "", "", "", *byte_cells(totals, kinds, report.full_nbytes))
+
+
+def _notes(report: Report) -> list[str]:
+    """What a report says besides its table, a line each."""
     notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
     if report.policy.reads_part:
         notes.append(moved_note(report.moved, report.all_moved))
-    if report.note:
-        notes.append(escape(report.note))
-    title = f"<code>{escape(str(report.policy))}</code>: {size_summary(report.nbytes, report.full_nbytes)}"
-    return section(title, layer_table(head, rows, last), *notes)
+    return [*notes, report.note] if report.note else notes
 
 
 def _layer_cells(layer: LayerReport, kinds: Sequence[str], full: int) -> Cells:
     if not layer.budget:
-        return (escape(layer.note.partition(":")[0]), "", "", *byte_cells(layer.nbytes, kinds, 0))
+        return (layer.note.partition(":")[0], "", "", *byte_cells(layer.nbytes, kinds, 0))
     rows = (_extent(numbers) for numbers in (layer.budget, layer.kept, layer.seen))
     return (*rows, *byte_cells(layer.nbytes, kinds, full))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, State, View, scoped
 from kvpolicy.selectors._common import check_decode, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -34,6 +35,7 @@ class Expectation(NamedTuple):
     ranked: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedAttention:
     """Keep the tokens that queries to come are expected to attend to.

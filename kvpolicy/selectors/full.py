@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepAll:
     """Keep every token: none is evicted, and generated tokens get additional slots.

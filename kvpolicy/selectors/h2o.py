@@ -10,10 +10,12 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class H2O:
     """Keep the newest tokens, and those that have received the most attention so far.

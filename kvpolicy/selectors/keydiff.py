@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, State, View, scoped
 from kvpolicy.selectors._common import check_decode, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
@@ -28,6 +29,7 @@ class Differences(NamedTuple):
     anchor: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyDiff:
     """Keep the tokens whose keys differ most from the mean direction of all keys.

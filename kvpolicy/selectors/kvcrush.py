@@ -35,6 +35,7 @@ from kvpolicy.selectors._crush import (
 )
 from kvpolicy.selectors._pages import best_pages, mark_tokens, min_page_tokens, paginate
 from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import check_fields
@@ -63,6 +64,7 @@ class CrushState(NamedTuple):
     base: State
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCrush:
     """Use part of the budget for representatives of the tokens that the base selector would evict.

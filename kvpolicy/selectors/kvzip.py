@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, State, View
 from kvpolicy.selectors._common import by_position, check_decode, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -23,6 +24,7 @@ class Replayed(NamedTuple):
     score: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVzip:
     """Keep the tokens that the model attends to when it repeats the context.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
 from kvpolicy.selectors._common import check_decode, group_mean, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -27,6 +28,7 @@ class Salience(NamedTuple):
     probes: Tensor
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeSalience:
     """Rank tokens by the mean attention of the probe queries that can attend to them.

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kvpolicy.protocols import BELOW_MEAN, DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scissorhands:
     """Evict the tokens that most of the recent queries have ignored.

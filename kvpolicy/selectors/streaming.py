@@ -9,10 +9,12 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import by_position, check_decode, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamingLLM:
     """Keep the first tokens as attention sinks, and the newest tokens.

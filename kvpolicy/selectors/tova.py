@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TOVA:
     """Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
 from kvpolicy.selectors._common import by_position, check_decode
+from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlidingWindow:
     """Keep the newest tokens.

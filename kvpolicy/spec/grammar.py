@@ -29,6 +29,7 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
+from kvpolicy.spec.arguments import suggest_option
 from kvpolicy.spec.budget import Budget, format_budget, parse_budget
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.tables import shorten
@@ -192,7 +193,7 @@ def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
         key, equals, value = option.partition("=")
         key = aliases.get(key, key)
         if key not in known:
-            raise KVPolicyError(_unknown_option(name, key, list(known)))
+            raise KVPolicyError(_unknown_option(name, key, shorten(value), list(known)))
         if key in result:
             former = "".join(f" (formerly {old!r})" for old, new in aliases.items() if new == key)
             raise KVPolicyError(f"Every option of {name!r} must be given once, got {key!r}{former} twice.")
@@ -203,7 +204,7 @@ def _options(name: str, cls: type[Any], text: str) -> dict[str, Any]:
     return result
 
 
-def _unknown_option(name: str, key: str, known: list[str]) -> str:
+def _unknown_option(name: str, key: str, value: str, known: list[str]) -> str:
     got = repr(shorten(key))
     if key == "heads":
         return f"The head allocator of {name!r} must be written after '/', got the option 'heads'; try {name}/adakv."
@@ -211,7 +212,8 @@ def _unknown_option(name: str, key: str, known: list[str]) -> str:
         return f"The base of {name!r} must be written after '/', got the option 'base'; try {name}/h2o."
     if not known:
         return f"{name!r} must be given without options, got {got}; try {name}."
-    return f"The options of {name!r} must be among {', '.join(known)}, got {got}{suggest(key, known)}"
+    advice = suggest_option(key, known, value, budget="@{}")
+    return f"The options of {name!r} must be among {', '.join(known)}, got {got}{advice}"
 
 
 def _build(name: str, cls: type[Any], options: dict[str, Any]) -> Any:

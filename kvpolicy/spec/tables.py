@@ -95,8 +95,18 @@ def sum_by_kind(sizes: Iterable[dict[str, int]]) -> dict[str, int]:
     return total
 
 
+def main_kinds(total: dict[str, int]) -> list[str]:
+    """The kinds that take at least a hundredth of the bytes, which a table as text has columns for.
+
+    Examples:
+        >>> main_kinds({"exact": 1000, "positions": 20, "counters": 3})
+        ['exact', 'positions']
+    """
+    return [kind for kind, size in total.items() if size and 100 * size >= sum(total.values())]
+
+
 def byte_cells(sizes: dict[str, int], kinds: Sequence[str], full: int) -> Cells:
-    """Cells for the bytes of each kind, their total, and its share of `full`.
+    """Cells for the bytes of each kind in `kinds`, the total of all, and its share of `full`.
 
     Examples:
         >>> byte_cells({"codes": 1, "scales": 1}, ["codes", "exact"], 4)

@@ -99,7 +99,7 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         ("llama-3-70b nonsense", "got 'nonsense'"),
         (
             "llama-3-70b full --memory 80",
-            "--memory must be a number of bytes with a unit, got '80'; try 80GB or 80GiB.",
+            "--memory must be a number of bytes with a unit, got '80'; try 80GiB or 80GB.",
         ),
         (
             "llama-3-70b full --dtype nonsense",

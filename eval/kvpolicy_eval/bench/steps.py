@@ -22,6 +22,7 @@ from kvpolicy.engine.attention import ScoreTransform, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
+from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import filled
 from kvpolicy_eval.bench.models import llama, tokens
 from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
@@ -196,7 +197,7 @@ def layer_lines(policies: Sequence[str], sizes: Sequence[int], rounds: int, back
             yield [
                 f"`{row.policy}`",
                 f"{row.slots:,}",
-                f"{row.nbytes / 1e6:.1f} MB",
+                format_bytes(row.nbytes),
                 f"{1000 * row.read:.3f}",
                 f"{1000 * row.eager:.3f}",
                 f"{1000 * row.compiled:.3f}",

@@ -68,7 +68,7 @@ class Row(NamedTuple):
         if self.base_work is None or self.work is None:
             return ["", "", "", ""]
         return [
-            f"{self.base_work.nbytes / 1e6:,.0f} / {self.work.nbytes / 1e6:,.0f} MB",
+            f"{self.base_work.nbytes / 2**20:,.0f} / {self.work.nbytes / 2**20:,.0f} MiB",
             f"{self.base_work.operations / 1e9:,.2f} / {self.work.operations / 1e9:,.2f} G",
             f"{self.ratio.base / self.base_work.floor(machine):.1f}x",
             f"{self.ratio.ours / self.work.floor(machine):.1f}x",

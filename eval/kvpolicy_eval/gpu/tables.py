@@ -74,14 +74,14 @@ def _throughput(records: list[Record]) -> str:
     for key, batches in _by_method(records).items():
         cells = [_cell(batches.get(batch)) for batch in columns]
         lines.append([_name(key), *cells, str(max(_successful(batches), default="none"))])
-    return table(["decoded tokens/s (peak GB) at batch", *map(str, columns), "largest batch"], lines)
+    return table(["decoded tokens/s (peak GiB) at batch", *map(str, columns), "largest batch"], lines)
 
 
 def _cell(record: Record | None) -> str:
     if record is None:
         return ""
     if record["status"] == "ok":
-        return f"{record['decode_tokens_per_s']:,.0f} ({record['peak_bytes'] / 1e9:.1f})"
+        return f"{record['decode_tokens_per_s']:,.0f} ({record['peak_bytes'] / 2**30:.1f})"
     return str(record["status"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from textwrap import fill
 
-from kvpolicy.spec.tables import count
+from kvpolicy.spec.tables import count, format_bytes
 from kvpolicy_eval.sweep.cells import Cell
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.estimate import (
@@ -63,9 +63,9 @@ def needed(estimates: Sequence[Estimate]) -> str:
     Examples:
         >>> cell = Cell(model="m", task="t", method="h2o", budget="0.2")
         >>> needed([Estimate(cell=cell, hours=1.25, memory=17 * 10**9)])
-        '1.2 h on a card with 17 GB'
+        '1.2 h on a card with 16 GiB'
     """
-    return f"{format_hours(total_hours(estimates))} on a card with {_gigabytes(most_memory(estimates))}"
+    return f"{format_hours(total_hours(estimates))} on a card with {_gibibytes(most_memory(estimates))}"
 
 
 def format_hours(hours: float) -> str:
@@ -89,7 +89,7 @@ def _model_line(
     memory = most_memory(estimates)
     fits = "" if not memory else ", which fits" if memory <= card.memory else ", which does not fit"
     each = "" if ranks == 1 else " each"
-    held = f"; at most {_gigabytes(memory)}{each} with the longest prompts{fits}" if memory else ""
+    held = f"; at most {_gibibytes(memory)}{each} with the longest prompts{fits}" if memory else ""
     return f"{model}: {count(len(pending), 'cell')} to run, {_time(pending)} on {cards}{held}"
 
 
@@ -110,7 +110,7 @@ def _cells(found: Estimate, state: str) -> tuple[str, ...]:
         found.cell.policy,
         found.cell.task,
         *sizes,
-        "?" if found.nbytes is None else f"{found.nbytes / 1e6:,.1f} MB",
+        "?" if found.nbytes is None else format_bytes(found.nbytes),
         "?" if found.share is None else f"{found.share:.3f}",
         "?" if found.hours is None else format_hours(found.hours).removesuffix(" h"),
     )
@@ -125,8 +125,8 @@ def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([*text, *numbers])
 
 
-def _gigabytes(nbytes: int) -> str:
-    return f"{-(-nbytes // 10**9)} GB"
+def _gibibytes(nbytes: int) -> str:
+    return f"{-(-nbytes // 2**30)} GiB"
 
 
 def _assumptions(card: Card) -> str:
@@ -135,5 +135,5 @@ def _assumptions(card: Card) -> str:
         f"{BANDWIDTH:.0%} of {card.bandwidth / 1e12:.2f} TB/s for the weights and what is read of the cache, and at "
         f"least {LAYER_SECONDS * 1000:.0f} ms for each layer; answers of the greatest length; {TOKENS_PER_WORD} tokens "
         f"per word, {TOKENS_PER_WORD_OF_CODE} in code. Without the time of the policy itself. Bytes of caches are "
-        "those of kvpolicy.plan after the answer to a prompt of mean length; 1 GB is 10^9 bytes."
+        "those of kvpolicy.plan after the answer to a prompt of mean length."
     )

@@ -1,6 +1,6 @@
 """`python -m kvpolicy_eval.tables.memory`: memory of large models per tensor-parallel rank, and the batch that fits.
 
-Everything is planned from the configs that ship with the package, without weights. Bytes are decimal: 1 GB is 10^9.
+Everything is planned from the configs that ship with the package, without weights.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import kvpolicy
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.spec.budget import bytes_of
+from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 
 MODELS = ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"]
@@ -47,9 +48,9 @@ def rows(
 def _cells(plan: CachePlan, policy: str, memory: int) -> list[str]:
     full = policy == "full"
     batch = plan.full_largest_batch(memory) if full else plan.largest_batch(memory)
-    weights = f"{plan.weights.nbytes / 1e9:.1f} GB" if plan.weights else ""
+    weights = format_bytes(plan.weights.nbytes) if plan.weights else ""
     cache = plan.full_nbytes if full else plan.nbytes
-    return [weights, f"`{policy}`", f"{cache / 1e6:,.0f} MB", f"{batch:,}"]
+    return [weights, f"`{policy}`", format_bytes(cache), f"{batch:,}"]
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def main() -> None:
         "--models", nargs="+", default=MODELS, help="shipped names, folders, config.json files or Hub names"
     )
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="specs; full is the stock cache")
-    parser.add_argument("--memory", default="80GB", help="memory of each rank")
+    parser.add_argument("--memory", default="80GiB", help="memory of each rank")
     parser.add_argument("--backend", default="deepspeed", help="library that shards the weights: deepspeed or hf")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of each row's prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens to be generated")

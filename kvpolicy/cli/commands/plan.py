@@ -15,7 +15,7 @@ from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.spec.errors import KVPolicyError
 
-FOOTER = "1 GB is 10^9 bytes, 1 MB is 10^6. Not included: activations, and the uncompressed cache during prefill."
+FOOTER = "Not included: activations, and the uncompressed cache during prefill."
 
 HINT = "kvpolicy tune finds a policy for each layer within such bytes, from what it does to your text."
 """Where a plan leads to."""
@@ -35,8 +35,8 @@ def plan(
         str, typer.Option(metavar="BACKEND", help="Library that shards the model: deepspeed or hf.")
     ] = "deepspeed",
     memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="Memory of each rank, such as 80GB (10^9 bytes) or 80GiB (2^30 bytes).")
-    ] = "80GB",
+        str, typer.Option(metavar="BYTES", help="Memory of each rank, such as 80GiB (2^30 bytes) or 80GB (10^9 bytes).")
+    ] = "80GiB",
     json: Json = False,
 ) -> None:
     """Compute the memory of a model and its cache.
@@ -65,7 +65,7 @@ def _bytes(memory: str) -> int:
         return bytes_of(memory)
     except ValueError:
         raise KVPolicyError(
-            f"--memory must be a number of bytes with a unit, got {memory!r}; try 80GB or 80GiB."
+            f"--memory must be a number of bytes with a unit, got {memory!r}; try 80GiB or 80GB."
         ) from None
 
 

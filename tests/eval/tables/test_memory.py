@@ -13,9 +13,9 @@ from kvpolicy_eval.tables import memory
 def test_lines_of_a_model() -> None:
     rows = list(memory.rows(["mixtral-8x7b"], ["full", "window@0.2"], 80 * 10**9, "deepspeed", 4096, 1024))
     assert [line[:3] for line in rows[::2]] == [
-        ["mixtral-8x7b", "2", "46.8 GB"],
-        ["mixtral-8x7b", "4", "23.5 GB"],
-        ["mixtral-8x7b", "8", "11.9 GB"],
+        ["mixtral-8x7b", "2", "43.6 GiB"],
+        ["mixtral-8x7b", "4", "21.9 GiB"],
+        ["mixtral-8x7b", "8", "11.1 GiB"],
     ]
     token = 32 * 2 * 4 * 128 * 2  # bytes on the first of two ranks: 4 of 8 KV heads in 32 layers
     assert rows[0][3:] == ["`full`", f"{5120 * token / 1e6:.0f} MB", str((80 * 10**9 - 46835179520) // (5120 * token))]

@@ -1,0 +1,114 @@
+"""Wrong arguments are answered with one sentence that names what was probably meant, and right ones as before."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy import CSR, H2O, KIVI, TOVA, KVCrush, Plain, Policy, SnapKV, StreamingLLM, registry
+from kvpolicy.helpers import named_options
+from kvpolicy.spec.errors import KVPolicyTypeError
+
+
+@named_options
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Own:
+    """A method of a user, which takes one option and fails inside for another reason."""
+
+    primes: int = 2
+
+    def __post_init__(self) -> None:
+        if self.primes == 0:
+            raise TypeError("inside")
+
+
+CALLS: list[tuple[Callable[[], object], str]] = [
+    (lambda: SnapKV(window_size=32), "must be among window, .*, got 'window_size'; try window=32."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(kernel_size=5), "; try kernel=5."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(windw=32), "got 'windw'; did you mean 'window'?"),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(zebra=object()), "decode, got 'zebra'."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(compression_ratio=0.7), r"; try Policy\(..., budget=0.3\), the fraction that is kept."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(32), r"SnapKV must be given by name, got 32; try SnapKV\(window=32\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(32, 7), r"; try SnapKV\(window=32\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: SnapKV(True), r"got True; try SnapKV\(window=..., kernel=..., pool=...\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: TOVA(1), r"got 1; try TOVA\(decode=...\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: Plain(1), "Plain must be given at most 0 options, got 1."),  # pyright: ignore[reportCallIssue]
+    (lambda: Plain(bits=4), "Plain must be given without options, got 'bits'."),  # pyright: ignore[reportCallIssue]
+    (lambda: StreamingLLM(num_sinks=4), "; try sinks=4."),  # pyright: ignore[reportCallIssue]
+    (lambda: KIVI(nbits=4), "; try bits=4."),  # pyright: ignore[reportCallIssue]
+    (lambda: CSR(s=8), "; try nnz=8."),  # pyright: ignore[reportCallIssue]
+    (lambda: KVCrush(H2O(recent=0.25)), r"; try KVCrush\(base=H2O\(recent=0.25, decode='evict'\)\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: Policy("snapkv@0.2"), r"; try Policy.parse\('snapkv@0.2'\)."),  # pyright: ignore[reportCallIssue]
+    (lambda: Policy(compression_ratio=0.75), "; try budget=0.25, the fraction that is kept."),  # pyright: ignore[reportCallIssue]
+    (lambda: Policy(max_capacity_prompt=512), "; try budget=512."),  # pyright: ignore[reportCallIssue]
+    (lambda: Own(prime=3), "got 'prime'; did you mean 'primes'?"),  # pyright: ignore[reportCallIssue]
+    (lambda: kvpolicy.attach(None, "h2o", compression_ratio=0.5), "arguments of attach .*; try budget=0.5, the"),  # pyright: ignore
+    (lambda: kvpolicy.attach(None, "h2o", window=9), "; the options of a method belong to the policy, as in policy="),  # pyright: ignore
+    (lambda: kvpolicy.attach(None, "h2o", 0.5), r"by name, got 0.5; try attach\(..., budget=...\)."),  # pyright: ignore
+    (lambda: kvpolicy.attach(), "attach must be given model and policy, got no model and policy."),  # pyright: ignore
+    (lambda: kvpolicy.attach(None, model=None, policy="h2o"), "attach must be given once, got 'model' twice."),  # pyright: ignore
+    (lambda: kvpolicy.plan("tiny", "h2o", batch_size=4), "; try batch=4."),  # pyright: ignore[reportCallIssue]
+    (lambda: kvpolicy.plan("tiny", "h2o", compression_ratio=0.5), "; try policy='snapkv@0.5', the fraction"),  # pyright: ignore
+    (lambda: kvpolicy.PolicyCache(None, "h2o", max_length=9), "arguments of PolicyCache .*; try prompt=9."),  # pyright: ignore
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
+def test_wrong_arguments(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(KVPolicyTypeError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value) and caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("snapkv:window_size=16", r"; try window=16\.$"),
+        ("snapkv:compression_ratio=0.9", r"; try @0\.1, the fraction that is kept\.$"),
+        ("kivi:nbits=4", r"; try bits=4\.$"),
+        ("snapkv:windw=4", r"; did you mean 'window'\?$"),
+    ],
+)
+def test_specs_know_the_same_terms(spec: str, message: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=message):
+        Policy.parse(spec)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_method_explains_its_options_and_keeps_its_signature(name: str) -> None:
+    _, cls = registry.lookup(name)
+    with pytest.raises(KVPolicyTypeError, match=f"{cls.__name__} must be"):
+        cls(no_such_option=1)
+    with pytest.raises(KVPolicyTypeError, match=f"{cls.__name__} must be given"):
+        cls(object())
+    signature = inspect.signature(cls)
+    assert list(signature.parameters) == [field.name for field in fields(cls) if field.init]
+    made = cls()
+    assert replace(made) == made == copy.deepcopy(made)
+
+
+def test_an_error_inside_a_call_stays_as_it_is() -> None:
+    with pytest.raises(TypeError, match=r"^inside$") as caught:
+        Own(primes=0)
+    assert not isinstance(caught.value, kvpolicy.KVPolicyError)
+    with pytest.raises(KVPolicyTypeError, match=r"SnapKV\.window must be an integer, got 'x'"):
+        SnapKV(window="x")  # pyright: ignore[reportArgumentType]
+
+
+def test_functions_keep_their_signatures() -> None:
+    assert str(inspect.signature(kvpolicy.attach)).startswith("(model: 'nn.Module', policy: 'Policy | str', *, budget:")
+    wrapped: list[Any] = [kvpolicy.attach, kvpolicy.plan, kvpolicy.speculate, kvpolicy.profile, kvpolicy.tiny]
+    for function in wrapped:
+        assert function.__doc__
+        with pytest.raises(KVPolicyTypeError, match=f"of {function.__name__} must be"):
+            function(no_such_argument=1)
+
+
+def test_dir_has_public_names_only() -> None:
+    assert dir(kvpolicy) == sorted(["__version__", *vars(kvpolicy)["__all__"]])
