@@ -6,6 +6,7 @@ of the columns; the source is that of the docstring unless the front matter name
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ def places(root: Path) -> list[Place]:
         # Selectors are not re-exported by their package.
         Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
         Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(built_in_classes("codec"))),
+        Place(path="kvpolicy/registry.py", name="summaries", text=_summaries()),
     ]
     for kind, names in BUILT_IN.items():
         kinds = f"{kind}s"
@@ -112,6 +114,12 @@ def _source(strategy: type[Any]) -> str:
     if not said.arxiv:
         return ""
     return f"{said.source.partition(' (')[0]}, [arXiv:{said.arxiv}](https://arxiv.org/abs/{said.arxiv})"
+
+
+def _summaries() -> str:
+    """The first sentence about each method, as entries of a dictionary."""
+    found = {name: read(registry.lookup(name)[1]).summary for names in BUILT_IN.values() for name in names}
+    return "".join(f"    {json.dumps(name)}: {json.dumps(said, ensure_ascii=False)},\n" for name, said in found.items())
 
 
 def _imports(modules: dict[str, str], indent: str = "") -> str:
