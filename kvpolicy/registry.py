@@ -119,9 +119,9 @@ SUMMARIES = {
     "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
     "drop": "Drop every token that is not kept, and leave the others as they are.",
     "merge": "Merge an evicted token into the kept token of the most similar key, and count both.",
-    "regress": "Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.",
+    "regress": "Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.",  # noqa: E501
     "d2o": "Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.",
-    "compensate": "Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.",
+    "compensate": "Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.",  # noqa: E501
     "plain": "Store every token in the dtype of the model.",
     "tokenwise": "Quantize each token separately, after normalizing the key channels.",
     "kivi": "Quantize keys per channel and values per token, both in groups.",
@@ -132,7 +132,7 @@ SUMMARIES = {
     "bfp": "Store short mantissas, with one exponent per block of channels.",
     "staircase": "Store tokens in 8 bits, then in 4, then in 2 as they age.",
     "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",
-    "mikv": "Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.",
+    "mikv": "Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.",  # noqa: E501
     "zipcache": "Quantize each token separately, with more bits for tokens of higher priority.",
     "all": "Read every kept token in every decode step.",
     "exact": "Read every key, and the values of the tokens with the largest attention weights.",

@@ -6,11 +6,11 @@
 
 A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
 
-Parts come in any order, at most one of each kind. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. A selector wraps a selector, and an allocator wraps a head allocator
-through its field `heads`. A spec contains no comma and no character that a shell would interpret. The type of a value
-is that of the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind;
-in a value of an allocator, a slash before the name of a head allocator is written `%2F`. `%` escapes everything except
-letters, digits and `_.-/`.
+Parts come in any order, at most one of each kind. A selector wraps a selector, and an allocator wraps a head allocator
+through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As it is written, a spec contains no
+comma and no character that a shell would interpret. The type of a value is that of the strategy's field. A string value
+may contain slashes if its strategy wraps no strategy of its own kind; in a value of an allocator, a slash before the
+name of a head allocator is written `%2F`. `%` escapes everything except letters, digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.

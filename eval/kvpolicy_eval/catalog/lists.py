@@ -22,6 +22,9 @@ from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
 
+MAX_COLUMNS = 120
+"""Of lines of code."""
+
 COLUMNS: dict[Kind, list[str]] = {
     "allocator": ["what it does", "input", "memory while prefilling", "source"],
     "head_allocator": ["what it does", "input", "source"],
@@ -119,7 +122,8 @@ def _source(strategy: type[Any]) -> str:
 def _summaries() -> str:
     """The first sentence about each method, as entries of a dictionary."""
     found = {name: read(registry.lookup(name)[1]).summary for names in BUILT_IN.values() for name in names}
-    return "".join(f"    {json.dumps(name)}: {json.dumps(said, ensure_ascii=False)},\n" for name, said in found.items())
+    lines = [f"    {json.dumps(name)}: {json.dumps(said, ensure_ascii=False)}," for name, said in found.items()]
+    return "".join(f"{line}{'  # noqa: E501' if len(line) > MAX_COLUMNS else ''}\n" for line in lines)
 
 
 def _imports(modules: dict[str, str], indent: str = "") -> str:
