@@ -97,6 +97,55 @@ BUILT_IN: dict[Kind, dict[str, str]] = {
 }
 """Module and class of each built-in strategy, by kind and name."""
 
+SUMMARIES = {
+    # generated: summaries
+    "uniform": "Give every layer the same budget.",
+    "pyramid": "Give early layers more budget than late ones, decreasing linearly.",
+    "squeeze": "Move budget away from layers whose attention barely changes its input.",
+    "even": "Give every head of a layer the same budget, in whole pages.",
+    "adakv": "Give more budget to heads whose attention is spread over many tokens.",
+    "duo": "Give streaming heads the room of sinks and recent tokens, and the other heads the rest.",
+    "full": "Keep every token: none is evicted, and generated tokens get additional slots.",
+    "window": "Keep the newest tokens.",
+    "streaming": "Keep the first tokens as attention sinks, and the newest tokens.",
+    "h2o": "Keep the newest tokens, and those that have received the most attention so far.",
+    "snapkv": "Keep the tokens that the last queries of the prompt attend to, with their neighbors.",
+    "tova": "Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.",
+    "probe": "Rank tokens by the mean attention of the probe queries that can attend to them.",
+    "scissorhands": "Evict the tokens that most of the recent queries have ignored.",
+    "expected": "Keep the tokens that queries to come are expected to attend to.",
+    "keydiff": "Keep the tokens whose keys differ most from the mean direction of all keys.",
+    "kvzip": "Keep the tokens that the model attends to when it repeats the context.",
+    "kvcrush": "Use part of the budget for representatives of the tokens that the base selector would evict.",
+    "drop": "Drop every token that is not kept, and leave the others as they are.",
+    "merge": "Merge an evicted token into the kept token of the most similar key, and count both.",
+    "regress": "Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.",  # noqa: E501
+    "d2o": "Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.",
+    "compensate": "Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.",  # noqa: E501
+    "plain": "Store every token in the dtype of the model.",
+    "tokenwise": "Quantize each token separately, after normalizing the key channels.",
+    "kivi": "Quantize keys per channel and values per token, both in groups.",
+    "gear": "Quantize, and store a low-rank approximation of the error and the outliers in full.",
+    "kvquant": "Quantize to calibrated levels, keys before the rotary embedding.",
+    "rotate": "Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.",
+    "turboquant": "Quantize each token separately: the direction of a key with fixed levels, a value by its range.",
+    "bfp": "Store short mantissas, with one exponent per block of channels.",
+    "staircase": "Store tokens in 8 bits, then in 4, then in 2 as they age.",
+    "csr": "Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.",
+    "mikv": "Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.",  # noqa: E501
+    "zipcache": "Quantize each token separately, with more bits for tokens of higher priority.",
+    "all": "Read every kept token in every decode step.",
+    "exact": "Read every key, and the values of the tokens with the largest attention weights.",
+    "quest": "Read the pages of tokens whose keys may have the largest product with the query.",
+    "labels": "Read the tokens whose keys have the largest product with the query in a few channels.",
+    "reuse": "Let some layers choose which tokens are read, and let the layers behind them read the same tokens.",
+    # /generated
+}
+"""The first sentence of each built-in strategy's docstring, so that `kvpolicy list` need not import it.
+
+`python -m kvpolicy_eval.catalog` writes it.
+"""
+
 
 def kinds() -> tuple[Kind, ...]:
     """The kinds of parts, in the order in which a spec is written; a head allocator is a part of an allocator."""

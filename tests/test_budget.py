@@ -17,7 +17,21 @@ def fill(target: list[float], total: int, floor: int = 1, ceiling: int = 10**6) 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("0.2", 0.2), ("1.0", 1.0), ("1", 1), ("2048", 2048), (".5", 0.5), ("1e-3", 0.001), ("512MiB", "512MiB")],
+    [
+        ("0.2", 0.2),
+        ("1.0", 1.0),
+        ("1", 1),
+        ("2048", 2048),
+        (".5", 0.5),
+        ("1e-3", 0.001),
+        ("512MiB", "512MiB"),
+        ("20%", 0.2),
+        ("100%", 1.0),
+        ("12.3%", 0.123),
+        (".5 %", 0.005),
+        (" 2048 ", 2048),
+        ("1.5 GiB", "1.5GiB"),
+    ],
 )
 def test_how_a_budget_is_written_decides_its_type(text: str, value: float | int | str) -> None:
     budget = parse_budget(text)
@@ -27,7 +41,29 @@ def test_how_a_budget_is_written_decides_its_type(text: str, value: float | int 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0.0", "1.5", "-1", "12parrots", "MiB", "0MiB", "nan", "inf", "1_0", "\u0661", "5 MiB"]
+    "text",
+    [
+        "",
+        "0",
+        "0.0",
+        "1.5",
+        "-1",
+        "12parrots",
+        "MiB",
+        "0MiB",
+        "nan",
+        "inf",
+        "1_0",
+        "\u0661",
+        "1 0",
+        "1 0MiB",
+        "0%",
+        "101%",
+        "2 0%",
+        "%",
+        "1e1%",
+        "-5%",
+    ],
 )
 def test_bad_budget_is_told(text: str) -> None:
     with pytest.raises(ValueError, match=r"budget must be|unit of a budget"):

@@ -20,6 +20,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec import grammar
+from kvpolicy.spec.errors import KVPolicyError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,33 @@ def test_values_are_typed_by_the_fields() -> None:
 def test_parts_come_in_any_order() -> None:
     assert Policy.parse("kivi:bits=4+pyramid") == Policy(codec=KIVI(bits=4), allocator=Pyramid())
     assert str(Policy.parse("kivi+pyramid")) == "pyramid+kivi"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "snapkv + tokenwise @ 20%",
+        " tokenwise+snapkv@0.20 ",
+        "snapkv\t+ tokenwise : bits = 4 @20 %",
+        "uniform + snapkv+tokenwise@20.0%",
+    ],
+)
+def test_spaces_and_percent_have_one_canonical_form(text: str) -> None:
+    policy = Policy.parse(text)
+    bits = ":bits=4" if "bits" in text else ""
+    assert str(policy) == str(Policy.parse(str(policy))) == str(Policy.parse(f"snapkv+tokenwise{bits}@0.2"))
+    assert policy == Policy.parse(f"snapkv+tokenwise{bits}@0.2")
+
+
+def test_spaces_around_a_whole_policy() -> None:
+    assert Policy.parse(" full ") == Policy()
+    assert Policy.parse("tuned : file = plan.json @ 10%") == Policy.parse("tuned:file=plan.json@0.1")
+
+
+@pytest.mark.parametrize("text", ["snap kv@0.2", "snapkv@0.2 0.3", "snapkv kivi@0.2", "snapkv@20%%", "snapkv@200%"])
+def test_other_spaces_and_percents_are_refused(text: str) -> None:
+    with pytest.raises(KVPolicyError):
+        Policy.parse(text)
 
 
 def test_left_wraps_right() -> None:
@@ -169,7 +197,7 @@ def test_the_least_budget_of_a_split(split: str, base: str) -> None:
         ("kivi@", "budget must be .*, got ''"),
         ("kivi@0.2@3", "budget"),
         ("kivi@2", "must have a selector"),
-        (" kivi", "did you mean 'kivi'"),
+        ("ki vi", "did you mean 'kivi'"),
         ("kivi:group_size=" + "9" * 9999, "must be an integer, got '9999"),
         ("streaming:sinks=2147483648", r"sinks must be below 2\^31 in magnitude, got 2147483648"),
         ("kvcrush:seed=" + "9" * 26, r"must be below 2\^31"),

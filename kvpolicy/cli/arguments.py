@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -11,6 +13,9 @@ from kvpolicy.spec.errors import KVPolicyError
 
 POLICY = "squeeze+kvcrush"
 """The default policy."""
+
+DEFAULT_PROMPT = 4096
+"""The default prompt length, for models that were trained for it."""
 
 Policy = Annotated[
     str,
@@ -61,9 +66,83 @@ Device = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 """Whether to print JSON with `formatting.as_json`. The default of the parameter is False."""
 
+_TOKENS = re.compile(r"([0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]{1,13})\s*([kKmM]?)")
+_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20}
+MOST_TOKENS = 2**40
+"""More tokens than this are a mistake."""
+
+
+def parse_tokens(text: str, least: int = 0) -> int:
+    """Read a number of tokens; a suffix k or m is that of context lengths, 1,024 or 1,048,576 tokens.
+
+    Args:
+        text: Such as `4096`, `4,096` or `128k`.
+        least: The smallest number that is allowed.
+
+    Raises:
+        BadParameter: If it is no such number.
+
+    >>> parse_tokens("4096"), parse_tokens("131,072"), parse_tokens("128k"), parse_tokens("1M")
+    (4096, 131072, 131072, 1048576)
+    """
+    match = _TOKENS.fullmatch(text.strip())
+    number = -1 if match is None else int(re.sub("[,_]", "", match[1])) * _SUFFIXES[match[2].lower()]
+    if not least <= number <= MOST_TOKENS:
+        raise typer.BadParameter(f"must be a number of tokens from {least}, such as 4096 or 128k, got {text!r}.")
+    return number
+
+
+def _tokens(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        return parse_tokens(str(text), least)  # Typer passes defaults through, too
+
+    return parse
+
+
 Batch = Annotated[int, typer.Option("--batch", min=1, max=2**16, metavar="ROWS", help="Batch size.")]
-Prompt = Annotated[int, typer.Option("--prompt", min=1, max=2**40, metavar="TOKENS", help="Prompt length of each row.")]
-New = Annotated[int, typer.Option("--new", min=0, max=2**40, metavar="TOKENS", help="Number of tokens to generate.")]
+Prompt = Annotated[
+    int | None,
+    typer.Option(
+        "--prompt",
+        parser=_tokens(1),
+        metavar="TOKENS",
+        help="Prompt length of each row, such as 4096 or 128k (k is 1,024). By default 4,096, or what the model was "
+        "trained for without the new tokens if that is less.",
+    ),
+]
+"""The default of the parameter is None, which `prompt_length` replaces."""
+
+New = Annotated[
+    int,
+    typer.Option("--new", parser=_tokens(0), metavar="TOKENS", help="Number of tokens to generate, such as 256 or 1k."),
+]
+
+Chunk = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk",
+        parser=_tokens(1),
+        metavar="TOKENS",
+        help="Tokens of a prompt that are prefilled at a time, as prefill_chunk_size of generate. By default all.",
+    ),
+]
+
+
+def prompt_length(given: int | None, new: int, trained: int | None) -> int:
+    """The prompt length to plan for.
+
+    Args:
+        given: What the user asked for, or None.
+        new: Number of tokens to generate.
+        trained: Positions that the model was trained for; None if they are not limited.
+
+    >>> prompt_length(None, 1024, 131072), prompt_length(None, 1024, 2048), prompt_length(9, 1024, 2048)
+    (4096, 1024, 9)
+    """
+    if given is not None:
+        return given
+    room = DEFAULT_PROMPT if trained is None else trained - new
+    return min(DEFAULT_PROMPT, room) if room > 0 else DEFAULT_PROMPT
 
 
 def parse_names(text: str) -> tuple[str, ...]:

@@ -7,11 +7,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpolicy.cli.model_names import TINY
+from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 """The dtypes in which attention can be computed."""
+
+SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Other names of dtypes, as configs of training and users write them."""
 
 
 def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True) -> tuple[Any, Any]:
@@ -36,8 +39,8 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
     weight_dtype: Any = "auto" if dtype == "auto" else dtype_of(dtype)
     target = _device(device)
     with _progress_bars_disabled():
-        if name == TINY:
-            model, tokenizer = tiny(torch.float32 if weight_dtype == "auto" else weight_dtype)
+        if name in EMBEDDED:
+            model, tokenizer = tiny(torch.float32 if weight_dtype == "auto" else weight_dtype, name=name)
         else:
             _check_name(name)
             model, tokenizer = _load_pretrained(name, weight_dtype, text)
@@ -45,14 +48,16 @@ def load(name: str, dtype: str = "auto", device: str = "", *, text: bool = True)
 
 
 def dtype_of(name: str) -> Any:
-    """Return the dtype of a name.
+    """Return the dtype of a name, such as `bfloat16` or `bf16`.
 
     Raises:
         KVPolicyError: If it is unknown, or attention cannot be computed in it.
     """
     import torch
 
-    dtype = getattr(torch, name, None) if name.isidentifier() else None
+    word = name.strip().lower().removeprefix("torch.")
+    word = SHORT.get(word, word)
+    dtype = getattr(torch, word, None) if word.isidentifier() else None
     if dtype not in [getattr(torch, known) for known in DTYPES]:
         raise KVPolicyError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}; try bfloat16.")
     return dtype

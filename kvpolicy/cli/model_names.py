@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from importlib.resources import files
 
+from kvpolicy.spec.embedded_names import EMBEDDED
+
 TINY = "tiny"
-"""The name of the embedded model."""
+"""The name of the embedded model that is the default."""
 
 
 def shipped() -> list[str]:
-    """Return the embedded model and the models whose configs ship with the package.
+    """Return the embedded models and the models whose configs ship with the package.
 
-    >>> shipped()
-    ['llama-2-70b', 'llama-3-70b', 'mixtral-8x7b', 'tiny']
+    >>> shipped()[-2:]
+    ['tiny', 'tiny-4k']
     """
     configs = files("kvpolicy") / "assets" / "configs"
-    return sorted([*(path.name.removesuffix(".json") for path in configs.iterdir()), TINY])
+    return sorted([*(path.name.removesuffix(".json") for path in configs.iterdir()), *EMBEDDED])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.cli.model_names import TINY
+from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 
 TRAINED_LENGTH = 1024
@@ -51,7 +52,7 @@ def read_prompt(prompt: str | None, file: str | None, model: str) -> tuple[str, 
         text = _check_argument(prompt)
     else:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
-        if not text and model == TINY:
+        if not text and model in EMBEDDED:
             return sample(), True
         if not text:
             raise KVPolicyError(

@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._constants import constant
+from kvpolicy.codecs._constants import constant, constant_result
 
 
 def mix(x: Tensor, seed: int | None = None) -> Tensor:
@@ -82,7 +82,7 @@ def _transform(x: Tensor, odd: int, cosines: Tensor) -> Tensor:
     return x.flatten(-2)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _matrix(width: int, seed: int | None, device: torch.device) -> Tensor:
     def make() -> Tensor:
         # The transform of the unit vectors, which are rows here, gives the columns of the matrix.
@@ -94,7 +94,7 @@ def _matrix(width: int, seed: int | None, device: torch.device) -> Tensor:
     return constant(("matrix", width, seed), device, make)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _signs(width: int, seed: int, device: torch.device) -> Tensor:
     def make() -> Tensor:
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -103,7 +103,7 @@ def _signs(width: int, seed: int, device: torch.device) -> Tensor:
     return constant(("signs", width, seed), device, make)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _cosines(odd: int, device: torch.device) -> Tensor:
     return constant(("cosines", odd), device, lambda: _cosine_matrix(odd))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
-from kvpolicy.codecs._constants import constant
+from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
@@ -200,7 +200,7 @@ def _norm(x: Tensor) -> Tensor:
     return square.sqrt()
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _levels(bits: int, device: torch.device) -> Tensor:
     """`normal_levels` as fp32."""
     return constant(("normal levels", bits), device, lambda: torch.tensor(normal_levels(bits), device="cpu"))

@@ -21,6 +21,7 @@ from kvpolicy.engine.pages import (
     from_pages,
     owned_by,
     page_table,
+    paged_layout,
     place_tokens,
     write_pages,
 )
@@ -30,7 +31,7 @@ from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.state import join_states, map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import SINGLE_RANK, Codec, DecodeMode, HeadAllocator, Layout, Ranks, Selector, State, View
+from kvpolicy.protocols import SINGLE_RANK, Codec, DecodeMode, HeadAllocator, Ranks, Selector, State, View
 
 
 class CodedPagedStore(PagedStore):
@@ -280,8 +281,3 @@ def paged_store(
     """An empty store of a layer whose heads have budgets of their own, whatever its codec."""
     kind = CodedPagedStore if codec.stages else PagedStore
     return kind(layer_idx, selector, codec, decode, head_allocator)
-
-
-def paged_layout(buffer: int, pages: int, size: int, heads: int) -> Layout:
-    """The slots of an average head: those of its buffer, and those of its pages."""
-    return Layout(buffer, (-(-pages * size // max(1, heads)),))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.slot_writes import put
+from kvpolicy.protocols import Layout
 from kvpolicy.spec.page_sizes import page_size
 
 
@@ -285,3 +286,8 @@ def best_slot(values: Tensor, owner: Tensor, heads: int) -> Tensor:
     best, offset = values.max(-1)
     page = best[:, None].masked_fill(~owned_by(owner, heads), -2).argmax(-1)
     return (page * size + offset.gather(-1, page))[..., None]
+
+
+def paged_layout(buffer: int, pages: int, size: int, heads: int) -> Layout:
+    """The slots of an average head: those of its buffer, and those of its pages."""
+    return Layout(buffer, (-(-pages * size // max(1, heads)),))

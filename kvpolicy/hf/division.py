@@ -104,6 +104,11 @@ def divide_budget(
         full_nbytes=seen * shape.token_nbytes * len(indices) + sum(alone.values()),
         note=plan_notes(policy, layers, tokens.keep, length),
         resident_nbytes=planned_resident(policy, tuple(indices), store.ranks.held),
-        peak_nbytes=prefill_peak(policy, batch, shape, sizes, columns, sum(alone.values())),
+        peak_nbytes=prefill_peak(
+            policy, batch, shape, sizes, columns, model.unmanaged_prefill_bytes(batch, columns, columns)
+        ),
+        prefill=model.prefill(policy, layers, columns),
+        full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices)
+        + model.unmanaged_prefill_bytes(batch, columns, columns),
     )
     return Division(tokens, plan, end)

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvpolicy.hf.shipped import SHIPPED as SHIPPED
+from kvpolicy.hf.shipped import ShippedConfig, config_file, shipped_config, shipped_name
+from kvpolicy.registry import suggest
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.embedded_names import EMBEDDED, EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
@@ -16,8 +19,8 @@ from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SHIPPED = ("llama-2-70b", "llama-3-70b", "mixtral-8x7b", "tiny")
-"""Names of the configs that ship with the package."""
+HUB_TIMEOUT = 5.0
+"""Seconds to wait for the Hub before a name is refused."""
 
 
 @named_arguments
@@ -58,8 +61,8 @@ def config_of(name: str) -> Any:
     """Load a config that ships with the package, or as transformers does.
 
     Args:
-        name: `llama-2-70b`, `llama-3-70b`, `mixtral-8x7b` or `tiny`, which ship with the package; or a folder, a
-            `config.json`, or the name of a model on the Hub.
+        name: One that ships with the package, such as `llama-3.1-8b` (`SHIPPED` has them all); or a folder, a
+            `config.json`, or the name of a model on the Hub, which is asked once.
 
     Raises:
         KVPolicyError: If there is none.
@@ -71,21 +74,42 @@ def config_of(name: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if name not in SHIPPED and _is_path(name) and not Path(name).exists():
+    shipped = shipped_name(name)
+    if shipped is None and _is_path(name) and not Path(name).exists():
         raise KVPolicyError(f"The config must be an existing file or folder, got {name}.")
-    assets = files("kvpolicy") / "assets"
-    shipped = assets / "tiny" / "config.json" if name == "tiny" else assets / "configs" / f"{name}.json"
     try:
-        if name in SHIPPED:
-            with as_file(shipped) as path:
+        if shipped is not None:
+            with as_file(config_file(shipped)) as path:
                 return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if not Path(name).exists():
+            _ask_hub(name)
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = shorten(str(error), 300, placeholder=" ...").rstrip(".") or type(error).__name__
         raise KVPolicyError(
             f"The config must be {', '.join(SHIPPED)}, a folder, a config.json or a name on the Hub, got {name} "
-            f"({reason})."
+            f"({reason}){suggest(name.rpartition('/')[2], SHIPPED)}"
         ) from error
+
+
+def _ask_hub(name: str) -> None:
+    """Ask the Hub once whether it has a model, unless its config is in the local cache.
+
+    transformers would ask six times, with pauses of up to 8 seconds.
+
+    Raises:
+        OSError: If it has not, or does not answer.
+        ValueError: If there can be no such name.
+    """
+    from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str) or constants.HF_HUB_OFFLINE:
+        return
+    url = hf_hub_url(name, "config.json")
+    try:
+        get_hf_file_metadata(url, token=get_token(), timeout=HUB_TIMEOUT)
+    except Exception as error:  # huggingface_hub passes on the errors of its HTTP library, which it has changed
+        raise OSError(f"the Hub does not have it, or cannot be reached: {error}") from error
 
 
 def _is_path(name: str) -> bool:
@@ -95,6 +119,8 @@ def _is_path(name: str) -> bool:
 def as_config(config: Any) -> Any:
     """A transformers config as it is, the one of a model, or the one of a name.
 
+    A config that ships with the package is read without transformers.
+
     Raises:
         KVPolicyTypeError: If it is none of these.
         KVPolicyError: If there is no config of that name.
@@ -103,6 +129,11 @@ def as_config(config: Any) -> Any:
         >>> as_config("llama-2-70b").num_hidden_layers
         80
     """
+    shipped = shipped_name(config) if isinstance(config, str) else None
+    if shipped is not None:
+        return shipped_config(shipped)
+    if isinstance(config, ShippedConfig):
+        return config
     found: Any = config_of(config) if isinstance(config, str) else getattr(config, "config", config)
     if not hasattr(found, "get_text_config"):
         raise KVPolicyTypeError(

@@ -24,7 +24,8 @@ def heads_of(config: Any, rank: int, size: int) -> Heads:
         range(0, 4)
     """
     shape = describe(config).shape
-    return Heads.shard(int(config.num_attention_heads), shape.heads, shape.head_dim, rank=rank, size=size)
+    queries = int(config.get_text_config(decoder=True).num_attention_heads)
+    return Heads.shard(queries, shape.heads, shape.head_dim, rank=rank, size=size)
 
 
 def check_shardable(config: Any, backend: str, size: int) -> None:
@@ -43,5 +44,5 @@ def check_shardable(config: Any, backend: str, size: int) -> None:
         raise KVPolicyError(
             "Weights must not be quantized to be sharded; load a checkpoint in bfloat16, float16 or float32."
         )
-    queries = int(config.num_attention_heads)
+    queries = int(config.get_text_config(decoder=True).num_attention_heads)
     check_heads(config.model_type, backend, queries=queries, keys=describe(config).shape.heads, size=size)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpolicy.hf.discovery import attention_classes, check_attention_class, no_single_stack, not_causal
+from kvpolicy.hf.shipped import ShippedConfig
+from kvpolicy.hf.widths import widths_of
+from kvpolicy.planning.activations import Prefill, Widths
+from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tuned import resolve
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape, ModelInfo
@@ -25,6 +29,7 @@ class ModelShape:
         evictable: Layers that a policy manages.
         unmanaged: Unmanaged layers, which bound their own cache, and their sliding windows.
         unmanaged_shapes: Shapes of the keys of each unmanaged layer.
+        widths: Widths of the tensors of a forward on one rank.
     """
 
     shape: LayerShape
@@ -32,6 +37,7 @@ class ModelShape:
     evictable: list[int]
     unmanaged: dict[int, int]
     unmanaged_shapes: dict[int, LayerShape]
+    widths: Widths
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
         """What a codec may know of the model.
@@ -56,6 +62,40 @@ class ModelShape:
         tokens = {index: batch * min(columns, window - 1) for index, window in self.unmanaged.items()}
         return {index: count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items()}
 
+    def unmanaged_prefill_bytes(self, batch: int, columns: int, chunk: int) -> int:
+        """Bytes of all unmanaged layers while a prompt is prefilled.
+
+        A layer of transformers holds the last chunk until the next token comes, and the window before it.
+
+        Args:
+            batch: Rows.
+            columns: Tokens of the prompt.
+            chunk: Tokens that are prefilled at a time.
+        """
+        tokens = {index: batch * min(columns, window - 1 + chunk) for index, window in self.unmanaged.items()}
+        return sum(count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items())
+
+    def prefill(self, policy: Policy, layers: Sequence[LayerPlan], columns: int, chunk: int | None = None) -> Prefill:
+        """What the activations of a prefill follow from.
+
+        Args:
+            policy: The policy.
+            layers: The plan of each layer under it.
+            columns: Tokens of the longest prompt.
+            chunk: Tokens that are prefilled at a time; None for all.
+        """
+        windows = {(window, self.unmanaged_shapes[index]) for index, window in self.unmanaged.items()}
+        return Prefill(
+            policy=policy,
+            shape=self.shape,
+            widths=self.widths,
+            windows=tuple(windows),
+            columns=columns,
+            chunk=min(chunk or columns, columns),
+            slots=max(layer.layout.slots for layer in layers),
+            coded=max(sum(layer.layout.coded) for layer in layers),
+        )
+
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:
     """Describe a model's cache from its config.
@@ -69,34 +109,12 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         KVPolicyError: If a policy does not support the model.
     """
     text = config.get_text_config(decoder=True)
-    if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
-        raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
-    if getattr(text, "kv_lora_rank", None):
-        raise KVPolicyError(
-            f"The model must cache keys and values, got {text.model_type}, which caches latent vectors (MLA); use a "
-            "model with multi-head or grouped-query attention."
-        )
-    if text.model_type == "falcon" and text.alibi:
-        raise KVPolicyError("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
-    if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
-        raise not_causal(text.model_type)
-    if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
-        raise KVPolicyError(
-            f"A JetMoE must have one expert per token, got {text.num_experts_per_tok}: it repeats its KV heads for "
-            "each of them, and a policy would store every copy."
-        )
-    # GPT-NeoX and others are causal with is_decoder=False, so it counts only for models that predict masked tokens.
-    if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
-        raise KVPolicyError(
-            f"The model must be a decoder-only causal language model, got {text.model_type}, which is not causal."
-        )
-    if text.num_hidden_layers < 1:
-        raise KVPolicyError(
-            f"The config must have at least one layer, got {text.num_hidden_layers} for {text.model_type}."
-        )
+    if not isinstance(config, ShippedConfig):
+        _check_supported(config, text)
     # A vision tower or other parts have configs of their own; only the text decoder has the cache.
     evictable, windows = _sort_layers(text)
-    wanted = dtype or getattr(text, "dtype", None) or torch.get_default_dtype()
+    # Of a model of several parts, the whole config has the dtype.
+    wanted = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):
         wanted = getattr(torch, wanted)
     sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
@@ -125,7 +143,37 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
+        widths=widths_of(text, tp),
     )
+
+
+def _check_supported(config: Any, text: Any) -> None:
+    """Raise KVPolicyError if a policy does not support the model of a config of transformers."""
+    if getattr(config, "is_encoder_decoder", False) or _has_encoder(text.model_type):
+        raise KVPolicyError("The model must be a decoder-only causal language model, got an encoder-decoder model.")
+    if getattr(text, "kv_lora_rank", None):
+        raise KVPolicyError(
+            f"The model must cache keys and values, got {text.model_type}, which caches latent vectors (MLA); use a "
+            "model with multi-head or grouped-query attention."
+        )
+    if text.model_type == "falcon" and text.alibi:
+        raise KVPolicyError("A Falcon must use rotary embeddings, got one with ALiBi, which is not supported.")
+    if getattr(text, "cross_attention_layers", None) or getattr(text, "add_cross_attention", False):
+        raise not_causal(text.model_type)
+    if text.model_type == "jetmoe" and text.num_experts_per_tok > 1:
+        raise KVPolicyError(
+            f"A JetMoE must have one expert per token, got {text.num_experts_per_tok}: it repeats its KV heads for "
+            "each of them, and a policy would store every copy."
+        )
+    # GPT-NeoX and others are causal with is_decoder=False, so it counts only for models that predict masked tokens.
+    if getattr(text, "is_decoder", None) is False and _fills_masks(text.model_type):
+        raise KVPolicyError(
+            f"The model must be a decoder-only causal language model, got {text.model_type}, which is not causal."
+        )
+    if text.num_hidden_layers < 1:
+        raise KVPolicyError(
+            f"The config must have at least one layer, got {text.num_hidden_layers} for {text.model_type}."
+        )
 
 
 def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
@@ -150,6 +198,8 @@ def check_class(config: Any) -> None:
     Raises:
         KVPolicyError: If it is a class of transformers whose attention cannot be replaced.
     """
+    if isinstance(config, ShippedConfig):
+        return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     text = config.get_text_config(decoder=True)
@@ -201,8 +251,13 @@ def _fills_masks(model_type: str) -> bool:
 
 def _sort_layers(text: Any) -> tuple[list[int], dict[int, int]]:
     """The layers that a policy can manage, and the sliding windows of the others, by layer."""
+    if isinstance(text, ShippedConfig):
+        windows = text.windows()
+        return [index for index in range(text.num_hidden_layers) if index not in windows], windows
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
     evictable: list[int] = []
-    windows: dict[int, int] = {}
+    windows = {}
     # transformers decides the kind of each layer's cache, so ask it instead of reading `layer_types`. Its cache is
     # empty if all layers are of the default kind.
     stock = DynamicCache(config=text).layers or [DynamicLayer() for _ in range(text.num_hidden_layers)]

@@ -31,6 +31,7 @@ def plan(
     dtype: torch.dtype | None = None,
     tp: int = 1,
     backend: str | None = None,
+    chunk: int | None = None,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -43,9 +44,11 @@ def plan(
         dtype: Dtype of keys and values; the config's own by default.
         tp: The tensor parallel size; the plan is of the rank that holds the most.
         backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
+        chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
 
     Returns:
-        The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides.
+        The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
+        is in use at most while the prompt is prefilled.
 
     Raises:
         KVPolicyError: If the budget is too small, a size is out of range, or the model is not supported.
@@ -66,6 +69,7 @@ def plan(
     batch = check_size("batch", batch, 1)
     new = check_size("new", new, 0)
     tp = check_size("tp", tp, 1)
+    chunk = None if chunk is None else check_size("chunk", chunk, 1)
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     check_class(config)
@@ -84,6 +88,8 @@ def plan(
     )
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
+    columns = max(lengths)
+    prefilled = model.unmanaged_prefill_bytes(batch, columns, chunk or columns)
     notes = (
         plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures),
         beyond_trained_length(prompt_len, new, trained_positions(config)),
@@ -99,7 +105,9 @@ def plan(
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
         tp=tp,
         peak_nbytes=prefill_peak(
-            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], max(lengths), unmanaged_nbytes
+            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], columns, prefilled, chunk
         ),
+        prefill=model.prefill(policy, layers, columns, chunk),
+        full_peak_nbytes=model.token_bytes() * batch * columns * len(shapes) + prefilled,
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from kvpolicy.hf.heads import check_shardable, heads_of
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.shipped import ShippedConfig, Skeleton
 from kvpolicy.parallel.sharding import FAMILIES, slots
 from kvpolicy.parallel.weights import Weights
 from kvpolicy.spec.arguments import named_arguments
@@ -78,6 +79,8 @@ def weights_per_rank(
 
 def _skeleton(config: Any) -> Any:
     """The model on the meta device."""
+    if isinstance(config, ShippedConfig):
+        return Skeleton(config)
     from transformers import AutoModelForCausalLM
 
     try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpolicy.engine.coded_pages import paged_layout
-from kvpolicy.engine.pages import Pages, row_pages
+from kvpolicy.engine.pages import Pages, paged_layout, row_pages
 from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes, step_bytes
 from kvpolicy.planning.result import READ_KINDS, LayerPlan

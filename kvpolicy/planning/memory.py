@@ -163,9 +163,15 @@ def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: 
 
 
 def prefill_peak(
-    policy: Policy, batch: int, shape: LayerShape, layers: Sequence[int], columns: int, unmanaged_nbytes: int
+    policy: Policy,
+    batch: int,
+    shape: LayerShape,
+    layers: Sequence[int],
+    columns: int,
+    unmanaged_nbytes: int,
+    chunk: int | None = None,
 ) -> int:
-    """The most bytes that a cache holds while a prompt is prefilled in one piece.
+    """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
     A layer's prompt is compressed as soon as its budget is known. With an allocator that measures layers, and with a
     selector that replays the context, every layer holds its prompt until the last has run.
@@ -176,9 +182,11 @@ def prefill_peak(
         shape: Shape of the keys of a layer.
         layers: Bytes of each layer once it is compressed.
         columns: Tokens of the longest prompt, padding of other rows included.
-        unmanaged_nbytes: Bytes of the layers that are not under the policy.
+        unmanaged_nbytes: Bytes of the layers that are not under the policy, while the prompt is prefilled.
+        chunk: Tokens that are prefilled at a time; None for all.
     """
     prompt = batch * columns * shape.token_nbytes
+    piece = batch * min(chunk or columns, columns) * shape.token_nbytes
     replay = policy.replay
     if replay is not None:
         # A score of each token and head, and the ids, validity and next position of the replayed text; one chunk of
@@ -187,7 +195,9 @@ def prefill_peak(
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
         return len(layers) * (prompt + scores) + text + chunk + unmanaged_nbytes
-    if policy.layer_metric:
-        return len(layers) * prompt + unmanaged_nbytes
+    if policy.layer_metric:  # layers are measured in the first chunk
+        return max(len(layers) * piece, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
+    if piece < prompt:  # all layers hold what was kept of the chunks before
+        return sum(layers) + piece + unmanaged_nbytes
     # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.
     return max(sum(layers[:number]) + prompt for number in range(len(layers))) + unmanaged_nbytes

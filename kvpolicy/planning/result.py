@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from kvpolicy.engine.pages import Pages
 from kvpolicy.parallel.weights import Weights
+from kvpolicy.planning.activations import Prefill
+from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 from kvpolicy.spec.tables import (
@@ -79,6 +81,8 @@ class CachePlan:
         weights: The weights of the model on that rank, if they were counted.
         peak_nbytes: The most bytes of keys and values, and of what the cache holds besides, while the prompt is
             prefilled: those of the whole prompt in all layers if these wait for a measurement or a replay, else in one.
+        prefill: What the activations of the prefill follow from; None if they are unknown, and count as nothing.
+        full_peak_nbytes: Bytes of the stock cache at the end of the prefill.
     """
 
     policy: Policy
@@ -92,6 +96,23 @@ class CachePlan:
     tp: int = 1
     weights: Weights | None = None
     peak_nbytes: int = 0
+    prefill: Prefill | None = None
+    full_peak_nbytes: int = 0
+
+    @property
+    def activation_nbytes(self) -> int:
+        """The most bytes that a forward of the prefill holds besides weights and cache: its largest activations."""
+        return 0 if self.prefill is None else self.prefill.activation_bytes(self.batch)
+
+    @property
+    def prefill_nbytes(self) -> int:
+        """The most bytes in use while the prompt is prefilled: weights, if counted, the cache, and activations."""
+        return self._needed(self.batch, prefill=True)
+
+    @property
+    def full_prefill_nbytes(self) -> int:
+        """The same with the stock cache, which keeps every token."""
+        return self._full_needed(self.batch, prefill=True)
 
     @property
     def moved(self) -> int:
@@ -112,18 +133,40 @@ class CachePlan:
         return kinds | ({"unmanaged": sum(self.unmanaged.values())} if self.unmanaged else {})
 
     def largest_batch(self, memory: int) -> int:
-        """The most rows like these whose cache fits into `memory` bytes of a rank.
+        """The most rows like these that fit into `memory` bytes of a rank, while their prompts are prefilled and after.
 
-        If the plan has counted weights, they and the calibration tensors are subtracted from `memory` first.
-        Activations, and the uncompressed cache of a prompt during its forward, are not counted. With a budget in
-        bytes, every row is assumed to take as much as a row of this plan.
+        If the plan has counted weights, they and the calibration tensors are subtracted from `memory` first. With a
+        budget in bytes, every row is assumed to take as much as a row of this plan.
         """
-        used = self.weights.nbytes + self.resident_nbytes if self.weights else 0
-        return _rows(memory - used, self.nbytes, self.batch)
+        return self._rows(memory, self._needed, self.nbytes)
 
     def full_largest_batch(self, memory: int) -> int:
-        """The most rows whose stock cache, which keeps every token, fits into `memory` bytes of a rank."""
-        return _rows(memory - (self.weights.nbytes if self.weights else 0), self.full_nbytes, self.batch)
+        """The most such rows with the stock cache, which keeps every token."""
+        return self._rows(memory, self._full_needed, self.full_nbytes)
+
+    def _rows(self, memory: int, needed: Callable[..., int], nbytes: int) -> int:
+        most = max(memory, 0) * self.batch // max(nbytes, 1)
+        return largest(lambda rows: max(needed(rows, prefill=True), needed(rows, prefill=False)) <= memory, 0, most)
+
+    def _needed(self, rows: int, *, prefill: bool) -> int:
+        """Bytes in use with so many rows, during the prefill or while they are generated."""
+        used = self.weights.nbytes + self.resident_nbytes if self.weights else 0
+        if rows == 0:
+            return used
+        held = self.peak_nbytes if prefill else self.nbytes
+        if self.prefill is not None:
+            used += self.prefill.activation_bytes(rows) if prefill else self.prefill.step_bytes(rows)
+        return used + -(-held * rows // self.batch)
+
+    def _full_needed(self, rows: int, *, prefill: bool) -> int:
+        """The same with the stock cache."""
+        used = self.weights.nbytes if self.weights else 0
+        if rows == 0:
+            return used
+        held = self.full_peak_nbytes if prefill else self.full_nbytes
+        if self.prefill is not None:
+            used += self.prefill.stock_activation_bytes(rows) if prefill else self.prefill.step_bytes(rows)
+        return used + -(-held * rows // self.batch)
 
     def __repr__(self) -> str:
         """One line: policy, layers and bytes."""
@@ -190,8 +233,3 @@ def _notes(plan: CachePlan) -> list[str]:
     if plan.policy.reads_part:
         notes.append(moved_note(plan.moved, sum(layer.all_moved for layer in plan.layers)))
     return [*notes, plan.note] if plan.note else notes
-
-
-def _rows(memory: int, nbytes: int, batch: int) -> int:
-    """The number of rows that fit if `batch` of them take `nbytes`."""
-    return max(memory, 0) * batch // nbytes

@@ -100,7 +100,7 @@ class Policy:
             >>> Policy.parse("full") == Policy()
             True
         """
-        if text is None or text in _IDENTITY:
+        if text is None or text.strip() in _IDENTITY:
             return cls()
         whole = whole_policy(grammar.first_name(text))
         if whole is not None:

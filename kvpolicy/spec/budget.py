@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from decimal import Decimal
 from numbers import Integral, Real
 from typing import cast
 
@@ -19,8 +20,9 @@ Budget = float | int | str
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS = _DECIMAL | {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _FRACTION = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
+_PERCENT = re.compile(r"([0-9]{1,3}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*%")
 _TOKENS = re.compile(r"[0-9]{1,1000}")
-_BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([A-Za-z]+)")
+_BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]+)")
 _MAX_TOKENS = 10**18
 _TOLERANCE = 1e-9  # fractional tokens that differ by less are equal
 
@@ -29,7 +31,8 @@ def parse_budget(text: str) -> Budget:
     """Read a budget; the way it is written decides its type.
 
     Args:
-        text: `0.2` (a fraction), `2048` (tokens) or `512MiB` (bytes). `1` is one token and `1.0` is the whole prompt.
+        text: `0.2` or `20%` (a fraction), `2048` (tokens) or `512MiB` (bytes). `1` is one token and `1.0` is the whole
+            prompt.
 
     Raises:
         KVPolicyError: If it is none of these, or out of range.
@@ -37,13 +40,19 @@ def parse_budget(text: str) -> Budget:
     Examples:
         >>> parse_budget("0.2"), parse_budget("2048"), parse_budget("1.5GiB")
         (0.2, 2048, '1.5GiB')
+        >>> parse_budget("20%"), parse_budget("512 MiB")
+        (0.2, '512MiB')
     """
+    text = text.strip()
     if _TOKENS.fullmatch(text):
         return check_budget(int(text))
     if _FRACTION.fullmatch(text):
         return check_budget(float(text))
+    percent = _PERCENT.fullmatch(text)
+    if percent is not None:
+        return check_budget(float(Decimal(percent[1]) / 100))  # in decimals: 12.3 / 100 is not the float 0.123
     bytes_of(text)
-    return str(text)
+    return "".join(text.split())
 
 
 def check_budget(budget: object) -> Budget:
@@ -110,7 +119,7 @@ def bytes_of(text: str) -> int:
 def _must_be(got: str) -> str:
     return (
         "The budget must be a fraction of the prompt in (0, 1], a number of tokens from 1, or a number of bytes from "
-        f"1B, got {got}; try 0.2, 2048 or 512MiB."
+        f"1B, got {got}; try 0.2, 20%, 2048 or 512MiB."
     )
 
 

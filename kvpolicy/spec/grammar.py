@@ -7,10 +7,10 @@
 A policy that is made from a file stands alone: `tuned:file=plan.json@0.1`.
 
 Parts come in any order, at most one of each kind. A selector wraps a selector, and an allocator wraps a head allocator
-through its field `heads`. A spec contains no comma and no character that a shell would interpret. The type of a value
-is that of the strategy's field. A string value may contain slashes if its strategy wraps no strategy of its own kind;
-in a value of an allocator, a slash before the name of a head allocator is written `%2F`. `%` escapes everything except
-letters, digits and `_.-/`.
+through its field `heads`. Spaces around `+`, `/`, `:`, `=` and `@` are ignored. As it is written, a spec contains no
+comma and no character that a shell would interpret. The type of a value is that of the strategy's field. A string value
+may contain slashes if its strategy wraps no strategy of its own kind; in a value of an allocator, a slash before the
+name of a head allocator is written `%2F`. `%` escapes everything except letters, digits and `_.-/`.
 
 A strategy whose options or values were renamed declares the former names, which still parse: `ALIASES` maps an option
 to its present name, and `VALUE_ALIASES` the values of an option, by its present name, to the present values.
@@ -38,6 +38,7 @@ _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
 WRAPPING = ("base", "heads")
 """The fields through which a strategy wraps another."""
 
+_SPACES = re.compile(r"\s*([+/:=@])\s*")
 _NAME = re.compile(r"[^:/=]*")
 _INT = re.compile(r"-?[0-9]{1,1000}")
 _FLOAT = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e-?[0-9]+)?")
@@ -59,8 +60,10 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
 
     >>> parse("pyramid:beta=10@512MiB")
     ({'allocator': Pyramid(beta=10.0, heads=None)}, '512MiB')
+    >>> parse("pyramid + window @ 20%") == parse("pyramid+window@0.2")
+    True
     """
-    body, at, amount = text.partition("@")
+    body, at, amount = without_spaces(text).partition("@")
     parts: dict[Kind, Any] = {}
     for part in body.split("+"):
         if not part.strip():
@@ -80,6 +83,16 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
     return parts, parse_budget(amount) if at else None
 
 
+def without_spaces(text: str) -> str:
+    """A spec without the spaces that have no meaning: at its ends, and around the characters that separate its parts.
+
+    Examples:
+        >>> without_spaces(" snapkv + kivi: bits=4 @ 20% ")
+        'snapkv+kivi:bits=4@20%'
+    """
+    return _SPACES.sub(r"\1", text.strip())
+
+
 def first_name(text: str) -> str:
     """The name at the beginning of a spec.
 
@@ -87,7 +100,7 @@ def first_name(text: str) -> str:
         >>> first_name("tuned:file=plan.json@0.1")
         'tuned'
     """
-    return re.split(r"[:/=+@]", text, maxsplit=1)[0]
+    return re.split(r"[:/=+@]", without_spaces(text), maxsplit=1)[0]
 
 
 def parse_alone(name: str, cls: type[Any], text: str) -> tuple[Any, Budget | None]:
@@ -104,7 +117,7 @@ def parse_alone(name: str, cls: type[Any], text: str) -> tuple[Any, Budget | Non
     Raises:
         KVPolicyError: If the text is not a valid spec.
     """
-    body, at, amount = text.partition("@")
+    body, at, amount = without_spaces(text).partition("@")
     if "+" in body:
         raise KVPolicyError(f"{name!r} sets every part of a policy and must stand alone, got {shorten(text)!r}.")
     rest = body.removeprefix(name)

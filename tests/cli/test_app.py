@@ -199,7 +199,7 @@ def test_completion_has_a_script(
         ("explain kvcrush:split=0.5/kvc", ["kvcrush:split=0.5/kvcrush"]),
         ("explain squeeze+h2o+s", ["squeeze+h2o+staircase"]),
         ("explain h2o pl", []),
-        ("plan llama", ["llama-2-70b", "llama-3-70b"]),
+        ("plan llama-3", ["llama-3-70b", "llama-3.1-8b", "llama-3.2-1b"]),
         ("list code", ["codecs"]),
         ("bench full h2", ["h2o"]),
         ("bench --model ti", ["tiny"]),

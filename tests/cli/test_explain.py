@@ -18,7 +18,9 @@ Facts = Callable[..., dict[str, Any]]
 
 
 def output(run: Run, line: str) -> str:
-    return " ".join(run(f"explain {line}").split())
+    """The output for a prompt of 4,096 tokens, whatever the model was trained for."""
+    prompt = "" if "--prompt" in line else " --prompt 4096"
+    return " ".join(run(f"explain {line}{prompt}").split())
 
 
 def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
@@ -75,6 +77,13 @@ def test_every_part_is_explained_with_the_bytes_of_the_plan(name: str, facts: Fa
     assert all(re.search(r"[0-9a-z]", sentence) for sentence in part["here"])
 
 
+def test_a_bare_command_does_not_warn_of_its_own_defaults(run: Run) -> None:
+    """Not even for a model of fewer positions than the usual prompt; a prompt that was asked for is warned of."""
+    for line in ("explain", "plan", "explain full llama-2-70b"):
+        assert "exceed" not in run(line)
+    assert "exceed the" in run("plan tiny --prompt 128k")
+
+
 def test_a_selector_that_cannot_rank_unseen_tokens(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     def priority(*args: object) -> Any:
         raise AssertionError("nothing was seen")
@@ -93,6 +102,10 @@ def test_a_selector_that_cannot_rank_unseen_tokens(monkeypatch: pytest.MonkeyPat
         ("window@0.2 no/such/model", "got no/such/model"),
         ("csr llama-2-70b", "made for another model"),
         ("window@1B", "budget must be at least"),
+        (
+            "full tiny --prompt many",
+            "a number of tokens from 1, such as 4096 or 128k, got 'many'. Try kvpolicy explain",
+        ),
         ("full tiny --dtype int8", "--dtype must be one of bfloat16, float16, float32, float64, got 'int8'"),
         ("full tiny --dtype Tensor", "--dtype must be one of bfloat16, float16, float32, float64, got 'Tensor'"),
     ],

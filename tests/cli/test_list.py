@@ -33,13 +33,20 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
 
 
 def test_every_name_is_listed_under_its_kind(run: Run, facts: Facts) -> None:
-    lines = run("list").splitlines()
+    lines = [line.split()[0] for line in run("list").splitlines() if line.startswith("  ")]
     found = facts("list")["strategies"]
     assert {entry["name"] for entry in found} == set(registry.names())
     for entry in found:
-        assert f"  {entry['name']}" in lines
+        assert entry["name"] in lines
+        assert f"  {entry['name']}" in run(f"list {entry['name']}").splitlines()
         assert registry.lookup(entry["name"])[0] == entry["kind"]
         assert entry["summary"].endswith(".") and len(entry["summary"]) < 120
+
+
+def test_first_sentences_are_those_of_the_docstrings() -> None:
+    """Without a method more or less: `python -m kvpolicy_eval.catalog` writes them."""
+    found = {name: read(registry.lookup(name)[1]).summary for table in registry.BUILT_IN.values() for name in table}
+    assert found == registry.SUMMARIES
 
 
 def test_parameters_are_those_of_the_grammar(facts: Facts) -> None:
@@ -97,6 +104,8 @@ def test_plug_ins_are_listed_even_if_one_is_broken(plugins: list[EntryPoint], ru
     assert found["mine"]["summary"] == found["plain"]["summary"]
     assert "could not be imported" in found["broken"]["error"]
     assert "Cannot be loaded" in run("list codecs") and "kivi" in found
+    overview = " ".join(run("list").split())
+    assert f"mine {found['plain']['summary']}" in overview and "broken Cannot be loaded: " in overview
 
 
 def test_a_class_without_documentation() -> None:

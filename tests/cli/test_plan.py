@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import kvpolicy
 from kvpolicy.cli.app import main
-from kvpolicy.hf.embedded import SHIPPED, config_of
+from kvpolicy.hf.embedded import config_of
 
 POLICY = "squeeze+kvcrush/h2o+kivi:bits=4@0.2"
 
@@ -23,11 +23,11 @@ def output(line: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_json_is_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"plan {name} {POLICY} --batch 2 --prompt 2048 --new 64 --tp 4 --backend hf --memory 40GiB --json"
-    found = json.loads(output(line, capsys))
-    sizes: dict[str, Any] = {"batch": 2, "prompt": 2048, "new": 64, "tp": 4}
+@pytest.mark.parametrize(("name", "tp"), [("llama-2-70b", 4), ("mixtral-8x7b", 2), ("tiny", 4), ("gpt-oss-20b", 1)])
+def test_json_is_the_plan(name: str, tp: int, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"plan {name} {POLICY} --batch 2 --prompt 2k --new 64 --chunk 512 --tp {tp} --backend hf --memory 40GiB"
+    found = json.loads(output(f"{line} --json", capsys))
+    sizes: dict[str, Any] = {"batch": 2, "prompt": 2048, "new": 64, "tp": tp, "chunk": 512}
     plan = kvpolicy.plan(config_of(name), POLICY, **sizes, dtype=torch.bfloat16, backend="hf")
     assert plan.weights is not None
     assert found["cache"] == plan.by_kind() | {"total": plan.nbytes}
@@ -36,6 +36,8 @@ def test_json_is_the_plan(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert found["weights"]["total"] == plan.weights.nbytes
     most = {"policy": plan.largest_batch(40 * 2**30), "full": plan.full_largest_batch(40 * 2**30)}
     assert found["largest_batch"] == most
+    assert found["peak"]["prefill"] == {"policy": plan.prefill_nbytes, "full": plan.full_prefill_nbytes}
+    assert found["activations"] == plan.activation_nbytes
     assert found | sizes == found
     assert (found["memory"], found["policy"]) == (40 * 2**30, POLICY)
 
@@ -50,7 +52,50 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert cells["weights, replicated"] == ["2.10", "GB"]
     assert cells["weights"] == ["19.48", "GB"] * 2
     assert cells["cache"] == ["34.07", "MB", "209.72", "MB"]
-    assert cells["largest batch in 80.00 GB"] == ["1,776", "rows", "288", "rows"]
+    plan = kvpolicy.plan("llama-3-70b", "snapkv@0.2", prompt=4096, new=1024, tp=8, backend="deepspeed")
+    peaks = (plan.prefill_nbytes, plan.full_prefill_nbytes)
+    assert cells["peak while prefilling"] == [word for peak in peaks for word in (f"{peak / 1e9:.2f}", "GB")]
+    rows = (plan.largest_batch(80 * 10**9), plan.full_largest_batch(80 * 10**9))
+    assert cells["largest batch in 80.00 GB"] == [word for row in rows for word in (f"{row:,}", "rows")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--dtype bf16 --memory 80",
+        "--dtype torch.bfloat16 --memory 80g",
+        "--dtype BFloat16 --memory 80gb --prompt 4k --new 1k",
+        "--memory 80000MB --prompt 4,096 --new 1_024",
+    ],
+)
+def test_other_ways_to_write_the_same(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert output(f"plan LLAMA-3-70b snapkv@20% {line}".replace("LLAMA", "llama"), capsys) == output(
+        "plan llama-3-70b snapkv@0.2 --prompt 4096", capsys
+    )
+
+
+def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(output("plan llama-3-70b", capsys).split())
+    assert "No row fits in 80.00 GB: the weights alone take 141.11 GB; use more ranks (--tp) or more memory." in text
+
+
+def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.CaptureFixture[str]) -> None:
+    """A long prompt on a card of 24 GB, whose compressed cache would fit."""
+    line = "plan llama-3.1-8b snapkv@20% --prompt 128k --new 0 --memory 24 --dtype bf16"
+    found = json.loads(output(f"{line} --json", capsys))
+    assert found["weights"]["total"] + found["cache"]["total"] < 24e9 < found["peak"]["prefill"]["policy"]
+    assert found["largest_batch"]["policy"] == 0
+    text = " ".join(output(line, capsys).split())
+    assert "No row fits in 24.00 GB while its prompt is prefilled; with --chunk 16384, the peak is 21." in text
+    chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
+    assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24e9
+
+
+def test_a_cache_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(output("plan llama-3.1-8b full --prompt 128k --memory 24", capsys).split())
+    assert "No row fits in 24.00 GB: the weights take 16.06 GB, and the cache of a row 17." in text
+    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 24", capsys).split())
+    assert "No row fits in 24.00 GB while its prompt is prefilled, in any chunks; use a shorter prompt" in text
 
 
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,14 +142,18 @@ def test_a_folder_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("line", "message"),
     [
         ("llama-3-70b nonsense", "got 'nonsense'"),
-        (
-            "llama-3-70b full --memory 80",
-            "--memory must be a number of bytes with a unit, got '80'; try 80GiB or 80GB.",
+        *(
+            (
+                f"llama-3-70b full --memory {text}",
+                f"--memory must be a number of bytes with a unit, got '{text}'; try 80GiB or 80GB.",
+            )
+            for text in ("80000000000", "much", "80XB", "-1")
         ),
         (
             "llama-3-70b full --dtype nonsense",
             "--dtype must be one of bfloat16, float16, float32, float64, got 'nonsense'; try bfloat16.",
         ),
+        ("llama-3.1-8", "did you mean 'llama-3.1-8b'?"),
         ("snapkv@0.2", "MODEL must be a model, got the policy 'snapkv@0.2'; try kvpolicy plan MODEL snapkv@0.2."),
         ("llama-3-70b full --backend nccl", "deepspeed or hf, got 'nccl'"),
         (

@@ -23,16 +23,18 @@ class Alive(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.peak = 0
-        self._own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+        # By identity, since storages on the meta device have no address.
+        self._own = {StorageWeakRef(t.untyped_storage()).cdata for t in (*model.parameters(), *model.buffers())}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._own:
+            if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
-                self._alive[reference.cdata] = (reference, storage.nbytes())
+                if reference.cdata not in self._own:
+                    self._alive[reference.cdata] = (reference, storage.nbytes())
         self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
         return out

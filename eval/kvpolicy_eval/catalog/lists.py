@@ -6,6 +6,7 @@ of the columns; the source is that of the docstring unless the front matter name
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,9 @@ from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
 from kvpolicy_eval.catalog import field
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
+
+MAX_COLUMNS = 120
+"""Of lines of code."""
 
 COLUMNS: dict[Kind, list[str]] = {
     "allocator": ["what it does", "input", "memory while prefilling", "source"],
@@ -53,6 +57,7 @@ def places(root: Path) -> list[Place]:
         # Selectors are not re-exported by their package.
         Place(path="kvpolicy/allocators/__init__.py", name="methods", text=_imports(allocators)),
         Place(path="kvpolicy/codecs/__init__.py", name="methods", text=_imports(built_in_classes("codec"))),
+        Place(path="kvpolicy/registry.py", name="summaries", text=_summaries()),
     ]
     known = field.load()
     for name, text in (
@@ -120,6 +125,13 @@ def _source(strategy: type[Any]) -> str:
     if not said.arxiv:
         return ""
     return f"{said.source.partition(' (')[0]}, [arXiv:{said.arxiv}](https://arxiv.org/abs/{said.arxiv})"
+
+
+def _summaries() -> str:
+    """The first sentence about each method, as entries of a dictionary."""
+    found = {name: read(registry.lookup(name)[1]).summary for names in BUILT_IN.values() for name in names}
+    lines = [f"    {json.dumps(name)}: {json.dumps(said, ensure_ascii=False)}," for name, said in found.items()]
+    return "".join(f"{line}{'  # noqa: E501' if len(line) > MAX_COLUMNS else ''}\n" for line in lines)
 
 
 def _imports(modules: dict[str, str], indent: str = "") -> str:

@@ -9,7 +9,7 @@ import typer
 from kvpolicy.cli.arguments import Device, Dtype, parse_integers, parse_names
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.model_loading import load
-from kvpolicy.cli.model_names import TINY
+from kvpolicy.spec.embedded_names import EMBEDDED
 
 app = typer.Typer(help="Calibrate a codec, a reader or a head allocator for a model.", rich_markup_mode=None)
 
@@ -236,4 +236,4 @@ def _prepare(
 
 def _name(model: str) -> str | None:
     """Return the name of the model to record in the calibration, or None for the name that the model has itself."""
-    return TINY if model == TINY else None
+    return model if model in EMBEDDED else None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
+from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt, prompt_length
 from kvpolicy.cli.commands.plan import notes
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
@@ -26,7 +26,7 @@ def explain(
     policy: Policy = POLICY,
     model: Config = TINY,
     batch: Batch = 1,
-    prompt: Prompt = 4096,
+    prompt: Prompt = None,
     new: New = 1024,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of keys and values.")] = "bfloat16",
     json: Json = False,
@@ -37,15 +37,24 @@ def explain(
     """
     from kvpolicy.cli.explanation import Case
     from kvpolicy.cli.explanation_by_layer import facts_by_layer, render_by_layer
-    from kvpolicy.hf.embedded import config_of
+    from kvpolicy.hf.embedded import as_config
     from kvpolicy.hf.model_spec import describe
+    from kvpolicy.hf.rotary_lookup import trained_positions
     from kvpolicy.policy import LayeredPolicy
 
     parsed = _parse(policy)
     cache_dtype = dtype_of(dtype)
-    config = config_of(model)
+    config = as_config(model)
+    prompt = prompt_length(prompt, new, trained_positions(config))
     planned = kvpolicy.plan(config, parsed, batch=batch, prompt=prompt, new=new, dtype=cache_dtype)
-    facts = {"policy": str(parsed), "model": model, "dtype": dtype, "batch": batch, "prompt": prompt, "new": new}
+    facts = {
+        "policy": str(parsed),
+        "model": model,
+        "dtype": str(cache_dtype).removeprefix("torch."),
+        "batch": batch,
+        "prompt": prompt,
+        "new": new,
+    }
     if isinstance(planned.policy, LayeredPolicy):
         facts |= facts_by_layer(parsed, planned, describe(config, cache_dtype))
         print(as_json("explain", facts) if json else render_by_layer(facts))

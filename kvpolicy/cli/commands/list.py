@@ -11,7 +11,7 @@ from kvpolicy.cli.arguments import Json
 from kvpolicy.cli.completion import complete_part
 from kvpolicy.cli.formatting import as_json, paragraph, terms
 from kvpolicy.cli.strategy_docs import Description, Parameter, read
-from kvpolicy.registry import BUILT_IN, QUESTIONS, WHOLE, Kind, described, either, whole_policy
+from kvpolicy.registry import BUILT_IN, QUESTIONS, SUMMARIES, WHOLE, Kind, described, either, names, whole_policy
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -42,7 +42,10 @@ def list_(
     ] = "",
     json: Json = False,
 ) -> None:
-    """List the strategies of each kind, with their parameters."""
+    """List the strategies of each kind; of a kind or a name, with their parameters and papers."""
+    if not which and not json:
+        print(overview())
+        return
     found = entries(which)
     if json:
         print(as_json("list", {"strategies": [_facts(entry) for entry in found]}))
@@ -51,12 +54,25 @@ def list_(
     for entry in found:
         groups.setdefault(entry.kind, []).append(entry)
     print("\n\n".join(_group(kind, some, which) for kind, some in groups.items()))
-    if not which:
-        hint = (
-            "kvpolicy list NAME describes the parameters of a strategy, kvpolicy explain POLICY a whole policy. "
-            f"Names of whole policies: {', '.join(WHOLE)}."
-        )
-        print(f"\n{paragraph(hint)}")
+
+
+def overview() -> str:
+    """Format the name and the first sentence of every strategy; built-in ones are not imported for it."""
+    blocks: list[str] = []
+    for kind in BUILT_IN:
+        said = [(name, SUMMARIES.get(name) or _first_sentence(kind, name)) for name in names(kind)]
+        blocks.append(f"{_head(kind)}\n{terms(said)}")
+    hint = (
+        "kvpolicy list KIND and kvpolicy list NAME describe parameters and papers, kvpolicy explain POLICY a whole "
+        f"policy. Names of whole policies: {', '.join(WHOLE)}."
+    )
+    return "\n\n".join([*blocks, paragraph(hint)])
+
+
+def _first_sentence(kind: Kind, name: str) -> str:
+    """What a strategy of another package says of itself."""
+    entry = _entry(kind, name)
+    return f"Cannot be loaded: {entry.error}" if entry.described is None else entry.described.summary
 
 
 def entries(which: str = "") -> list[Entry]:
@@ -65,7 +81,7 @@ def entries(which: str = "") -> list[Entry]:
     Raises:
         KVPolicyError: If there is no such kind or name.
     """
-    from kvpolicy.registry import lookup, names, suggest
+    from kvpolicy.registry import lookup, suggest
 
     plural = which.removesuffix("s").lower()
     if not which or plural in BUILT_IN:
@@ -91,10 +107,12 @@ def _entry(kind: Kind, name: str) -> Entry:
 
 
 def _group(kind: Kind | Literal["policy"], found: list[Entry], which: str) -> str:
-    head = "A whole policy, which stands alone:"
-    if kind != "policy":
-        head = paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
+    head = "A whole policy, which stands alone:" if kind == "policy" else _head(kind)
     return "\n".join([head, *(f"\n{_format(entry, full=bool(which))}" for entry in found)])
+
+
+def _head(kind: Kind) -> str:
+    return paragraph(f"{described(kind).capitalize()}s: {QUESTIONS[kind]}")
 
 
 def _format(entry: Entry, *, full: bool) -> str:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import POLICY, Batch, Config, Json, New, Policy, Prompt
-from kvpolicy.cli.formatting import as_json, input_size, paragraph, size, table, terms
+from kvpolicy.cli.arguments import POLICY, Batch, Chunk, Config, Json, New, Policy, Prompt, prompt_length
+from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
 from kvpolicy.cli.model_names import TINY, shipped
 from kvpolicy.spec.errors import KVPolicyError
 
-FOOTER = "Not included: activations, and the uncompressed cache during prefill."
+FOOTER = (
+    "The peak has weights, cache and the largest activations of generate. Not included: the context of the device, and "
+    "workspaces of its libraries."
+)
+
+CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
+"""Chunks that are tried where a whole prompt does not fit."""
+
+_MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(|[bB]|[kKmMgGtT](?:[iI]?[bB])?)")
+MOST_GIB = 10**6
+"""A memory of so many GiB is a mistake."""
 
 HINT = "kvpolicy tune finds a policy for each layer within such bytes, from what it does to your text."
 """Where a plan leads to."""
@@ -25,8 +37,9 @@ def plan(
     model: Config = TINY,
     policy: Policy = POLICY,
     batch: Batch = 1,
-    prompt: Prompt = 4096,
+    prompt: Prompt = None,
     new: New = 1024,
+    chunk: Chunk = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
@@ -35,7 +48,11 @@ def plan(
         str, typer.Option(metavar="BACKEND", help="Library that shards the model: deepspeed or hf.")
     ] = "deepspeed",
     memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="Memory of each rank, such as 80GiB (2^30 bytes) or 80GB (10^9 bytes).")
+        str,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory of each rank, such as 80GiB (2^30 bytes) or 80GB (10^9 bytes); 80 means 80GiB.",
+        ),
     ] = "80GiB",
     json: Json = False,
 ) -> None:
@@ -43,30 +60,49 @@ def plan(
 
     Only the config of the model is read. With several ranks, all numbers are those of the rank that holds the most.
     """
-    from kvpolicy.hf.embedded import config_of
+    from kvpolicy.hf.embedded import as_config
     from kvpolicy.hf.model_spec import describe
+    from kvpolicy.hf.rotary_lookup import trained_positions
 
     cache_dtype = dtype_of(dtype)
-    capacity = _bytes(memory)
+    capacity = parse_memory(memory)
     _check_order(model, policy)
-    config = config_of(model)
+    config = as_config(model)
+    prompt = prompt_length(prompt, new, trained_positions(config))
     sizes = {"batch": batch, "prompt": prompt, "new": new}
-    planned = kvpolicy.plan(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend)
-    facts = {"model": model, "policy": str(planned.policy), "dtype": dtype, "tp": tp}
-    facts |= {"backend": backend, **sizes, "memory": capacity} | figures(planned, capacity)
+
+    def plan_for(chunk: int | None) -> Any:
+        return kvpolicy.plan(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend, chunk=chunk)
+
+    planned = plan_for(chunk)
+    facts = {"model": model, "policy": str(planned.policy), "dtype": str(cache_dtype).removeprefix("torch."), "tp": tp}
+    facts |= {"backend": backend, **sizes, "chunk": chunk, "memory": capacity} | figures(planned, capacity)
     full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)
-    print(as_json("plan", facts) if json else render(facts, full))
+    if json:
+        print(as_json("plan", facts))
+        return
+    print(render(facts, full, None if chunk else lambda tried: figures(plan_for(tried), capacity)))
 
 
-def _bytes(memory: str) -> int:
+def parse_memory(text: str) -> int:
+    """Read the bytes of a device; a number alone is in GiB.
+
+    Raises:
+        KVPolicyError: If it is no amount of memory.
+
+    >>> parse_memory("80"), parse_memory("24gb"), parse_memory("24 GiB"), parse_memory("80G")
+    (85899345920, 24000000000, 25769803776, 80000000000)
+    """
     from kvpolicy.spec.budget import bytes_of
 
-    try:
-        return bytes_of(memory)
-    except ValueError:
-        raise KVPolicyError(
-            f"--memory must be a number of bytes with a unit, got {memory!r}; try 80GiB or 80GB."
-        ) from None
+    match = _MEMORY.fullmatch(text.strip())
+    # A larger number without a unit is one of bytes, or a mistake.
+    if match is None or (not match[2] and float(match[1]) >= MOST_GIB):
+        raise KVPolicyError(f"--memory must be a number of bytes with a unit, got {text!r}; try 80GiB or 80GB.")
+    unit = match[2] or "GiB"
+    prefix, binary = unit[0].upper(), "i" in unit.lower()
+    prefix = "" if prefix == "B" else prefix
+    return bytes_of(f"{match[1]}{prefix}{'i' * binary}B")
 
 
 def _check_order(model: str, policy: str) -> None:
@@ -90,11 +126,14 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
         memory: Bytes of each rank.
     """
     weights = planned.weights
+    prefill = {"policy": planned.prefill_nbytes, "full": planned.full_prefill_nbytes}
     return {
         "weights": {"replicated": weights.replicated, "sharded": weights.sharded, "total": weights.nbytes},
         "calibrated": planned.resident_nbytes,
         "cache": planned.by_kind() | {"total": planned.nbytes},
         "full_cache": planned.full_nbytes,
+        "activations": planned.activation_nbytes,
+        "peak": {"prefill": prefill},
         "moved": {"step": planned.moved, "all": sum(layer.all_moved for layer in planned.layers)},
         "largest_batch": {
             "policy": planned.largest_batch(memory),
@@ -106,24 +145,52 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
     }
 
 
-def render(facts: dict[str, Any], full: int) -> str:
+def render(facts: dict[str, Any], full: int, with_chunk: Callable[[int], dict[str, Any]] | None = None) -> str:
     """Format a plan as text.
 
     Args:
         facts: The output of `plan --json`.
         full: Bytes of the full cache of one layer.
+        with_chunk: The figures of the same plan with a prompt in chunks; None if it is in chunks already.
     """
     ranks = f"on each of {facts['tp']} ranks ({facts['backend']})" if facts["tp"] > 1 else "on one rank"
     head = [
         ("model", f"{facts['model']} in {facts['dtype']}, {ranks}"),
         ("policy", facts["policy"]),
-        ("input", input_size(facts["batch"], facts["prompt"], facts["new"])),
+        ("input", input_size(facts["batch"], facts["prompt"], facts["new"]) + _in_chunks(facts)),
     ]
     lines = [terms(head, 0), "", layer_table(facts["layers"], full), ""]
     for note in notes(facts):
         lines += [paragraph(note), ""]
-    lines += [table(_totals(facts)), "", paragraph(f"{FOOTER} {HINT}")]
-    return "\n".join(lines)
+    lines += [table(_totals(facts)), ""]
+    if not facts["largest_batch"]["policy"]:
+        lines += [paragraph(_why_none(facts, with_chunk)), ""]
+    return "\n".join([*lines, paragraph(f"{FOOTER} {HINT}")])
+
+
+def _in_chunks(facts: dict[str, Any]) -> str:
+    return f", prefilled {facts['chunk']:,} tokens at a time" if facts["chunk"] else ""
+
+
+def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]] | None) -> str:
+    """Say why not one row fits, and what would help."""
+    memory = facts["memory"]
+    weights = facts["weights"]["total"]
+    fixed = weights + facts["calibrated"]
+    if fixed >= memory:
+        more = "use more ranks (--tp) or more memory."
+        return f"No row fits in {size(memory)}: the weights alone take {size(weights)}; {more}"
+    cache = facts["cache"]["total"] // facts["batch"]
+    if fixed + cache > memory:
+        why = f"the weights take {size(weights)}, and the cache of a row {size(cache)}; try a smaller budget."
+        return f"No row fits in {size(memory)}: {why}"
+    text = f"No row fits in {size(memory)} while its prompt is prefilled"
+    for chunk in CHUNKS if with_chunk else ():
+        found = with_chunk(chunk) if with_chunk and chunk < facts["prompt"] else None
+        if found and found["largest_batch"]["policy"]:
+            peak = size(found["peak"]["prefill"]["policy"])
+            return f"{text}; with --chunk {chunk}, the peak is {peak}. Chunks may keep other tokens."
+    return f"{text}, in any chunks; use a shorter prompt, more ranks (--tp) or more memory."
 
 
 def notes(facts: dict[str, Any]) -> list[str]:
@@ -158,7 +225,14 @@ def _totals(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("moved per step", size(moved["step"]), ""))
         rows.append(("moved per step, if all were read", size(moved["all"]), ""))
     rows.append(("cache, fraction of full", f"{total / full:.3f}", f"{1:.3f}"))
+    rows.append(("activations, at most", size(facts["activations"]), ""))
+    peak = facts["peak"]["prefill"]
+    rows.append(("peak while prefilling", size(peak["policy"]), size(peak["full"])))
     rows.append(
-        (f"largest batch in {size(facts['memory'])}", f"{largest['policy']:,} rows", f"{largest['full']:,} rows")
+        (
+            f"largest batch in {size(facts['memory'])}",
+            counted(largest["policy"], "row"),
+            counted(largest["full"], "row"),
+        )
     )
     return rows

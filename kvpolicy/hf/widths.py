@@ -1,0 +1,74 @@
+"""The widths of a model's tensors, from which plans compute activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpolicy.planning.activations import Widths
+
+SEPARATE = frozenset(
+    {
+        "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo", "olmo2", "qwen2",
+        "qwen3", "smollm3", "starcoder2", "stablelm",
+    }
+)  # fmt: skip
+"""Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
+
+EAGER = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
+"""Families whose sliding-window layers transformers computes with a whole matrix of attention weights."""
+
+
+def widths_of(text: Any, tp: int = 1) -> Widths:
+    """Read the widths of a model from the config of its text decoder.
+
+    Args:
+        text: The config.
+        tp: The tensor parallel size; of several ranks, the widths are those of the one that holds the most.
+    """
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Widths(
+        hidden=text.hidden_size,
+        mlp=max(_dense(text, tp), _experts(text, tp)),
+        queries=-(-text.num_attention_heads // tp) * head_dim,
+        vocab=getattr(text, "vocab_size", 0),
+        tiled=bool(getattr(text, "attn_logit_softcapping", None)) or text.model_type == "gpt_oss",
+        eager=text.model_type in EAGER,
+    )
+
+
+def _intermediate(text: Any) -> int:
+    """The width of an MLP, under the names that it has; some families have a list, one for each layer."""
+    names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
+    found: Any = next((value for name in names if (value := getattr(text, name, None))), None)
+    if isinstance(found, list | tuple):
+        found = max(found)
+    return int(found or 4 * text.hidden_size)
+
+
+def _dense(text: Any, tp: int) -> int:
+    """Elements of a dense MLP; 0 if every layer has experts."""
+    every = getattr(text, "decoder_sparse_step", 1) == 1 and not getattr(text, "mlp_only_layers", None)
+    if _per_token(text) and every and not getattr(text, "first_k_dense_replace", 0):
+        return 0
+    # A fused matrix of gate and up stays alive beside the activated gate and the product.
+    return (3 if text.model_type in SEPARATE else 4) * -(-_intermediate(text) // tp)
+
+
+def _experts(text: Any, tp: int) -> int:
+    """Elements of the experts of a layer; 0 without experts."""
+    number = _per_token(text)
+    if not number:
+        return 0
+    hidden = text.hidden_size
+    width = -(-int(getattr(text, "moe_intermediate_size", None) or _intermediate(text)) // tp)
+    shared = 3 * -(-int(getattr(text, "shared_expert_intermediate_size", None) or 0) // tp)
+    # Each token is copied for each of its experts. gpt-oss adds biases, clamps gate and up, and multiplies in steps.
+    inner = hidden + (9 if text.model_type == "gpt_oss" else 4) * width
+    return number * max(inner, 4 * hidden) + shared
+
+
+def _per_token(text: Any) -> int:
+    """Experts of each token; 0 without experts."""
+    if not any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        return 0
+    return int(getattr(text, "num_experts_per_tok", None) or 0)

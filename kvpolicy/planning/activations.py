@@ -1,0 +1,242 @@
+"""The memory of a prefill besides weights and cache: what a forward of a prompt, or of a chunk of it, holds at once.
+
+A forward holds most in one of three moments. In the MLP of a layer, the intermediate tensors of all tokens are alive.
+In its attention, queries and the output are, and the statistics that choose the tokens. In the head, logits are, of one
+token per row, as `generate` computes them. The largest of the three is the peak; the tests compare it with the tensors
+that are alive in real forwards.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.engine.replay import MASK_ELEMENTS
+from kvpolicy.policy import Policy
+from kvpolicy.protocols import LayerShape
+
+FP32 = 4
+"""Bytes of an element of fp32."""
+
+SCORE_NBYTES = 14
+"""Bytes of each score of a tile, in half precision and in fp32, with the scores and weights of the tile before."""
+
+SHORTEST_TILE = 16
+"""Queries of a tile of attention, at least, however many keys they see."""
+
+LONGEST_TILE = 256
+"""Queries of a tile of attention, at most."""
+
+
+class Widths(NamedTuple):
+    """Elements per token of the tensors of a model's forward, on one rank.
+
+    Attributes:
+        hidden: Of the hidden states.
+        mlp: Of all that an MLP holds at once besides hidden states, its experts included.
+        queries: Of the queries of a layer: query heads times head dimension.
+        vocab: Of the logits.
+        tiled: Whether attention is always computed in tiles: with a cap of the scores, or sinks.
+        eager: Whether layers that no policy manages compute a whole matrix of attention weights.
+    """
+
+    hidden: int
+    mlp: int
+    queries: int
+    vocab: int
+    tiled: bool = False
+    eager: bool = False
+
+
+class Piece(NamedTuple):
+    """The tokens of one forward.
+
+    Attributes:
+        batch: Rows.
+        columns: New tokens of each row: of the whole prompt, or of a chunk.
+        past: Tokens that a layer holds before them, which they attend to.
+    """
+
+    batch: int
+    columns: int
+    past: int
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all rows."""
+        return self.batch * self.columns
+
+    @property
+    def keys(self) -> int:
+        """Keys that the last token of each row sees, in all rows together."""
+        return self.batch * (self.past + self.columns)
+
+
+class Prefill(NamedTuple):
+    """A prefill of prompts of equal length, from which the activations of any number of rows follow.
+
+    Attributes:
+        policy: The policy.
+        shape: Shape of the keys of a layer under it.
+        widths: Widths of the model.
+        windows: Sliding windows of the layers that no policy manages, and the shapes of their keys.
+        columns: Tokens of the longest prompt.
+        chunk: Tokens that are prefilled at a time.
+        slots: The most slots of a layer.
+        coded: The most tokens that a layer encodes; 0 without a codec that encodes.
+    """
+
+    policy: Policy
+    shape: LayerShape
+    widths: Widths
+    windows: tuple[tuple[int, LayerShape], ...]
+    columns: int
+    chunk: int
+    slots: int
+    coded: int
+
+    def activation_bytes(self, batch: int) -> int:
+        """The most bytes that a forward of the prefill holds besides weights and what the cache holds.
+
+        Args:
+            batch: Rows.
+        """
+        # All slots are allocated with the first chunk. Prompts that are replayed are held as they are.
+        piece = self._piece(batch, self.columns - self.chunk if self.policy.replay else self.slots)
+        statistics = max((_statistics(self, own, piece) for own in self.policy.distinct), default=0)
+        prefill = _forward(self, piece, statistics)
+        if self.policy.replay is None:
+            return prefill
+        return max(prefill, self._replay_bytes(batch))
+
+    def stock_activation_bytes(self, batch: int) -> int:
+        """The same with the stock cache, whose layers keep every token.
+
+        Args:
+            batch: Rows.
+        """
+        piece = self._piece(batch, self.columns - self.chunk)
+        past = 0
+        if piece.past:
+            # A causal mask of the chunk, in the dtype of the model too; the layer with the chunk behind it, and the
+            # same with repeated KV heads, which a mask requires.
+            size = self.shape.dtype.itemsize
+            repeated = self.shape.token_nbytes + 2 * self.widths.queries * size
+            past = piece.tokens * (piece.past + piece.columns) * (1 + size) + piece.keys * repeated
+        return _forward(self, piece, past)
+
+    def step_bytes(self, batch: int) -> int:
+        """The most bytes that a decode step holds besides: those of one token per row, and its logits.
+
+        Args:
+            batch: Rows.
+        """
+        return _forward(self, Piece(batch, 1, 0), 0)
+
+    def _piece(self, batch: int, held: int) -> Piece:
+        """The last chunk, before which a layer has `held` slots; there are none before a whole prompt."""
+        return Piece(batch, self.chunk, held if self.chunk < self.columns else 0)
+
+    def _replay_bytes(self, batch: int) -> int:
+        """A replayed chunk with its instruction, which attends to a copy of a layer's prompt behind which it stands."""
+        replay = self.policy.replay
+        assert replay is not None
+        text = max(len(replay.first), len(replay.later) + replay.overlap) + len(replay.reply)
+        piece = Piece(batch, min(replay.chunk, self.columns) + text, self.columns)
+        size = self.shape.dtype.itemsize
+        scores = batch * _heads(self) * (replay.sinks + 2 * piece.columns)
+        seen = piece.past + piece.columns
+        # A boolean mask of a tile, which becomes one of numbers.
+        masks = (1 + size) * min(max(MASK_ELEMENTS, SHORTEST_TILE * seen), piece.columns * seen)
+        return _forward(self, piece, piece.keys * self.shape.token_nbytes + _tile_bytes(scores, piece.columns) + masks)
+
+
+def _heads(prefill: Prefill) -> int:
+    """Query heads of this rank."""
+    return max(prefill.widths.queries // prefill.shape.head_dim, 1)
+
+
+def _tile_bytes(scores: int, columns: int) -> int:
+    """Bytes of the tiles in which the attention of `columns` queries is computed.
+
+    Args:
+        scores: Scores of one query of each row and head.
+        columns: Queries of each row.
+    """
+    rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), LONGEST_TILE, columns)
+    return scores * rows * (SCORE_NBYTES if rows < columns else SCORE_NBYTES - 2)
+
+
+def _forward(prefill: Prefill, piece: Piece, statistics: int) -> int:
+    """The most bytes that a forward holds, with `statistics` bytes beside the output of an attention."""
+    widths = prefill.widths
+    size = prefill.shape.dtype.itemsize
+    masks, sliding = _sliding(prefill, piece)
+    # Ids and positions, and the rotary embedding: a cosine and a sine for each kind of layer.
+    kinds = 1 + bool(prefill.windows)
+    common = masks + piece.tokens * (24 + 4 * kinds * prefill.shape.head_dim * size)
+    # The embedded tokens, the input of the layer, its residual and their norm. A norm computes in fp32.
+    hidden = piece.tokens * widths.hidden
+    mlp = 4 * hidden * size + max(piece.tokens * widths.mlp * size, 8 * hidden)
+    # Four tensors of the size of the queries are alive while they are rotated; their norm, if any, is in fp32.
+    rotated = piece.tokens * widths.queries * max(4 * size, size + 8)
+    attended = piece.tokens * widths.queries * 3 * size
+    measured = 0
+    if prefill.policy.layer_metric:  # cosines of hidden states before and after attention
+        measured = 24 * hidden
+    attention = 3 * hidden * size + max(rotated, attended + max(statistics, sliding), measured)
+    head = 3 * hidden * size + piece.batch * widths.vocab * (size + 8)
+    return common + max(mlp, attention, head)
+
+
+def _statistics(prefill: Prefill, policy: Policy, piece: Piece) -> int:
+    """The most bytes with which a layer scores, chooses and encodes the tokens of a piece and of its slots."""
+    shape = prefill.shape
+    size = shape.dtype.itemsize
+    heads = _heads(prefill)
+    needs = policy.selector.needs | policy.merger.needs
+    scores = heads * piece.keys
+    vectors = piece.keys * shape.token_nbytes  # keys and values of all candidates
+    # The slots, decoded, and a copy of them behind which the new tokens stand.
+    joined = 2 * vectors if piece.past else 0
+    attended = 0
+    if needs.attn_sum or piece.past or prefill.widths.tiled:
+        attended = joined + _tile_bytes(scores, piece.columns) + 4 * scores * needs.attn_sum
+    window = min(needs.window_queries, piece.columns)
+    scored = joined + scores * (9 * window + 16) if window else 0
+    if needs.probes or needs.below_mean_queries:
+        rows = min(max(TILE_ELEMENTS // max(scores, 1), SHORTEST_TILE), piece.columns)
+        scored = max(scored, joined + scores * (rows * SCORE_NBYTES + 16))
+    # Priorities, positions and sorted orders of all candidates of each head; with slots, in another order besides.
+    candidates = shape.heads * piece.keys
+    chosen = joined + candidates * 64 + scores * 4 * window * (1 + bool(piece.past))
+    if needs.vectors or needs.forward:
+        chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
+    if needs.query_moments is not None:
+        chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, piece.tokens * prefill.widths.queries)
+    if policy.merger.traits.when != "never":
+        # Tiles of cosines between evicted and kept tokens, and keys and values in fp32.
+        cosines = max(TILE_ELEMENTS, SHORTEST_TILE * piece.batch * shape.heads * prefill.slots)
+        chosen += 24 * cosines + vectors * 8 // size
+        # A regression copies the attention of a window in fp64.
+        chosen += 32 * scores * min(policy.merger.needs.window_queries, piece.columns)
+    # Tokens that are encoded pass through fp32 a few times.
+    placed = joined + vectors + candidates * 64 + piece.batch * prefill.coded * shape.heads * shape.head_dim * 40
+    return max(attended, scored, chosen, placed)
+
+
+def _sliding(prefill: Prefill, piece: Piece) -> tuple[int, int]:
+    """Bytes of layers with a sliding window: of their masks, which live through the forward, and of an attention.
+
+    transformers computes them with a mask of every pair of a query and a key, for which it repeats the KV heads.
+    """
+    if not prefill.windows:
+        return 0, 0
+    size = prefill.shape.dtype.itemsize
+    window, shape = max(prefill.windows, key=lambda one: one[0])
+    seen = min(prefill.columns - piece.columns, window - 1) + piece.columns
+    pairs = piece.tokens * seen
+    repeated = piece.batch * seen * (shape.token_nbytes + 2 * prefill.widths.queries * size)
+    if prefill.widths.eager:
+        return pairs * (1 + size), repeated + pairs * _heads(prefill) * 3 * size
+    return pairs, repeated + pairs * size

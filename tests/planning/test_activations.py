@@ -1,0 +1,140 @@
+"""The peak of a prefill: never less than the tensors that are alive in one, and not much more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+import kvpolicy
+from kvpolicy.hf.embedded import SHIPPED, config_of
+from kvpolicy.hf.model_spec import describe
+from kvpolicy.planning.activations import Prefill
+from tests.engine.live import Alive
+
+MARGIN = 1.65
+"""The most that a peak may be over-estimated where the tensors of a model are small; see `TILES`."""
+
+TILES = 32 * 2**20
+"""Bytes of tiles that are assumed for a merger, whatever the size of the model."""
+
+SIZE_MARGIN = 1.1
+"""The same for the sizes of real models, of which the tiles are a small part."""
+
+
+def llama(**sizes: int) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{
+        "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192,
+    } | sizes)  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1) -> int:
+    """The most bytes that are alive in a prefill as `generate` does it, beside the weights."""
+    ids = torch.randint(0, 64, (batch, prompt))
+    with torch.no_grad():
+        if policy is None:
+            with Alive(model) as watch:
+                cache = None
+                for piece in ids.split(chunk or prompt, 1):
+                    cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+            return watch.peak
+        with kvpolicy.attach(model, policy):
+            held = kvpolicy.PolicyCache(model, prompt=prompt, new=8)
+            with Alive(model) as watch:
+                for piece in ids.split(chunk or prompt, 1):
+                    model(piece, past_key_values=held, logits_to_keep=1)
+    return watch.peak
+
+
+WHOLE = ["window", "h2o", "snapkv", "scissorhands", "expected", "kvzip", "squeeze+snapkv", "snapkv+regress"]
+CHUNKED = ["full", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "chunk"), [*((policy, None) for policy in WHOLE), *((policy, 192) for policy in CHUNKED)]
+)
+def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
+    model = llama()
+    spec = policy if policy == "full" else f"{policy}@0.2"
+    measured = alive(model, spec, 768, chunk)
+    plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, chunk=chunk)
+    tiles = TILES if "regress" in policy else 0
+    assert measured <= plan.prefill_nbytes <= MARGIN * measured + tiles
+
+
+@pytest.mark.parametrize("chunk", [None, 192])
+def test_the_stock_cache(chunk: int | None) -> None:
+    model = llama()
+    measured = alive(model, None, 768, chunk)
+    plan = kvpolicy.plan(model.config, "full", prompt=768, dtype=torch.float32, chunk=chunk)
+    assert measured <= plan.full_prefill_nbytes <= MARGIN * measured
+
+
+def test_rows_and_statistics_larger_than_the_mlp() -> None:
+    model = llama(intermediate_size=16, num_key_value_heads=8)
+    measured = alive(model, "snapkv:window=64@0.2", 512, None, batch=3)
+    plan = kvpolicy.plan(model.config, "snapkv:window=64@0.2", prompt=512, new=8, batch=3, dtype=torch.float32)
+    assert measured <= plan.prefill_nbytes <= MARGIN * measured
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+@pytest.mark.parametrize("chunk", [None, 192])
+def test_sliding_windows(family: str, chunk: int | None) -> None:
+    """Their masks, their matrices of attention, and the prompts that their stock caches keep alive."""
+    from transformers import Gemma3TextConfig, GptOssConfig
+
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
+        "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 64, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config: Any = Gemma3TextConfig(**sizes) if family == "gemma3" else GptOssConfig(**sizes, num_local_experts=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    measured = alive(model, "window@0.2", 768, chunk)
+    plan = kvpolicy.plan(config, "window@0.2", prompt=768, new=8, dtype=torch.float32, chunk=chunk)
+    assert measured <= plan.prefill_nbytes <= MARGIN * measured
+
+
+def without_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """The output of an attention in its memory layout, without its arithmetic, which the meta device would expand."""
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]), None
+
+
+AttentionInterface.register("nothing", without_attention)
+AttentionMaskInterface.register("nothing", lambda **kwargs: None)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_activations_of_shipped_sizes(name: str) -> None:
+    """The forward of transformers at the sizes of a real model; two layers, since a third one adds nothing."""
+    config = config_of(name)
+    text = config.get_text_config(decoder=True)
+    text.num_hidden_layers = 2
+    if getattr(text, "layer_types", None):
+        text.layer_types = ["full_attention"] * 2
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="nothing")
+        ids = torch.zeros(2, 4096, dtype=torch.int64)
+    with torch.no_grad(), Alive(model.eval()) as watch:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=1)
+    shape = describe(config, torch.bfloat16)
+    plan = kvpolicy.plan(config, "full", prompt=4096, batch=2, dtype=torch.bfloat16)
+    assert plan.prefill is not None
+    prefill: Prefill = plan.prefill._replace(windows=())
+    planned = prefill.stock_activation_bytes(2)
+    assert dataclasses.replace(plan, prefill=prefill).activation_nbytes >= planned
+    assert shape.widths == prefill.widths
+    assert watch.peak <= planned + 2 * 4096 * shape.shape.token_nbytes
+    assert planned <= SIZE_MARGIN * watch.peak
