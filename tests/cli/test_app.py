@@ -202,7 +202,7 @@ def test_completion_has_a_script(
         ("plan llama-3", ["llama-3-70b", "llama-3.1-8b", "llama-3.2-1b"]),
         ("list code", ["codecs"]),
         ("bench full h2", ["h2o"]),
-        ("bench --model ti", ["tiny"]),
+        ("bench --model ti", ["tiny", "tiny-4k"]),
         ("generate --compare h2", ["h2o"]),
         ("ex", ["explain"]),
     ],

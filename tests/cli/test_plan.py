@@ -46,26 +46,25 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output("plan llama-3-70b snapkv@0.2 --tp 8", capsys).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "model   llama-3-70b in bfloat16, on each of 8 ranks (deepspeed)"
-    assert lines[5].split() == ["0", "819", "819", "0", "425.91", "KB", "0.162"]  # and what the cache has once
-    assert lines[6].split() == ["1-79", "819", "819", "0", "425.90", "KB", "0.162"]
-    cells = {line[:26].strip(): line[26:].split() for line in lines[8:-3]}
-    assert cells["weights, replicated"] == ["2.10", "GB"]
-    assert cells["weights"] == ["19.48", "GB"] * 2
-    assert cells["cache"] == ["34.07", "MB", "209.72", "MB"]
+    assert lines[5].split() == ["0-79", "819", "819", "0", "416", "KiB", "0.162"]
+    cells = {line[:25].strip(): line[25:].split() for line in lines[7:-3]}
+    assert cells["weights, replicated"] == ["1.96", "GiB"]
+    assert cells["weights"] == ["18.1", "GiB"] * 2
+    assert cells["cache"] == ["32.5", "MiB", "200", "MiB"]
     plan = kvpolicy.plan("llama-3-70b", "snapkv@0.2", prompt=4096, new=1024, tp=8, backend="deepspeed")
     peaks = (plan.prefill_nbytes, plan.full_prefill_nbytes)
-    assert cells["peak while prefilling"] == [word for peak in peaks for word in (f"{peak / 1e9:.2f}", "GB")]
-    rows = (plan.largest_batch(80 * 10**9), plan.full_largest_batch(80 * 10**9))
-    assert cells["largest batch in 80.00 GB"] == [word for row in rows for word in (f"{row:,}", "rows")]
+    assert cells["peak while prefilling"] == [word for peak in peaks for word in (f"{peak / 2**30:.1f}", "GiB")]
+    rows = (plan.largest_batch(80 * 2**30), plan.full_largest_batch(80 * 2**30))
+    assert cells["largest batch in 80 GiB"] == [word for row in rows for word in (f"{row:,}", "rows")]
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "--dtype bf16 --memory 80",
-        "--dtype torch.bfloat16 --memory 80g",
-        "--dtype BFloat16 --memory 80gb --prompt 4k --new 1k",
-        "--memory 80000MB --prompt 4,096 --new 1_024",
+        "--dtype torch.bfloat16 --memory 80gib",
+        "--dtype BFloat16 --memory 80gib --prompt 4k --new 1k",
+        "--memory 81920MiB --prompt 4,096 --new 1_024",
     ],
 )
 def test_other_ways_to_write_the_same(line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,26 +75,26 @@ def test_other_ways_to_write_the_same(line: str, capsys: pytest.CaptureFixture[s
 
 def test_weights_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(output("plan llama-3-70b", capsys).split())
-    assert "No row fits in 80.00 GB: the weights alone take 141.11 GB; use more ranks (--tp) or more memory." in text
+    assert "No row fits in 80 GiB: the weights alone take 131 GiB; use more ranks (--tp) or more memory." in text
 
 
 def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.CaptureFixture[str]) -> None:
-    """A long prompt on a card of 24 GB, whose compressed cache would fit."""
+    """A long prompt on a card of 24 GiB, whose compressed cache would fit."""
     line = "plan llama-3.1-8b snapkv@20% --prompt 128k --new 0 --memory 24 --dtype bf16"
     found = json.loads(output(f"{line} --json", capsys))
-    assert found["weights"]["total"] + found["cache"]["total"] < 24e9 < found["peak"]["prefill"]["policy"]
+    assert found["weights"]["total"] + found["cache"]["total"] < 24 * 2**30 < found["peak"]["prefill"]["policy"]
     assert found["largest_batch"]["policy"] == 0
     text = " ".join(output(line, capsys).split())
-    assert "No row fits in 24.00 GB while its prompt is prefilled; with --chunk 16384, the peak is 21." in text
+    assert "No row fits in 24 GiB while its prompt is prefilled; with --chunk 16384, the peak is 20.1 GiB." in text
     chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
-    assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24e9
+    assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24 * 2**30
 
 
 def test_a_cache_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(output("plan llama-3.1-8b full --prompt 128k --memory 24", capsys).split())
-    assert "No row fits in 24.00 GB: the weights take 16.06 GB, and the cache of a row 17." in text
-    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 24", capsys).split())
-    assert "No row fits in 24.00 GB while its prompt is prefilled, in any chunks; use a shorter prompt" in text
+    assert "No row fits in 24 GiB: the weights take 15 GiB, and the cache of a row 16.3 GiB;" in text
+    text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 23", capsys).split())
+    assert "No row fits in 23 GiB while its prompt is prefilled, in any chunks; use a shorter prompt" in text
 
 
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +119,7 @@ def test_unmanaged_layers_are_in_the_table(tmp_path: Path, capsys: pytest.Captur
     text = output(f"plan {tmp_path} snapkv@0.2", capsys)
     lines = [line.split() for line in text.splitlines() if line.startswith(("0, 2", "1, 3"))]
     assert [line[2] for line in lines] == ["unmanaged", "819"]
-    assert lines[0][-1] == "KB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
+    assert lines[0][-1] == "KiB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
 
 
 def test_calibrated_tensors_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
