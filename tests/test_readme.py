@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("transformers")
+
+from tests.doc_models import stand_in
+
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 COMMANDS = (
@@ -21,12 +24,24 @@ if not README.exists():
 TEXT = README.read_text(encoding="utf-8")
 
 
-def test_python_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-    exec(compile(code, str(README), "exec"), {"__name__": "readme"})
-    printed = capsys.readouterr().out
-    assert "is the answer; the right one is" in printed
-    assert "bytes held; the full cache" in printed
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_python_runs_as_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = PYTHON.findall(TEXT)
+    monkeypatch.chdir(tmp_path)
+    stand_in(code, tmp_path)
+    names = {"__name__": "readme"}
+    exec(compile(code, str(README), "exec"), names)
+    assert "42 is 2598." in names["doors"]
+    assert "bytes held; the full cache" in capsys.readouterr().out
+
+
+def test_the_front_page_of_the_site_has_the_same_quick_start() -> None:
+    """Without prompts and output, so that what is copied can be run."""
+    assert PYTHON.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")) == PYTHON.findall(TEXT)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,7 +19,7 @@ from kvpolicy import registry
 from kvpolicy.cli.strategy_docs import read
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.registry import BUILT_IN, Kind, built_in_classes
-from kvpolicy_eval.catalog import field
+from kvpolicy_eval.catalog import features, field
 from kvpolicy_eval.catalog.places import Place
 from kvpolicy_eval.common.markdown import table
 
@@ -66,6 +66,9 @@ def places(root: Path) -> list[Place]:
         ("kvpress-version", known.version),
     ):
         found.append(Place(path="docs/field.md", name=name, text=text))
+    supported = features.load()
+    for name, text in (("features", supported.table()), ("feature-tests", supported.tests())):
+        found.append(Place(path="docs/guide/supported.md", name=name, text=f"\n{text}\n"))
     for kind, names in BUILT_IN.items():
         kinds = f"{kind}s"
         entries = "".join(f"          - methods/{name}.md\n" for name in names)

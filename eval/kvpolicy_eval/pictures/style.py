@@ -33,6 +33,22 @@ WIDTH = 8.0
 RC: Any = {**_style.RC, "svg.fonttype": "none", "svg.hashsalt": "kvpolicy"}
 """Settings of matplotlib for all pictures."""
 
+DARK = {
+    INK: "#dedede",
+    "#ffffff": "#1f2129",  # close to the background of the site's dark pages
+    "#000000": "#ffffff",
+    GREY: "#a0a0a0",
+    LIGHT: "#6d6d6d",
+    PALE: "#3a3d45",
+    "#b0b0b0": "#7a7a7a",
+    "#c4c4c4": "#5c5c5c",
+    "#dfebf7": "#17324d",
+    "#bcd7ee": "#1f4a73",
+    "#8fbde0": "#2b6499",
+    BLUE: "#2f9bd8",
+}
+"""What replaces a color on a dark page. Other colors, and the pixels of maps, are the same on both."""
+
 Draw = Callable[[], Figure]
 
 
@@ -46,5 +62,19 @@ def svg(draw: Draw) -> bytes:
     out = io.BytesIO()
     with matplotlib.rc_context(RC):
         draw().savefig(out, format="svg", metadata={"Date": None}, pad_inches=0.1)
-    lines = out.getvalue().decode().splitlines()
+    lines = out.getvalue().decode().replace("</style>", f"{_dark_rules()}</style>", 1).splitlines()
     return ("\n".join(line.rstrip() for line in lines) + "\n").encode()
+
+
+def _dark_rules() -> str:
+    """Rules for a reader who prefers dark pages; `!important`, because matplotlib gives each element its own style.
+
+    Inside a page, a picture sees the color scheme of that page, so that the site's switch applies to it.
+    """
+    rules = [
+        f'[style*="{part}: {light.lower()}"]{{{part}: {dark} !important}}'
+        for light, dark in DARK.items()
+        for part in ("fill", "stroke")
+    ]
+    white = 'text[style*="fill: #ffffff"]{fill: #ffffff !important}'  # text on a color
+    return "\n@media (prefers-color-scheme: dark) {\n" + "\n".join([*rules, white]) + "\n}\n"

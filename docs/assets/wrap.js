@@ -1,0 +1,28 @@
+/* Long names in code, such as policies, may be broken after a separator, so that they are never broken in mid-word.
+   A break opportunity is not copied with the text. */
+(function () {
+  "use strict";
+
+  /* The pieces of a name that stay whole: each ends with a separator, except the last. */
+  function pieces(text) {
+    return text.match(/[^+/:@.,(=]*(?:[+/:@.,(=]+|$)/g).filter((piece) => piece !== "");
+  }
+
+  function allowBreaks(code) {
+    const walker = document.createTreeWalker(code, NodeFilter.SHOW_TEXT);
+    const texts = [];
+    while (walker.nextNode()) texts.push(walker.currentNode);
+    texts.forEach((text) => {
+      const parts = pieces(text.data).flatMap((piece) => [piece, document.createElement("wbr")]);
+      parts.pop(); // after the last piece the text may be broken or not, as before
+      text.replaceWith(...parts);
+    });
+  }
+
+  if (typeof document !== "undefined") {
+    document.addEventListener("DOMContentLoaded", () => {
+      document.querySelectorAll(".md-typeset :not(pre) > code").forEach(allowBreaks);
+    });
+  }
+  if (typeof module !== "undefined") module.exports = { pieces };
+})();

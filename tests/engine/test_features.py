@@ -1,0 +1,65 @@
+"""Every family with what `docs/guide/supported.md` says of it: beams, chunks of a prompt, and offloaded weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from tests.conformance.models import FAMILIES, UNNAMED, build, layers_for
+from tests.conformance.play import make_batch
+from tests.sampling import product
+
+SHORT: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+ROOMY, SMALL = "snapkv@64", "h2o@0.5"
+"""A budget that holds every token, so that the result is that of the stock cache, and one that does not."""
+NAMES = [*FAMILIES, *UNNAMED]
+SAMPLE = [("qwen2",), ("gemma2",), ("gpt2",), ("gpt_oss",)]
+"""Rotary and learned positions, sliding layers, and attention sinks."""
+OFFLOADED = [name for name in NAMES if name != "jetmoe"]
+"""JetMoE computes with the weights of its experts before accelerate has brought them, with any cache."""
+
+
+def generate(model: Any, policy: str, **how: Any) -> Any:
+    """The tokens of a padded batch under a policy, or with the stock cache, and the positions of the first layer."""
+    ids, mask = make_batch([24, 15], [24])
+    if not policy:
+        return model.generate(ids, attention_mask=mask, **SHORT, **how), None
+    with kvpolicy.attach(model, policy) as handle:
+        out = model.generate(ids, attention_mask=mask, **SHORT, **how)
+    assert handle.cache is not None
+    return out, handle.cache.policy_layers[0].positions
+
+
+@product("family", NAMES, sample=SAMPLE)
+def test_beams(family: str) -> None:
+    model = build(family, layers=layers_for("", family))
+    stock, _ = generate(model, "", num_beams=2)
+    ours, _ = generate(model, ROOMY, num_beams=2)
+    assert torch.equal(ours, stock)
+    _, positions = generate(model, SMALL, num_beams=2)
+    assert len(positions) == 4  # two beams of two rows
+    assert ((positions >= 0).sum(-1) <= 12).all()
+
+
+@product("family", NAMES, sample=SAMPLE)
+def test_chunks(family: str) -> None:
+    model = build(family, layers=layers_for("", family))
+    stock, _ = generate(model, "")
+    ours, _ = generate(model, ROOMY, prefill_chunk_size=7)
+    assert torch.equal(ours, stock)
+    _, positions = generate(model, SMALL, prefill_chunk_size=7)
+    assert ((positions >= 0).sum(-1) <= 12).all()
+
+
+@product("family", OFFLOADED, sample=SAMPLE)
+def test_offloaded_weights(family: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    whole = build(family, layers=layers_for("", family))
+    want, kept = generate(whole, SMALL)
+    spread = accelerate.cpu_offload(copy.deepcopy(whole), execution_device=torch.device("cpu"))
+    got, positions = generate(spread, SMALL)
+    assert torch.equal(got, want) and torch.equal(positions, kept)
