@@ -34,9 +34,7 @@ def test_a_notebook_prints_what_it_says(path: Path) -> None:
     cells = code_cells(notebook)
     for number, (cell, found) in enumerate(zip(cells, run(notebook, path), strict=True), 1):
         assert cell["execution_count"] == number
-        assert text_of(cell["outputs"]) == text_of(found), (
-            f"{path.name}[{number}]: run python -m kvpolicy_eval.notebooks"
-        )
+        assert text_of(cell["outputs"]) == text_of(found), f"{path.name}[{number}]"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
