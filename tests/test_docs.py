@@ -197,6 +197,8 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert parts.scheme in ("https", "mailto") and "." in parts.netloc, f"{name(page)}: {link} is no address"
             continue
         target = (page.parent / parts.path).resolve() if parts.path else page
+        if target.suffix == ".md" and target.with_suffix(".ipynb").exists():
+            target = target.with_suffix(".ipynb")
         assert target.exists(), f"{name(page)} links to {link}, which is not there"
         if parts.fragment and target.suffix == ".md":
             assert parts.fragment in anchors(target), f"{name(page)} links to {link}, and there is no such heading"
@@ -221,7 +223,8 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     listed = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.MULTILINE)
     assert len(listed) == len(set(listed))
-    assert set(listed) == {str(page.relative_to(DOCS)) for page in PAGES if DOCS in page.parents}
+    notebooks = [page.with_suffix(".md") for page in DOCS.rglob("*.ipynb")]  # which the site makes pages of
+    assert set(listed) == {str(page.relative_to(DOCS)) for page in [*PAGES, *notebooks] if DOCS in page.parents}
 
 
 def decisions() -> list[str]:

@@ -28,12 +28,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"common", "data", "sweep", "train"},
     "methods": {"common"},
     "pictures": {"common", "data"},
+    "notebooks": {"pictures"},
     "board": {"bench", "common", "data", "pictures"},
     "catalog": {"common", "methods", "pictures"},
 }
 """Rooms that each room may import; a room comes after all rooms that it may import."""
 USERS = ("sweep", "report", "peers", "bench", "gpu", "cli")
-INTERNAL = {"tables", "board", "methods", "pictures", "catalog", "train"}
+INTERNAL = {"tables", "board", "methods", "pictures", "notebooks", "catalog", "train"}
 
 
 def module_name(path: Path) -> str:

@@ -1,0 +1,1 @@
+"""The notebooks of the documentation: their execution, and their pages."""
