@@ -1,4 +1,4 @@
-"""docs/assets/sortable.js: the order of the rows of a sortable table, run by node."""
+"""The scripts of the site, run by node: the order of the rows of a sortable table, and where long names break."""
 
 from __future__ import annotations
 
@@ -84,3 +84,24 @@ def test_a_click_sorts_the_rows(clicks: list[int], names: str, sorts: list[str |
 def test_the_script_asks_no_other_site() -> None:
     text = SCRIPT.read_text(encoding="utf-8")
     assert not any(word in text for word in ("http", "fetch", "import", "XMLHttpRequest"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("squeeze+kvcrush/snapkv@0.2", ["squeeze+", "kvcrush/", "snapkv@0.2"]),
+        ("kivi:bits=4:residual_length=32", ["kivi:", "bits=4:", "residual_length=32"]),
+        ("KVPressScorer(KeyNorm())", ["KVPressScorer(", "KeyNorm())"]),
+        ("kvpolicy_eval.tables", ["kvpolicy_eval.", "tables"]),
+        ("--no-importance", ["--no-importance"]),
+        ("https://", ["https://"]),
+        ("=", ["="]),
+        ("", []),
+    ],
+)
+def test_long_names_break_after_separators(name: str, pieces: list[str]) -> None:
+    script = "console.log(JSON.stringify(require(process.argv[2]).pieces(process.argv[1])))"
+    command = [_node(), "-e", script, "--", name, str(SCRIPT.parent / "wrap.js")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == pieces
+    assert "".join(pieces) == name

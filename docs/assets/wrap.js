@@ -3,9 +3,9 @@
 (function () {
   "use strict";
 
-  /* The pieces of a name that stay whole: each ends with a separator, except the last. */
+  /* The pieces of a name that stay whole: an option and its value, a number, a budget. */
   function pieces(text) {
-    return text.match(/[^+/:@.,(=]*(?:[+/:@.,(=]+|$)/g).filter((piece) => piece !== "");
+    return text.split(/(?<=[+/:,(])(?=[^+/:,()])|(?<=\.)(?=[A-Za-z])/).filter((piece) => piece !== "");
   }
 
   function allowBreaks(code) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ Quantization, SAQ"""
 
 def test_every_promised_system_is_there() -> None:
     assert set(" ".join(PROMISED.split()).split(", ")) <= {entry.name for entry in FIELD.systems}
+
+
+def test_the_page_for_people_from_kvpress_names_presses_that_there_are() -> None:
+    page = ROOT / "docs" / "guide" / "from-kvpress.md"
+    if not page.is_file():
+        pytest.skip("the docs are not installed")
+    named = set(re.findall(r"\b[A-Z]\w+Press\b", page.read_text(encoding="utf-8")))
+    assert len(named) > 10
+    assert named - {"ScorerPress"} <= {entry.name for entry in FIELD.presses}  # the base class of scorers
 
 
 def test_every_method_of_a_paper_is_there() -> None:

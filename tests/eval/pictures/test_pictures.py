@@ -20,7 +20,7 @@ from matplotlib.colors import to_hex
 import kvpolicy
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy_eval.methods.plan import methods
-from kvpolicy_eval.pictures import allocators, selectors
+from kvpolicy_eval.pictures import allocators, idea, selectors
 from kvpolicy_eval.pictures import scene as scenes
 from kvpolicy_eval.pictures.__main__ import main
 from kvpolicy_eval.pictures.catalog import pictures
@@ -28,7 +28,7 @@ from kvpolicy_eval.pictures.crush import crush_distances
 from kvpolicy_eval.pictures.scene import kept, scene
 from kvpolicy_eval.pictures.selectors import PICTURES as SELECTORS
 from kvpolicy_eval.pictures.selectors import headline, image
-from kvpolicy_eval.pictures.style import BLUE, ORANGE, PALE, svg
+from kvpolicy_eval.pictures.style import BLUE, DARK, INK, ORANGE, PALE, svg
 
 DOCS = Path(__file__).parents[3] / "docs"
 HEADINGS = ["Idea", "Formula", "Source and differences", "Cost", "When it fails", "Measured", "Citation"]
@@ -112,6 +112,28 @@ def test_drawn_again_it_is_the_same_to_the_byte(name: str, tmp_path: Path) -> No
         main([name, "--out", str(tmp_path)])
     assert (tmp_path / f"{name}.svg").read_bytes() == first
     assert b"<dc:date>" not in first
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda path: path.stem)
+def test_a_picture_has_a_dark_form(path: Path) -> None:
+    """Rules for colors that the picture has: text and background are not those of a white page."""
+    content = path.read_text(encoding="utf-8")
+    _, _, rules = content.partition("@media (prefers-color-scheme: dark) {")
+    assert rules, "draw it again"
+    assert f'[style*="fill: {INK}"]{{fill: {DARK[INK]} !important}}' in rules
+    assert f'style="fill: {INK}' in content or f"fill: {INK}" in content
+
+
+def test_the_idea_is_drawn_from_one_run() -> None:
+    stored, uncoded = idea.bytes_by_layer()
+    budgets = kept(idea.POLICY).budgets
+    model, _ = scenes.embedded()
+    with kvpolicy.attach(model, idea.POLICY), torch.inference_mode():
+        cache = kvpolicy.PolicyCache(model)
+        model(scene().ids, past_key_values=cache)
+    assert [int(layer.budget[0]) for layer in cache.policy_layers] == budgets
+    assert sum(sum(layer.values()) for layer in stored) == cache.nbytes
+    assert all(sum(layer.values()) < size for layer, size in zip(stored, uncoded, strict=True))
 
 
 def test_methods_without_a_picture_of_their_own_have_one() -> None:
