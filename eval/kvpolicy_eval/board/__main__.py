@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from kvpolicy_eval.board.cells import Board, cells
-from kvpolicy_eval.board.page import refusals, tables
+from kvpolicy_eval.board.page import full_cache, refusals, tables
 from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
@@ -35,6 +35,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-times", action="store_true", help="do not time steps")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
+    parser.add_argument("--fill-full", type=Path, metavar="PAGE", help="page to write the full cache by task to")
     add_fill_argument(parser, "board", "board-refused")
     return parser.parse_args(argv)
 
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     shares = sorted(args.shares, reverse=True)
     publish(tables(board, listed, shares, args.lengths), "board", args.fill)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
+    publish(full_cache(board, args.lengths), "board-full", args.fill_full)
     for length in args.lengths if args.pictures else ():
         (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, listed, shares, n)))
 

@@ -27,6 +27,23 @@ def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengt
     return "\n\n".join(parts)
 
 
+def full_cache(board: Board, lengths: Sequence[int]) -> str:
+    """Right answers of the full cache by task, length and place of the question: what the model itself can do."""
+    full = Entry("full", "all tokens")
+    found = {(length, mode): board.known_cell(Cell(full, 1.0, mode, length)) for length in lengths for mode in MODES}
+    known = {place: result for place, result in found.items() if result is not None}
+    tasks = list(dict.fromkeys(task for result in known.values() for task in result["right"]))
+    rows = [
+        [
+            f"{length:,}",
+            mode,
+            *(f"{result['right'][task]} of {result['docs']}" if task in result["right"] else "" for task in tasks),
+        ]
+        for (length, mode), result in known.items()
+    ]
+    return table(["tokens", "question", *tasks], rows)
+
+
 def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
     """The row of a policy: answers by the place of the question, bytes held and moved, and the time of a step."""
     found = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]

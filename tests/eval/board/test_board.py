@@ -13,7 +13,7 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
 from kvpolicy_eval.board.cells import Board, Cell, accuracy, interval
-from kvpolicy_eval.board.page import refusals, row, tables
+from kvpolicy_eval.board.page import full_cache, refusals, row, tables
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.board.times import Times
 
@@ -140,6 +140,15 @@ def test_points_need_every_mode_and_a_cost(board: Board) -> None:
     assert pictures.points(board, [SNAPKV], [0.1], 512, "held") == [pictures.Point(SNAPKV, 0.1, 0.5)]
     assert pictures.points(board, [SNAPKV], [0.1], 512, "moved")[0].cost == 0.05
     assert pictures.points(board, [SNAPKV], [0.1], 512, "time") == []
+
+
+def test_the_full_cache_by_task(board: Board) -> None:
+    board.cell(Cell(FULL, 0.1, "inside", 512))
+    board.cell(Cell(FULL, 0.1, "second", 512))
+    assert full_cache(board, [512]).splitlines()[2:] == [
+        "| 512 | inside | 4 of 4 | 4 of 4 | 4 of 4 |",
+        "| 512 | second | 4 of 4 | 4 of 4 |  |",
+    ]
 
 
 def test_the_frontier_equals_a_search_over_all_pairs() -> None:
