@@ -26,7 +26,7 @@ def test_python_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, str(README), "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
     assert "is the answer; the right one is" in printed
-    assert "bytes held; the full cache" in printed
+    assert "of the full cache:\nlayer  budget  kept  seen " in printed
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -29,7 +29,7 @@ def test_a_fraction_in_tokens_and_bits(run: Run) -> None:
     assert "an encoded number takes 5.00 bits (codes 4.00, scales 1.00)" in text
     assert "A layer of 819 tokens has a full-precision buffer of 57 slots, and 800 encoded slots." in text
     assert "53-79: 328 tokens." in text  # squeeze's example: 0.4 of 819.2
-    assert "Total: 105.54 MB, 0.063 of the full cache (1.68 GB)" in text
+    assert "Total: 101 MiB, 0.063 of the full cache (1.56 GiB)" in text
 
 
 @pytest.mark.parametrize(

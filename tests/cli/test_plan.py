@@ -44,13 +44,12 @@ def test_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     lines = output("plan llama-3-70b snapkv@0.2 --tp 8", capsys).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "model   llama-3-70b in bfloat16, on each of 8 ranks (deepspeed)"
-    assert lines[5].split() == ["0", "819", "819", "0", "425.91", "KB", "0.162"]  # and what the cache has once
-    assert lines[6].split() == ["1-79", "819", "819", "0", "425.90", "KB", "0.162"]
-    cells = {line[:26].strip(): line[26:].split() for line in lines[8:-3]}
-    assert cells["weights, replicated"] == ["2.10", "GB"]
-    assert cells["weights"] == ["19.48", "GB"] * 2
-    assert cells["cache"] == ["34.07", "MB", "209.72", "MB"]
-    assert cells["largest batch in 80.00 GB"] == ["1,776", "rows", "288", "rows"]
+    assert lines[5].split() == ["0-79", "819", "819", "0", "416", "KiB", "0.162"]
+    cells = {line[:24].strip(): line[24:].split() for line in lines[7:-3]}
+    assert cells["weights, replicated"] == ["1.96", "GiB"]
+    assert cells["weights"] == ["18.1", "GiB"] * 2
+    assert cells["cache"] == ["32.5", "MiB", "200", "MiB"]
+    assert cells["largest batch in 80 GiB"] == ["1,949", "rows", "316", "rows"]
 
 
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +74,7 @@ def test_unmanaged_layers_are_in_the_table(tmp_path: Path, capsys: pytest.Captur
     text = output(f"plan {tmp_path} snapkv@0.2", capsys)
     lines = [line.split() for line in text.splitlines() if line.startswith(("0, 2", "1, 3"))]
     assert [line[2] for line in lines] == ["unmanaged", "819"]
-    assert lines[0][-1] == "KB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
+    assert lines[0][-1] == "KiB" and lines[1][-1] == "0.161"  # an unmanaged layer has no ratio
 
 
 def test_calibrated_tensors_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
