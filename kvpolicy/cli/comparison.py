@@ -55,8 +55,8 @@ def summary(run: Generation) -> str:
 def held(nbytes: int, full_nbytes: int) -> str:
     """Format the bytes of a cache in relation to the full cache.
 
-    >>> held(712_510, 3_510_000), held(0, 0)
-    ('712.51 KB, 0.20 of the full cache (3.51 MB)', '0 B')
+    >>> held(2**19, 5 * 2**19), held(0, 0)
+    ('512 KiB, 0.20 of the full cache (2.5 MiB)', '0 B')
     """
     if not full_nbytes:
         return size(nbytes)

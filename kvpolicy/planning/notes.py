@@ -13,7 +13,7 @@ MAX_EXACT = 0.5
 """A full-precision buffer that takes a larger fraction of the layers' bytes is noted."""
 
 PERCENT_TOKENS = 64
-"""A budget of fewer tokens than these, of a longer prompt, may have been meant as a percentage."""
+"""A budget of fewer tokens than these may have been meant as a percentage."""
 
 MIN_TOKENS = 16
 """A budget that is not given in tokens, and keeps fewer than these per layer on average, is noted."""
@@ -63,9 +63,9 @@ def beyond_trained_length(prompt: Tensor, new: int, trained: int | None) -> str:
 
 
 def _maybe_percent(policy: Policy, prompt: Tensor) -> str:
-    """A budget in tokens that is as small as a percentage."""
+    """A budget in tokens that is as small as a percentage, for a prompt of which that percentage would be more."""
     budget = policy.budget
-    if not isinstance(budget, int) or budget >= PERCENT_TOKENS or not bool((prompt > budget).any()):
+    if not isinstance(budget, int) or budget >= PERCENT_TOKENS or not bool((prompt > 100).any()):
         return ""
     return f"the budget @{budget} is {budget} tokens per layer; for {budget}% of the prompt, write @{budget / 100:g}"
 

@@ -14,6 +14,7 @@ from kvpolicy.engine.partial_reads import LayerReading
 from kvpolicy.engine.reading import by_entry
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.registry import names
+from kvpolicy.spec.tables import format_bytes
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.conformance.policies import CODECS, RANKED, spec_of, words
@@ -230,7 +231,7 @@ def check_bytes(text: str, rows: list[int]) -> PolicyCache:
     report = cache.report()
     assert report.moved == plan.moved == sum(moved) == report.as_dict()["moved"]
     assert report.all_moved == sum(layer.all_moved for layer in plan.layers)
-    assert "compression" not in str(report) and f"moves {report.moved:,} bytes" in str(report)
+    assert "compression" not in str(report) and f"moves {format_bytes(report.moved)}," in str(report)
     return cache
 
 

@@ -67,6 +67,23 @@ def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bo
     assert ("row(s) 0: the budget 0.2 keeps as few as 8 of 40 prompt tokens" in before) == told
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("window@20", "the budget @20 is 20 tokens per layer; for 20% of the prompt, write @0.2"),
+        ("window@5", "for 5% of the prompt, write @0.05"),
+        ("window@64", ""),
+        ("window@0.3", ""),
+        ("window@64KiB", ""),
+    ],
+)
+def test_a_number_of_tokens_that_may_be_a_percentage_is_remarked_on(words: str, told: str) -> None:
+    config = build("llama").config
+    note = kvpolicy.plan(config, words, prompt=[8, 200], batch=2).note
+    assert (told in note) if told else not note
+    assert not kvpolicy.plan(config, words, prompt=100).note, "of so many tokens, a percentage is no more"
+
+
 @pytest.mark.parametrize(("prompt", "new", "rows"), [([9, 60], 4, ""), ([9, 61], 4, "row(s) 1"), (65, 0, "every row")])
 def test_a_text_behind_the_trained_positions_is_remarked_on(prompt: int | list[int], new: int, rows: str) -> None:
     """The plan says so; when it is fed, a warning does."""

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -77,7 +77,7 @@ def text_of(outputs: list[Output]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _empty_folder() -> Iterator[None]:
+def _empty_folder() -> Generator[None, None, None]:
     before = os.getcwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)

@@ -215,11 +215,11 @@ def test_the_text_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[:4] for line in said[1:4]] == [
         ["missing", "m", policy, "xsum"] for policy in ("full", "h2o@0.2", "h2o@4096")
     ]
-    assert said[1].split()[4:] == ["100", "602", "256", "112.5", "MB", "1.000", "0.23"]
+    assert said[1].split()[4:] == ["100", "602", "256", "107", "MiB", "1.000", "0.23"]
     chosen = config.load(str(place)).only(["m"])
     hours = total_hours([estimate(chosen, cell, CARDS["h200-141gb"]) for cell in chosen.cells()])
     assert said[5].startswith(f"m: 3 cells to run, {format_hours(hours)} on h200-141gb; at most ")
-    assert said[5].endswith(" GB with the longest prompts, which fits")
+    assert said[5].endswith(" GiB with the longest prompts, which fits")
     assert "1 cell with a budget that keeps every token of a mean prompt." in said
     assert "Estimated, not measured" in "\n".join(said)
     assert not (tmp_path / "out").exists()

@@ -18,8 +18,12 @@ def test_lines_of_a_model() -> None:
         ["mixtral-8x7b", "8", "11.1 GiB"],
     ]
     token = 32 * 2 * 4 * 128 * 2  # bytes on the first of two ranks: 4 of 8 KV heads in 32 layers
-    assert rows[0][3:] == ["`full`", f"{5120 * token / 1e6:.0f} MB", str((80 * 10**9 - 46835179520) // (5120 * token))]
-    assert rows[1][3:5] == ["`window@0.2`", f"{819 * (token + 32 * 4 * 4) / 1e6:.0f} MB"]
+    assert rows[0][3:] == [
+        "`full`",
+        f"{5120 * token / 2**20:.0f} MiB",
+        str((80 * 10**9 - 46835179520) // (5120 * token)),
+    ]
+    assert rows[1][3:5] == ["`window@0.2`", f"{819 * (token + 32 * 4 * 4) / 2**20:.1f} MiB"]
 
 
 def test_it_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,5 +33,5 @@ def test_it_fills_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(memory, "RANKS", [1, 2])
     monkeypatch.setattr(sys, "argv", line)
     memory.main()
-    assert "| tiny | 2 | 0.0 GB | `full` |" in capsys.readouterr().out
+    assert "| tiny | 2 | 1.6 MiB | `full` |" in capsys.readouterr().out
     assert page.read_text().count("| tiny |") == 2
