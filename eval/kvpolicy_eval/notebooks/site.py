@@ -6,20 +6,25 @@ those of the site. The notebook itself is there to be downloaded.
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbconvert.exporters import MarkdownExporter
 
 
+def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
+    """The page of a notebook in Markdown, and its figures by the names that the page gives them."""
+    text, resources = MarkdownExporter().from_filename(str(path), {"unique_key": path.stem})
+    return f"{text}\n\n[Download this notebook]({path.name})\n", dict(resources["outputs"])
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page and the figures of each notebook."""
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         source = PurePosixPath(file.src_uri)
-        text, resources = MarkdownExporter().from_filename(str(file.abs_src_path), {"unique_key": source.stem})
-        download = f"\n\n[Download this notebook]({source.name})\n"
-        files.append(File.generated(config, str(source.with_suffix(".md")), content=text + download))
-        for name, content in resources["outputs"].items():
+        text, figures = page_of(Path(str(file.abs_src_path)))
+        files.append(File.generated(config, str(source.with_suffix(".md")), content=text))
+        for name, content in figures.items():
             files.append(File.generated(config, str(source.parent / name), content=content))
     return files

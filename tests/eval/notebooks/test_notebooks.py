@@ -57,20 +57,12 @@ def test_an_error_names_its_cell(tmp_path: Path) -> None:
     assert Path(str(caught.traceback[-1].path)).name == "made.ipynb[2]"
 
 
-def test_pages_of_notebooks_have_their_outputs() -> None:
+def test_the_page_of_a_notebook_has_its_outputs() -> None:
     pytest.importorskip("nbconvert")
-    from mkdocs.config.defaults import MkDocsConfig
-    from mkdocs.structure.files import File, Files
+    pytest.importorskip("mkdocs")
+    from kvpolicy_eval.notebooks.site import page_of
 
-    from kvpolicy_eval.notebooks.site import on_files
-
-    config: Any = MkDocsConfig()
-    config.load_dict({"site_name": "docs", "docs_dir": str(FOLDER.parent)})
-    config.validate()
-    source = File("notebooks/compose.ipynb", str(FOLDER.parent), "site", use_directory_urls=True)
-    files = on_files(Files([source]), config)
-    (page,) = files.documentation_pages()
-    assert page.src_uri == "notebooks/compose.md"
-    assert "try window=16" in page.content_string and "<td" in page.content_string
-    figures = re.findall(r"!\[svg\]\((\S+)\)", page.content_string)
-    assert figures and all(files.get_file_from_path(f"notebooks/{figure}") for figure in figures)
+    text, figures = page_of(FOLDER / "compose.ipynb")
+    assert text.startswith("# Compose") and "try window=16" in text and "<table>" in text
+    assert set(re.findall(r"!\[svg\]\((\S+)\)", text)) == set(figures) and len(figures) == 2
+    assert text.rstrip().endswith("(compose.ipynb)")
