@@ -11,8 +11,8 @@ TINY = "tiny"
 def shipped() -> list[str]:
     """Return the embedded model and the models whose configs ship with the package.
 
-    >>> shipped()
-    ['llama-2-70b', 'llama-3-70b', 'mixtral-8x7b', 'tiny']
+    >>> shipped()[:3]
+    ['gemma-3-12b', 'gpt-oss-20b', 'llama-2-70b']
     """
     configs = files("kvpolicy") / "assets" / "configs"
     return sorted([*(path.name.removesuffix(".json") for path in configs.iterdir()), TINY])

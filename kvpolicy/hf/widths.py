@@ -7,11 +7,8 @@ from typing import Any
 from kvpolicy.planning.activations import Widths
 
 SEPARATE = frozenset(
-    {
-        "cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "olmo", "olmo2", "qwen2",
-        "qwen3", "smollm3", "starcoder2", "stablelm",
-    }
-)  # fmt: skip
+    "cohere cohere2 gemma gemma2 gemma3_text granite llama mistral olmo olmo2 qwen2 qwen3 smollm3 stablelm".split()
+)
 """Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
 
 EAGER = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
