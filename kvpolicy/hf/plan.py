@@ -56,13 +56,16 @@ def plan(
 
     Examples:
         >>> from transformers import LlamaConfig
-        >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, hidden_size=64)
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 1000}
+        >>> config = LlamaConfig(num_hidden_layers=2, num_key_value_heads=2, num_attention_heads=4, **sizes)
         >>> small = plan(config, "window@0.25", prompt=1000, dtype=torch.float32)
         >>> small.layers[0].tokens, small.nbytes, small.full_nbytes
         (250, 132056, 512000)
         >>> on_two = plan(config, "window@0.25", prompt=1000, tp=2, backend="hf", dtype=torch.float32)
-        >>> on_two.nbytes, on_two.weights.nbytes, on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
-        (66056, 16696576, 16002, 4129)
+        >>> on_two.nbytes, on_two.weights.nbytes, on_two.prefill_nbytes
+        (66056, 404736, 2637768)
+        >>> on_two.largest_batch(2**30), on_two.full_largest_batch(2**30)
+        (480, 461)
     """
     policy = Policy.of(policy)
     config = as_config(config)

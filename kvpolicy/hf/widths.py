@@ -7,7 +7,7 @@ from typing import Any
 from kvpolicy.planning.activations import Widths
 
 SEPARATE = frozenset(
-    {
+    [
         "cohere",
         "cohere2",
         "gemma",
@@ -21,9 +21,8 @@ SEPARATE = frozenset(
         "qwen2",
         "qwen3",
         "smollm3",
-        "starcoder2",
         "stablelm",
-    }
+    ]
 )
 """Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
 

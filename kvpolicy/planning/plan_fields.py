@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvpolicy.engine.pages import Pages
+from kvpolicy.planning.activations import Prefill
 from kvpolicy.planning.result import CachePlan, LayerPlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
@@ -14,7 +15,7 @@ _SCALARS = ("batch", "full_nbytes", "measured", "note", "resident_nbytes", "tp",
 
 
 def plan_to_dict(plan: CachePlan) -> dict[str, Any]:
-    """A plan as JSON can hold it, without its policy and without weights."""
+    """A plan as JSON can hold it, without its policy and weights; of its prefill, the length of the prompt."""
     layers = [
         {
             "layer_idx": layer.layer_idx,
@@ -27,15 +28,25 @@ def plan_to_dict(plan: CachePlan) -> dict[str, Any]:
         for layer in plan.layers
     ]
     unmanaged = {str(index): size for index, size in plan.unmanaged.items()}
-    return {name: getattr(plan, name) for name in _SCALARS} | {"layers": layers, "unmanaged": unmanaged}
+    columns = None if plan.prefill is None else plan.prefill.columns
+    scalars = {name: getattr(plan, name) for name in _SCALARS}
+    return scalars | {
+        "layers": layers,
+        "unmanaged": unmanaged,
+        "columns": columns,
+        "full_peak_nbytes": plan.full_peak_nbytes,
+    }
 
 
-def plan_from_dict(policy: Policy, content: Mapping[str, Any]) -> CachePlan:
+def plan_from_dict(
+    policy: Policy, content: Mapping[str, Any], prefill: Callable[[Policy, Sequence[LayerPlan], int], Prefill]
+) -> CachePlan:
     """The plan that `plan_to_dict` described.
 
     Args:
         policy: The policy of the plan.
-        content: The description.
+        content: The description; earlier versions did not write the length of the prompt.
+        prefill: Makes what the activations follow from, of the policy, the layers and the length of the prompt.
     """
     layers = [
         LayerPlan(
@@ -50,4 +61,12 @@ def plan_from_dict(policy: Policy, content: Mapping[str, Any]) -> CachePlan:
     ]
     unmanaged = {int(index): size for index, size in content["unmanaged"].items()}
     scalars: dict[str, Any] = {name: content[name] for name in _SCALARS}
-    return CachePlan(policy=policy, layers=tuple(layers), unmanaged=unmanaged, **scalars)
+    columns = content.get("columns")
+    return CachePlan(
+        policy=policy,
+        layers=tuple(layers),
+        unmanaged=unmanaged,
+        prefill=prefill(policy, layers, columns) if columns else None,
+        full_peak_nbytes=content.get("full_peak_nbytes", 0),
+        **scalars,
+    )

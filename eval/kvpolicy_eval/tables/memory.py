@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 import kvpolicy
-from kvpolicy.hf.embedded import config_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.tables import format_bytes
@@ -20,11 +20,11 @@ from kvpolicy_eval.common.markdown import add_fill_argument, publish, table
 MODELS = ["llama-2-70b", "llama-3-70b", "mixtral-8x7b"]
 RANKS = [2, 4, 8]
 POLICIES = ["full", "squeeze+kvcrush/h2o@0.2", "squeeze+kvcrush/h2o+kivi:bits=4@0.2"]
-COLUMNS = ["model", "ranks", "weights", "policy", "cache of a row", "largest batch"]
+COLUMNS = ["model", "ranks", "weights", "policy", "cache of a row", "largest batch", "in chunks"]
 
 
 def rows(
-    models: list[str], policies: list[str], memory: int, backend: str, prompt: int, new: int
+    models: list[str], policies: list[str], memory: int, backend: str, prompt: int, new: int, chunk: int
 ) -> Iterator[list[str]]:
     """One row per model, number of ranks and policy.
 
@@ -35,22 +35,26 @@ def rows(
         backend: Library that shards the weights.
         prompt: Tokens of each row's prompt.
         new: Tokens to be generated.
+        chunk: Tokens that are prefilled at a time in the last column.
     """
     for model in models:
         for tp in RANKS:
             for policy in policies:
-                plan = kvpolicy.plan(
-                    config_of(model), policy, prompt=prompt, new=new, dtype=torch.bfloat16, tp=tp, backend=backend
+                sizes: dict[str, Any] = {"prompt": prompt, "new": new, "tp": tp, "dtype": torch.bfloat16}
+                plan, chunked = (
+                    kvpolicy.plan(model, policy, **sizes, backend=backend, chunk=at_once) for at_once in (None, chunk)
                 )
-                yield [model, str(tp), *_cells(plan, policy, memory)]
+                yield [model, str(tp), *_cells(plan, policy, memory), f"{_rows(chunked, policy, memory):,}"]
 
 
 def _cells(plan: CachePlan, policy: str, memory: int) -> list[str]:
-    full = policy == "full"
-    batch = plan.full_largest_batch(memory) if full else plan.largest_batch(memory)
     weights = format_bytes(plan.weights.nbytes) if plan.weights else ""
-    cache = plan.full_nbytes if full else plan.nbytes
-    return [weights, f"`{policy}`", format_bytes(cache), f"{batch:,}"]
+    cache = plan.full_nbytes if policy == "full" else plan.nbytes
+    return [weights, f"`{policy}`", format_bytes(cache), f"{_rows(plan, policy, memory):,}"]
+
+
+def _rows(plan: CachePlan, policy: str, memory: int) -> int:
+    return plan.full_largest_batch(memory) if policy == "full" else plan.largest_batch(memory)
 
 
 def main() -> None:
@@ -64,14 +68,18 @@ def main() -> None:
     parser.add_argument("--backend", default="deepspeed", help="library that shards the weights: deepspeed or hf")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of each row's prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens to be generated")
+    parser.add_argument(
+        "--chunk", type=int, default=256, help="tokens that are prefilled at a time, in the last column"
+    )
     add_fill_argument(parser, "memory")
     args = parser.parse_args()
     memory = bytes_of(args.memory)
-    text = table(COLUMNS, rows(args.models, args.policies, memory, args.backend, args.prompt, args.new))
+    found = rows(args.models, args.policies, memory, args.backend, args.prompt, args.new, args.chunk)
+    text = table(COLUMNS, found)
     text += (
         f"\n\nBytes on each rank in bf16, sharded by `{args.backend}`; rows of {args.prompt:,} prompt and {args.new:,} "
-        f"new tokens, {args.memory} per rank. Not counted: activations, and the cache of a prompt before it is "
-        "compressed."
+        f"new tokens, {args.memory} per rank. The largest batch is prefilled at once, the last column {args.chunk:,} "
+        "tokens of each row at a time; weights, cache and the largest activations count."
     )
     publish(text, "memory", args.fill)
 
