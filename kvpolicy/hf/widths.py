@@ -7,7 +7,7 @@ from typing import Any
 from kvpolicy.planning.activations import Widths
 
 SEPARATE = frozenset(
-    [
+    {
         "cohere",
         "cohere2",
         "gemma",
@@ -22,7 +22,7 @@ SEPARATE = frozenset(
         "qwen3",
         "smollm3",
         "stablelm",
-    ]
+    }
 )
 """Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
 
