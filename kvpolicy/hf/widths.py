@@ -7,7 +7,22 @@ from typing import Any
 from kvpolicy.planning.activations import Widths
 
 SEPARATE = frozenset(
-    "cohere cohere2 gemma gemma2 gemma3_text granite llama mistral olmo olmo2 qwen2 qwen3 smollm3 stablelm".split()
+    [
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "mistral",
+        "olmo",
+        "olmo2",
+        "qwen2",
+        "qwen3",
+        "smollm3",
+        "stablelm",
+    ]
 )
 """Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
 

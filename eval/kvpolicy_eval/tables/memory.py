@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--backend", default="deepspeed", help="library that shards the weights: deepspeed or hf")
     parser.add_argument("--prompt", type=int, default=4096, help="tokens of each row's prompt")
     parser.add_argument("--new", type=int, default=1024, help="tokens to be generated")
-    parser.add_argument("--chunk", type=int, default=256, help="tokens that are prefilled at a time, in the last column")
+    parser.add_argument(
+        "--chunk", type=int, default=256, help="tokens that are prefilled at a time, in the last column"
+    )
     add_fill_argument(parser, "memory")
     args = parser.parse_args()
     memory = bytes_of(args.memory)
