@@ -94,7 +94,7 @@ class Unavailable(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_HEAD
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Nothing."""
 
 

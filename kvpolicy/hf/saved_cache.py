@@ -111,8 +111,9 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
         )
     cache.set_numbers(header["cache"])
     cache.policy_layers[0].hold_digest(held["digest"].to(cache.policy_layers[0].length.device))
-    model = attachment.model_shape
-    cache.plan = None if header["plan"] is None else plan_from_dict(cache.policy, header["plan"], model.prefill)
+    plan = header["plan"]
+    prefill = attachment.model_shape.prefill
+    cache.plan = None if plan is None else plan_from_dict(cache.policy, plan, prefill)
 
 
 def read_for(model: nn.Module, path: str) -> tuple[CacheFile, Policy]:

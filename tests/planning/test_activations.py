@@ -30,13 +30,11 @@ SIZE_MARGIN = 1.1
 """The same for the sizes of real models, of which the tiles are a small part."""
 
 
-def llama(**sizes: int) -> Any:
+def llama(**changed: Any) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(**{
-        "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 8192,
-    } | sizes)  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    sizes: dict[str, Any] = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | changed)).eval()
 
 
 def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1) -> int:
@@ -94,11 +92,9 @@ def test_sliding_windows(family: str, chunk: int | None) -> None:
     """Their masks, their matrices of attention, and the prompts that their stock caches keep alive."""
     from transformers import Gemma3TextConfig, GptOssConfig
 
-    sizes: dict[str, Any] = {
-        "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 8, "head_dim": 16,
-        "num_key_value_heads": 2, "vocab_size": 64, "sliding_window": 64, "pad_token_id": 0,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "max_position_embeddings": 8192,
-    }  # fmt: skip
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 8192}
+    sizes |= {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0}
     torch.manual_seed(0)
     config: Any = Gemma3TextConfig(**sizes) if family == "gemma3" else GptOssConfig(**sizes, num_local_experts=4)
     model = AutoModelForCausalLM.from_config(config).eval()
