@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,15 +16,12 @@ from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.embedded_names import EMBEDDED, EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 HUB_TIMEOUT = 5.0
 """Seconds to wait for the Hub before a name is refused."""
 
 
 @named_arguments
-def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> tuple[Any, PreTrainedTokenizerFast]:
+def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> tuple[Any, Any]:
     """Load a bundled model: a Llama of 8 layers that recalls records, for trying policies without a download.
 
     Args:
@@ -32,8 +29,8 @@ def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> 
         name: `tiny`, trained on up to 1,024 tokens, or `tiny-4k`, which was trained further on up to 4,736.
 
     Returns:
-        The model, a `LlamaForCausalLM` in evaluation mode, and its tokenizer. Type checkers see `Any` as the model:
-        with the class that transformers declares, they refuse every call of `generate`.
+        The model, a `LlamaForCausalLM` in evaluation mode, and its tokenizer, a `PreTrainedTokenizerFast`. Type checkers
+        see `Any`: with the types that transformers declares, they refuse `generate`, and text that was decoded.
 
     Raises:
         KVPolicyError: If there is no bundled model of that name.

@@ -25,7 +25,7 @@ EMBEDDED = Path(kvpolicy.__file__).parent / "assets" / "tiny"
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.train", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.train", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "--out", type=Path, required=True, help="folder of the model; checkpoints are in OUT/checkpoint"
     )

@@ -84,7 +84,7 @@ def test_a_cell_is_yes_or_empty() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"only": ["lama"]}, "must name families of its list, got 'lama'"),
+        ({"only": ["lllama"]}, "must name families of its list, got 'lllama'"),
         ({"only": ["llama"], "except": ["opt"]}, "must have one of 'only' and 'except'"),
         ({}, "must have one of 'only' and 'except'"),
     ],

@@ -134,7 +134,7 @@ def test_a_long_sequence_asks_for_its_records(tokenizer: PreTrainedTokenizerFast
     sampler = Sampler(Vocabulary(tokenizer), text, np.random.default_rng(3))
     for task in ("recall", "recall_far", "hot_keys"):
         row = sampler.row(task, 4096, 4)
-        lines = tokenizer.decode(row.ids[1:]).splitlines()
+        lines = str(tokenizer.decode(row.ids[1:])).splitlines()
         asked = [line[1:] for line in lines if re.fullmatch(rf"\?({'|'.join(WORDS)})=\d{{4}}", line)]
         assert len(asked) > 20
         assert set(asked) <= set(lines)
