@@ -29,7 +29,7 @@ def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> 
         name: `tiny`, trained on up to 1,024 tokens, or `tiny-4k`, which was trained further on up to 4,736.
 
     Returns:
-        The model, a `LlamaForCausalLM` in evaluation mode, and its tokenizer, a `PreTrainedTokenizerFast`. Type checkers
+        The model, a `LlamaForCausalLM` in evaluation mode, and its tokenizer. Type checkers
         see `Any`: with the types that transformers declares, they refuse `generate`, and text that was decoded.
 
     Raises:
