@@ -35,7 +35,8 @@ def layer_table(layers: Sequence[dict[str, Any]], full: int) -> str:
         full: Bytes of the full cache of one managed layer.
     """
     head = ("layers", "tokens", "exact", "coded", "bytes", "of full")
-    return text_layer_table(head, [(layer["layer"], _cells(layer, full)) for layer in layers], sums=2)
+    sizes = {layer["layer"]: layer["bytes"]["total"] for layer in layers}
+    return text_layer_table(head, [(layer["layer"], _cells(layer, full)) for layer in layers], nbytes=sizes)
 
 
 def _cells(layer: dict[str, Any], full: int) -> tuple[str, ...]:

@@ -180,7 +180,8 @@ class CachePlan:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
         head, rows, last = _layers(self, main_kinds(self.by_kind()))
         title = f"{_title(self, str(self.policy))}:"
-        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
+        nbytes = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers} | self.unmanaged
+        return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
 def moved_note(moved: int, every: int) -> str:
@@ -197,11 +198,8 @@ def moved_note(moved: int, every: int) -> str:
 def plan_html(plan: CachePlan) -> str:
     """An HTML table of a plan by layer: tokens, bytes by kind, and their share of the full cache's."""
     title = _title(plan, f"<code>{escape(str(plan.policy))}</code>")
-    return section(
-        title,
-        layer_table(*_layers(plan, [kind for kind, size in plan.by_kind().items() if size])),
-        *map(escape, _notes(plan)),
-    )
+    kinds = [kind for kind, size in plan.by_kind().items() if size]
+    return section(title, layer_table(*_layers(plan, kinds)), *map(escape, _notes(plan)))
 
 
 def _title(plan: CachePlan, policy: str) -> str:

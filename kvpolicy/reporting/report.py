@@ -114,7 +114,8 @@ class Report:
         """A table of tokens and bytes by layer, in which equal layers share a line, and the notes."""
         head, rows, last = _layers(self, main_kinds(sum_by_kind(layer.nbytes for layer in self.layers)))
         title = f"{self.policy}: {size_summary(self.nbytes, self.full_nbytes)}:"
-        return "\n".join([title, text_layer_table(head, rows, last, sums=2), *_notes(self)])
+        nbytes = {layer.layer_idx: sum(layer.nbytes.values()) for layer in self.layers}
+        return "\n".join([title, text_layer_table(head, rows, last, nbytes), *_notes(self)])
 
 
 def report_html(report: Report) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 MAX_LINES = 16
 """A longer table of layers is shown without its middle."""
@@ -37,34 +37,53 @@ def text_layer_table(
     head: Sequence[str],
     rows: Iterable[tuple[int, Sequence[str]]],
     last: Sequence[str] | None = None,
-    sums: int = 0,
+    nbytes: Mapping[int, int] | None = None,
 ) -> str:
     """Format a table of layers; layers with equal cells share a line, and a long table is shown without its middle.
 
     Layers are compared as they are shown. The first one of a cache also holds a few bytes for all, so that its sums
-    may differ in the last digit: a line shows the sums of its first layer.
+    may differ in the last digit: with `nbytes`, sums that differ by less than a hundredth are equal, and a line shows
+    those of its first layer.
 
     Args:
         head: The titles of the columns, that of the layers first.
         rows: The index of each layer, and its other cells.
         last: A line below, such as that of all layers.
-        sums: The number of columns, from the last, that are sums and are not compared.
+        nbytes: The bytes of each layer, by its index; the last two cells are then these and their fraction.
 
     Examples:
         >>> print(text_layer_table(("layers", "tokens"), [(0, ("8",)), (1, ("4",)), (2, ("8",))]))
         layers  tokens
         0, 2         8
         1            4
+        >>> sizes = {0: 1004, 1: 1000, 2: 500}
+        >>> rows = [(index, ("8", f"{size:,} B", "")) for index, size in sizes.items()]
+        >>> print(text_layer_table(("layers", "tokens", "bytes", ""), rows, nbytes=sizes))
+        layers  tokens    bytes
+        0-1          8  1,004 B
+        2            8    500 B
     """
-    groups: dict[tuple[str, ...], tuple[list[int], Sequence[str]]] = {}
+    groups: list[tuple[list[int], Sequence[str]]] = []
     for index, cells in rows:
-        compared = tuple(cells[: len(cells) - sums])
-        groups.setdefault(compared, ([], cells))[0].append(index)
-    lines = [(ranges(indices), *cells) for indices, cells in groups.values()]
+        group = next((indices for indices, first in groups if _equal(index, cells, indices[0], first, nbytes)), None)
+        if group is None:
+            groups.append(([index], cells))
+        else:
+            group.append(index)
+    lines = [(ranges(indices), *cells) for indices, cells in groups]
     if len(lines) > MAX_LINES:
         half = MAX_LINES // 2
         lines[half:-half] = [(f"{len(lines) - 2 * half} more", *[""] * (len(head) - 1))]
     return text_table([head, *lines, *([] if last is None else [last])])
+
+
+def _equal(
+    index: int, cells: Sequence[str], other: int, others: Sequence[str], nbytes: Mapping[int, int] | None
+) -> bool:
+    if nbytes is None:
+        return tuple(cells) == tuple(others)
+    close = 100 * abs(nbytes[index] - nbytes[other]) <= nbytes[other]
+    return close and tuple(cells[:-2]) == tuple(others[:-2])
 
 
 def ranges(numbers: Sequence[int], most: int | None = 3) -> str:

@@ -79,7 +79,7 @@ def test_a_share_that_leaves_hardly_anything_is_remarked_on(words: str, told: bo
 )
 def test_a_number_of_tokens_that_may_be_a_percentage_is_remarked_on(words: str, told: str) -> None:
     config = build("llama").config
-    note = kvpolicy.plan(config, words, prompt=[8, 200], batch=2).note
+    note = kvpolicy.plan(config, words, prompt=[80, 200], batch=2).note
     assert (told in note) if told else not note
     assert not kvpolicy.plan(config, words, prompt=100).note, "of so many tokens, a percentage is no more"
 
