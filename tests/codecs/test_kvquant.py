@@ -264,7 +264,7 @@ def test_the_calibration_must_fit(tmp_path: Path) -> None:
         codec.check(ModelInfo(2, 5, D))
     with pytest.raises(ValueError, match="must be for a head dimension of 8, got 20"):
         codec.check(ModelInfo(2, H, 8))
-    with pytest.raises(ValueError, match="calibration must be a folder or 'tiny', got"):
+    with pytest.raises(ValueError, match="calibration must be a folder or tiny or tiny-4k, got"):
         KVQuant(calibration=str(tmp_path / "none")).check(ModelInfo(1, H, D))
     keys, values = (x[0] for x in draw(9, D))
     tensors = {f"{name}.0": t for name, t in fit_kvquant(keys, values, bits=(2,)).items()}
