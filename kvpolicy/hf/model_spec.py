@@ -143,7 +143,7 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
         evictable=evictable,
         unmanaged=windows,
         unmanaged_shapes={index: shapes[index] for index in windows},
-        widths=widths_of(text, tp),
+        widths=widths_of(_layer_configs(text), tp),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvpolicy.planning.activations import Widths
@@ -30,13 +31,18 @@ EAGER = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa"
 """Families whose sliding-window layers transformers computes with a whole matrix of attention weights."""
 
 
-def widths_of(text: Any, tp: int = 1) -> Widths:
-    """Read the widths of a model from the config of its text decoder.
+def widths_of(layers: Iterable[Any], tp: int = 1) -> Widths:
+    """Read the widths of a model from the configs of its layers; those of the widest count.
 
     Args:
-        text: The config.
+        layers: The config of each layer, which may be the same one.
         tp: The tensor parallel size; of several ranks, the widths are those of the one that holds the most.
     """
+    each = [_of_layer(layer, tp) for layer in {id(layer): layer for layer in layers}.values()]
+    return Widths(*map(max, zip(*each, strict=True)))
+
+
+def _of_layer(text: Any, tp: int) -> Widths:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Widths(
         hidden=text.hidden_size,
@@ -51,10 +57,16 @@ def widths_of(text: Any, tp: int = 1) -> Widths:
 def _intermediate(text: Any) -> int:
     """The width of an MLP, under the names that it has; some families have a list, one for each layer."""
     names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")
-    found: Any = next((value for name in names if (value := getattr(text, name, None))), None)
-    if isinstance(found, list | tuple):
-        found = max(found)
-    return int(found or 4 * text.hidden_size)
+    found = (_number(text, name) for name in names)
+    return next((value for value in found if value), 4 * text.hidden_size)
+
+
+def _number(text: Any, name: str) -> int:
+    """A number of a config, the largest where it has one for each layer or modality; 0 if it has none."""
+    value: Any = getattr(text, name, None)
+    if isinstance(value, list | tuple):
+        value = max((one for one in value if isinstance(one, int)), default=0)
+    return value if isinstance(value, int) else 0
 
 
 def _dense(text: Any, tp: int) -> int:
@@ -72,8 +84,8 @@ def _experts(text: Any, tp: int) -> int:
     if not number:
         return 0
     hidden = text.hidden_size
-    width = -(-int(getattr(text, "moe_intermediate_size", None) or _intermediate(text)) // tp)
-    shared = 3 * -(-int(getattr(text, "shared_expert_intermediate_size", None) or 0) // tp)
+    width = -(-(_number(text, "moe_intermediate_size") or _intermediate(text)) // tp)
+    shared = 3 * -(-_number(text, "shared_expert_intermediate_size") // tp)
     # Each token is copied for each of its experts. gpt-oss adds biases, clamps gate and up, and multiplies in steps.
     inner = hidden + (9 if text.model_type == "gpt_oss" else 4) * width
     return number * max(inner, 4 * hidden) + shared
@@ -81,6 +93,6 @@ def _experts(text: Any, tp: int) -> int:
 
 def _per_token(text: Any) -> int:
     """Experts of each token; 0 without experts."""
-    if not any(getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if not any(_number(text, name) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         return 0
-    return int(getattr(text, "num_experts_per_tok", None) or 0)
+    return _number(text, "num_experts_per_tok")

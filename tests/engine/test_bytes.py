@@ -172,9 +172,11 @@ def test_unmanaged_layers_count() -> None:
 
 
 def test_largest_batch() -> None:
-    plan = kvpolicy.plan(build("llama").config, "window@0.5", prompt=100, dtype=torch.float32)
-    assert plan.largest_batch(10 * plan.nbytes) == 10
-    assert plan.largest_batch(10 * plan.nbytes - 1) == 9
+    """As many as fit while they are prefilled, to the byte."""
+    plan = kvpolicy.plan(build("llama").config, "window@0.5", batch=10, prompt=100, dtype=torch.float32)
+    assert plan.prefill_nbytes > plan.nbytes
+    assert plan.largest_batch(plan.prefill_nbytes) == 10
+    assert plan.largest_batch(plan.prefill_nbytes - 1) == 9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
