@@ -26,6 +26,9 @@ _DEVICE_CHUNK = 2**24
 _MAX_GRAM = 2**25
 """The largest number of elements of a Gram matrix: 128 MB."""
 
+_BLOCK = 32
+"""Atoms whose largest product is searched together on a CPU."""
+
 _RIDGE = 1e-6
 """What is added to the diagonal of a least-squares fit, so that it has a solution if an atom occurs twice."""
 
@@ -157,7 +160,7 @@ def _by_gram(x: Tensor, table: Tensor, gram: Tensor, pairs: int) -> tuple[Tensor
         index, coef = _largest(products)
         # <x - c a, b> = <x, b> - c <a, b> for every atom b.
         if step + 1 < pairs:
-            products.addcmul_(gram[index], coef[:, None], value=-1)
+            products.addcmul_(gram.index_select(0, index), coef[:, None], value=-1)
         indices.append(index)
         coefs.append(coef)
     return torch.stack(indices, -1)[None], torch.stack(coefs, -1)[None]
@@ -177,12 +180,39 @@ def _best_atom(residual: Tensor, dictionary: Dictionary) -> tuple[Tensor, Tensor
 
 def _largest(products: Tensor) -> tuple[Tensor, Tensor]:
     """Index and value of the element of largest absolute value in the last dimension, the first one of equals."""
-    # Two reductions are faster than writing all absolute values to memory.
+    count = products.shape[-1]
+    whole = count - count % _BLOCK
+    if products.device.type != "cpu" or not whole:
+        return _largest_of_few(products)
+    index, coef = _largest_by_block(products[..., :whole])
+    if whole == count:
+        return index, coef
+    last_index, last_coef = _largest_of_few(products[..., whole:])
+    is_larger = last_coef.abs() > coef.abs()  # ties go to the first
+    return torch.where(is_larger, last_index + whole, index), torch.where(is_larger, last_coef, coef)
+
+
+def _largest_of_few(products: Tensor) -> tuple[Tensor, Tensor]:
+    """`_largest`, in two reductions with indices: faster than writing all absolute values to memory."""
     most = products.max(-1)
     least = products.min(-1)
     is_negative = (-least.values > most.values) | ((-least.values == most.values) & (least.indices < most.indices))
     index = torch.where(is_negative, least.indices, most.indices)
     return index, torch.where(is_negative, least.values, most.values)
+
+
+def _largest_by_block(products: Tensor) -> tuple[Tensor, Tensor]:
+    """`_largest`, for products of whole blocks of atoms on a CPU.
+
+    There, a reduction that returns indices compares one element at a time, and one that returns values compares many
+    at once. So the largest value of each block is computed first, and indices are searched among the blocks and in one
+    of them: three times as fast with 512 atoms.
+    """
+    blocks = products.abs().unflatten(-1, (-1, _BLOCK)).flatten(0, -3)  # [n, blocks, _BLOCK]
+    block = blocks.amax(-1).argmax(-1)  # argmax returns the first of equals
+    within = blocks[torch.arange(len(blocks), device=block.device), block].argmax(-1)
+    index = (block * _BLOCK + within).reshape(products.shape[:-1])
+    return index, products.gather(-1, index[..., None]).squeeze(-1)
 
 
 def _orthogonal_part(atom: Tensor, basis: list[Tensor]) -> Tensor:
