@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "common": {"data"},
     # what users run
-    "sweep": set(),
+    "sweep": {"data"},
     "report": {"common", "sweep"},
     "peers": {"common", "data"},
     "bench": {"common", "data"},
