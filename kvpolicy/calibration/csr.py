@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,8 +42,9 @@ class Dictionaries:
     right (the paper does not say how; its groups are adjusted by hand). The error is the mean over a batch; with the
     paper's sum, the weight of the diversity term would always be 1. This weight is computed from the same batch, not
     from the previous one. Codes are treated as constants, and the gradient of an atom has no component along the atom.
-    The paper names no optimizer, learning rate or schedule; ours are Adam, a cosine schedule and early stopping on
-    held-out vectors. The size of 256 atoms "per KV head" is interpreted as the size of one dictionary for all heads.
+    The paper names no optimizer, learning rate or schedule; ours are damped Newton steps with a running mean of the
+    curvature, a cosine schedule and early stopping on held-out vectors. The size of 256 atoms "per KV head" is
+    interpreted as the size of one dictionary for all heads.
 
     Attributes:
         key_spaces: The key spaces to train dictionaries for: `unrotated`, `rotated` or both.
@@ -67,7 +68,7 @@ class Dictionaries:
     value_groups: str = "auto"
     pair: float = 0.2
     chain: float = 1.0
-    tokens: int = 16_384
+    tokens: int = 20_480
     seed: int = 0
     training: Training = field(default_factory=Training)
 
@@ -136,12 +137,8 @@ def calibrate_csr(
     model_facts = identity(model, name)
     layers = describe(model.config).evictable
     dim = model_facts["head_dim"]
-    atoms = options.atoms or min(ATOMS_PER_HEAD * model_facts["heads"], MAX_ATOMS)
-    for chunks in options.value_chunks:
-        if dim % chunks:
-            raise KVPolicyError(
-                f"Dictionaries.value_chunks must be divisors of the head dimension, {dim}, got {chunks}; try 1."
-            )
+    atoms = atoms_of(options, model_facts["heads"])
+    check_chunks(options, dim)
     given_groups = {side: parse_groups(text, layers) for side, text in _given_groups(options).items()}
     facts = {
         "model": model_facts,
@@ -173,6 +170,20 @@ def calibrate_csr(
     _files.save(out, "csr", meta, {key: state.best.mT.half().contiguous() for key, state in done.items()})
     states.clear()
     return meta
+
+
+def check_chunks(options: Dictionaries, dim: int) -> None:
+    """Refuse numbers of chunks that do not divide the head dimension."""
+    for chunks in options.value_chunks:
+        if dim % chunks:
+            raise KVPolicyError(
+                f"Dictionaries.value_chunks must be divisors of the head dimension, {dim}, got {chunks}; try 1."
+            )
+
+
+def atoms_of(options: Dictionaries, heads: int) -> int:
+    """The number of atoms of each dictionary, for a model with that many KV heads."""
+    return options.atoms or min(ATOMS_PER_HEAD * heads, MAX_ATOMS)
 
 
 def _stored_options(options: Dictionaries) -> dict[str, Any]:
@@ -247,4 +258,6 @@ def _run(
             bar.update(len(current.losses) - 1 - bar.n)
             bar.set_postfix(loss=f"{current.losses[-1]:.4f}", best=f"{min(current.losses):.4f}")
 
-        return train(x, atoms, options.pairs // job.chunks, options.training, state=state, after=after)
+        # A batch has as many keys or values, whatever the number of chunks.
+        training = replace(options.training, batch=options.training.batch * job.chunks)
+        return train(x, atoms, options.pairs // job.chunks, training, state=state, after=after)

@@ -66,7 +66,7 @@ class Progress:
                 facts: dict[str, str] = opened.metadata() or {}
                 tensors: dict[str, Tensor] = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
             losses = [float(loss) for loss in json.loads(facts["losses"])]
-            state = State(*(tensors[key] for key in ("atoms", "first", "second", "best")), losses)  # pyright: ignore[reportCallIssue]
+            state = State(*(tensors[key] for key in ("atoms", "best")), losses)  # pyright: ignore[reportCallIssue]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             raise KVPolicyError(
                 f"The checkpoint {file} must be a safetensors file of a training, got one that cannot be parsed; try "

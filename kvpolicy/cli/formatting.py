@@ -86,3 +86,12 @@ def input_size(batch: int, prompt: int, new: int) -> str:
     """
     rows = counted(batch, "row") + (" with" if batch == 1 else ", each with")
     return f"{rows} {counted(prompt, 'prompt token')} and {counted(new, 'new token')}"
+
+
+def duration(seconds: float) -> str:
+    """A time in seconds or minutes.
+
+    >>> duration(0.2), duration(89), duration(200)
+    ('1 s', '89 s', '3 min')
+    """
+    return f"{max(round(seconds), 1)} s" if seconds < 90 else f"{round(seconds / 60)} min"

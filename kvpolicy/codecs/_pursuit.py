@@ -17,8 +17,8 @@ from kvpolicy.codecs._sparse import Dictionary
 
 Solver = Literal["mp", "refit", "omp"]
 
-_CPU_CHUNK = 2**22
-"""Elements of the products of a chunk of vectors with all atoms on a CPU: 16 MB, half of which its caches hold."""
+_CPU_CHUNK = 2**18
+"""Elements of the products of a chunk of vectors with all atoms on a CPU: 1 MB, which the cache of a core holds."""
 
 _DEVICE_CHUNK = 2**24
 """The same on an accelerator: 64 MB."""
@@ -154,13 +154,16 @@ def _by_residual(
 def _by_gram(x: Tensor, table: Tensor, gram: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """Pursue vectors [1, m, d] of one head; a step subtracts a row of the Gram matrix from the products."""
     products = _products(x, table)[0]
+    # Every step writes the same two buffers, which stay in the cache of a core.
+    rows = torch.empty_like(products)
+    absolute = torch.empty_like(products)
     indices: list[Tensor] = []
     coefs: list[Tensor] = []
     for step in range(pairs):
-        index, coef = _largest(products)
+        index, coef = _largest(products, absolute)
         # <x - c a, b> = <x, b> - c <a, b> for every atom b.
         if step + 1 < pairs:
-            products.addcmul_(gram.index_select(0, index), coef[:, None], value=-1)
+            products.addcmul_(torch.index_select(gram, 0, index, out=rows), coef[:, None], value=-1)
         indices.append(index)
         coefs.append(coef)
     return torch.stack(indices, -1)[None], torch.stack(coefs, -1)[None]
@@ -178,15 +181,20 @@ def _best_atom(residual: Tensor, dictionary: Dictionary) -> tuple[Tensor, Tensor
     return index, torch.where(is_larger, own_coef, coef)
 
 
-def _largest(products: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and value of the element of largest absolute value in the last dimension, the first one of equals."""
+def _largest(products: Tensor, absolute: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Index and value of the element of largest absolute value in the last dimension, the first one of equals.
+
+    Args:
+        products: [..., N].
+        absolute: A buffer of the same shape, which may be overwritten.
+    """
     count = products.shape[-1]
     whole = count - count % _BLOCK
     if products.device.type != "cpu" or not whole:
         return _largest_of_few(products)
-    index, coef = _largest_by_block(products[..., :whole])
     if whole == count:
-        return index, coef
+        return _largest_by_block(products, absolute)
+    index, coef = _largest_by_block(products[..., :whole], None)
     last_index, last_coef = _largest_of_few(products[..., whole:])
     is_larger = last_coef.abs() > coef.abs()  # ties go to the first
     return torch.where(is_larger, last_index + whole, index), torch.where(is_larger, last_coef, coef)
@@ -201,16 +209,18 @@ def _largest_of_few(products: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.where(is_negative, least.values, most.values)
 
 
-def _largest_by_block(products: Tensor) -> tuple[Tensor, Tensor]:
+def _largest_by_block(products: Tensor, absolute: Tensor | None) -> tuple[Tensor, Tensor]:
     """`_largest`, for products of whole blocks of atoms on a CPU.
 
     There, a reduction that returns indices compares one element at a time, and one that returns values compares many
     at once. So the largest value of each block is computed first, and indices are searched among the blocks and in one
     of them: three times as fast with 512 atoms.
     """
-    blocks = products.abs().unflatten(-1, (-1, _BLOCK)).flatten(0, -3)  # [n, blocks, _BLOCK]
-    block = blocks.amax(-1).argmax(-1)  # argmax returns the first of equals
-    within = blocks[torch.arange(len(blocks), device=block.device), block].argmax(-1)
+    blocks = torch.abs(products, out=absolute).reshape(-1, _BLOCK)
+    count = products.shape[-1] // _BLOCK  # of each vector
+    block = blocks.amax(-1).view(-1, count).argmax(-1)  # argmax returns the first of equals
+    first = torch.arange(0, len(blocks), count, device=block.device)
+    within = blocks.index_select(0, first + block).argmax(-1)
     index = (block * _BLOCK + within).reshape(products.shape[:-1])
     return index, products.gather(-1, index[..., None]).squeeze(-1)
 

@@ -1,11 +1,13 @@
 """Write calibration texts for the embedded model: fresh samples of its training distribution, nothing held out.
 
 python -m kvpolicy_eval.train.calibration_text TEXTS
-kvpolicy calibrate csr --model tiny --text TEXTS --out kvpolicy/assets/csr --frames pre,post --sn 1,2,4 \
-    --atoms 512 --windows 128 --tokens 8192
+kvpolicy calibrate csr --model tiny-4k --text TEXTS --out kvpolicy/assets/tiny-4k/csr --frames pre,post --sn 1,2,4 \
+    --atoms 512
 kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvquant --windows 128
 kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \
     --sinks 4 --recent 28
+
+Those of CSR for `tiny` are older: they were trained with Adam for 20 epochs, by an earlier version of the first command.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import typer
 
 from kvpolicy.cli.arguments import Device, Dtype, parse_integers, parse_names
 from kvpolicy.cli.completion import complete_model
+from kvpolicy.cli.formatting import duration
 from kvpolicy.cli.model_loading import load
 from kvpolicy.spec.embedded_names import EMBEDDED
 
@@ -47,7 +48,7 @@ def csr(
     more: More = None,
     length: Length = 1024,
     windows: Windows = 64,
-    tokens: Tokens = 16_384,
+    tokens: Tokens = 20_480,
     seed: Seed = 0,
     device: Device = "",
     dtype: Dtype = "auto",
@@ -70,9 +71,9 @@ def csr(
         float,
         typer.Option(metavar="FLOAT", help="With auto, the maximum sum of the differences of neighbors in a group."),
     ] = 1.0,
-    epochs: Annotated[int, typer.Option(metavar="INT", help="Maximum number of epochs.")] = 20,
-    batch: Annotated[int, typer.Option(metavar="INT", help="Batch size, in vectors.")] = 1024,
-    rate: Annotated[float, typer.Option(metavar="FLOAT", help="Initial learning rate.")] = 1e-2,
+    epochs: Annotated[int, typer.Option(metavar="INT", help="Maximum number of epochs.")] = 2,
+    batch: Annotated[int, typer.Option(metavar="INT", help="Keys or values per step.")] = 1024,
+    rate: Annotated[float, typer.Option(metavar="FLOAT", help="Initial length of a step, of a Newton step's.")] = 1.0,
     patience: Annotated[
         int, typer.Option(metavar="INT", help="Number of epochs without improvement after which training stops.")
     ] = 5,
@@ -82,7 +83,7 @@ def csr(
     To resume an interrupted run, run the same command again.
     """
     chunks = parse_integers("--sn", sn)  # an invalid value raises an error before anything slow
-    from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
+    from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, estimate_csr
     from kvpolicy.codecs.csr import CSR
 
     former = CSR.VALUE_ALIASES["key_space"]
@@ -101,6 +102,7 @@ def csr(
         training=Training(epochs=epochs, batch=batch, rate=rate, patience=patience, seed=seed),
     )
     loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
+    print(f"This takes up to {duration(estimate_csr(loaded, sampled, options))}.", flush=True)
     meta = calibrate_csr(loaded, sampled, out, options, name=_name(model), progress=not quiet, force=force)
     for key, losses in meta["losses"].items():
         part, _, group = key.rpartition(".")

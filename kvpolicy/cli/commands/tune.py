@@ -10,7 +10,7 @@ import typer
 
 from kvpolicy.cli.arguments import Device, Json, parse_fractions
 from kvpolicy.cli.completion import complete_model
-from kvpolicy.cli.formatting import as_json, counted, paragraph, table
+from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -87,7 +87,7 @@ def tune(
         seconds = estimate(loaded, tuning, grid, measure)  # pyright: ignore[reportArgumentType]
         what = f"{counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}"
         # To standard error, so that standard output has the result alone.
-        print(f"Measuring {what}: about {_duration(seconds)}.", file=sys.stderr, flush=True)
+        print(f"Measuring {what}: about {duration(seconds)}.", file=sys.stderr, flush=True)
     bar = None if quiet else _Bar()
     curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar, force=force)  # pyright: ignore
     spec = str(TunedPolicy(TunedFile(file=out), wanted))
@@ -142,11 +142,6 @@ def _render(facts: dict[str, Any]) -> str:
             paragraph(evidence["verdict"]),
         ]
     return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{max(round(seconds), 1)} s" if seconds < 90 else f"{minutes} min"
 
 
 class _Bar:
