@@ -173,6 +173,9 @@ Printed by `python -m kvpolicy_eval.methods {name} --fill docs/methods`.
 <!-- table:measured -->
 {measured}<!-- /table -->
 
+<!-- table:places -->
+{measured}<!-- /table -->
+
 ## Citation
 """
 REGISTRY = "kvpolicy/registry.py"
@@ -207,7 +210,7 @@ class Method(NamedTuple):
         }
 
     def add(self, tree: Path, measured: str) -> None:
-        """Write the files, and the line of the registry; `measured` is the table of the page."""
+        """Write the files, and the line of the registry; `measured` is what the tables of the page have."""
         for path, text in self.files.items():
             assert not (tree / path).exists()
             if text == PAGE:
@@ -369,5 +372,6 @@ def test_the_command_measures_for_pages_whose_table_is_empty(tree: Path) -> None
     pages = {f"docs/methods/{method.name}.md" for method in METHODS}
     assert changed(written, contents(tree)) == GENERATED | pages
     for page in pages:
-        table = (tree / page).read_text(encoding="utf-8").partition("<!-- table:measured -->")[2]
-        assert f"| `{Path(page).stem}" in table
+        table, _, by_place = (tree / page).read_text(encoding="utf-8").rpartition("<!-- table:places -->")
+        assert f"| `{Path(page).stem}" in table.partition("<!-- table:measured -->")[2]
+        assert "| `full` | 100% |" in by_place

@@ -16,7 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": set(),
     "common": {"data"},
     # what users run
-    "sweep": set(),
+    "sweep": {"data"},
     "report": {"common", "sweep"},
     "peers": {"common", "data"},
     "bench": {"common", "data"},
@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pictures": {"common", "data"},
     "notebooks": {"pictures"},
     "board": {"bench", "common", "data", "pictures"},
-    "catalog": {"common", "methods", "pictures"},
+    "catalog": {"board", "common", "methods", "pictures"},
 }
 """Rooms that each room may import; a room comes after all rooms that it may import."""
 USERS = ("sweep", "report", "peers", "bench", "gpu", "cli")

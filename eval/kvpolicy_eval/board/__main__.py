@@ -11,17 +11,16 @@ from pathlib import Path
 
 import torch
 
-from kvpolicy_eval.board.cells import Board, cells
+from kvpolicy_eval.board.cells import DOCS, Board, cells
 from kvpolicy_eval.board.page import full_cache, refusals, tables
 from kvpolicy_eval.board.pictures import picture
+from kvpolicy_eval.board.places import fill_places, pages
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.pictures.style import svg
 
 SHARES = [0.1, 0.2, 0.05, 0.02]
-DOCS = {512: 8, 1024: 8, 4096: 4}
-"""Prompts per task, by length."""
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -36,6 +35,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
     parser.add_argument("--fill-full", type=Path, metavar="PAGE", help="page to write the full cache by task to")
+    parser.add_argument(
+        "--fill-places",
+        type=Path,
+        metavar="ROOT",
+        help="source tree, in whose pages the tables by the place of the question are filled: of methods and others",
+    )
     add_fill_argument(parser, "board", "board-refused")
     return parser.parse_args(argv)
 
@@ -60,6 +65,8 @@ def main(argv: list[str] | None = None) -> None:
     publish(tables(board, listed, shares, args.lengths), "board", args.fill)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
     publish(full_cache(board, args.lengths), "board-full", args.fill_full)
+    if args.fill_places:
+        fill_places(pages(args.fill_places), board, entries(args.model), shares)
     for length in args.lengths if args.pictures else ():
         (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, listed, shares, n)))
 

@@ -19,6 +19,9 @@ from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.modes import MODES
 
+DOCS = {512: 8, 1024: 8, 4096: 4}
+"""Prompts per task, by length."""
+
 Result = dict[str, Any]
 """`right` and `docs`, numbers by task; `held` and `moved`, over the full cache's; or `refused`, a message."""
 

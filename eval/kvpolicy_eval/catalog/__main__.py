@@ -2,6 +2,7 @@
 
 Run it in the root of the source tree after a method was added. It writes the public names, the API reference, the
 navigation and the index of methods, draws pictures that are missing, and measures for pages whose table is empty.
+Tables by the place of the question come from the results of the board.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     pictures = [name for name in methods() if not picture(name).is_file()]
-    tables = [name for name in methods() if lacks_table(name)]
+    tables = [name for name in methods() if lacks_table(name, "measured")]
+    by_place = [name for name in methods() if lacks_table(name, "places")]
     outdated = [
         *(f"{place.path}: {place.name}" for place in stale),
         *(f"{picture(name)} is missing" for name in pictures),
         *(f"{page(name)}: its table is empty" for name in tables),
+        *(f"{page(name)}: its table by the place of the question is empty" for name in by_place),
     ]
     print(*outdated, sep="\n", end="\n" * bool(outdated))
     if args.check:
@@ -43,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         draw(pictures)
     if tables:
         measure(tables, args.n, args.n_codecs)
+    if by_place:
+        fill_by_place(by_place)
     return 0
 
 
@@ -56,9 +61,9 @@ def picture(name: str) -> Path:
     return ROOT / "docs" / "pictures" / f"{name}.svg"
 
 
-def lacks_table(name: str) -> bool:
-    """Whether the place for measurements on the page of a method is empty."""
-    return "<!-- table:measured -->\n<!-- /table -->" in page(name).read_text(encoding="utf-8")
+def lacks_table(name: str, place: str) -> bool:
+    """Whether a place for a table on the page of a method is empty."""
+    return f"<!-- table:{place} -->\n<!-- /table -->" in page(name).read_text(encoding="utf-8")
 
 
 def draw(names: list[str]) -> None:
@@ -74,6 +79,17 @@ def measure(names: list[str], n: int, n_codecs: int) -> None:
 
     folder = str(ROOT / "docs" / "methods")
     measure_methods([*names, "--n", str(n), "--n-codecs", str(n_codecs), "--fill", folder])
+
+
+def fill_by_place(names: list[str]) -> None:
+    """Fill the tables by the place of the question, as far as the board has results."""
+    from kvpolicy_eval.board.__main__ import SHARES
+    from kvpolicy_eval.board.cells import DOCS, Board
+    from kvpolicy_eval.board.places import fill_places
+    from kvpolicy_eval.board.policies import entries
+
+    board = Board(ROOT / "docs" / "assets" / "board.jsonl", DOCS, "tiny-4k")
+    fill_places([page(name) for name in names], board, entries("tiny-4k"), sorted(SHARES, reverse=True))
 
 
 if __name__ == "__main__":

@@ -10,24 +10,29 @@ from kvpolicy.reporting.plots.points import FRONT, STAR, Look, dot, front_line, 
 from kvpolicy_eval.report.gather import Findings, Point, Score, amount, front
 from kvpolicy_eval.report.parts import Difference
 from kvpolicy_eval.report.style import INK, Drawing
+from kvpolicy_eval.sweep.modes import split_task
 
 
 def accuracy_by_bytes(findings: Findings) -> str:
-    """Mean accuracy of every point against its share of the full cache's bytes, and the Pareto front, by model."""
-    models = findings.models
+    """Mean accuracy of every point against its share of the full cache's bytes, and the Pareto front.
+
+    There is a panel for each model and, if there are several, for each place of the question.
+    """
+    panels = [(model, mode) for model in findings.models for mode in findings.facets]
     styles = looks(findings.methods)
-    drawing = Drawing("bytes", len(models), 1, (9.6, 4.6))
-    for axes, model in zip(drawing.axes, models, strict=True):
-        points = [point for point in findings.points if point.model == model and point.mean]
+    drawing = Drawing("bytes", len(panels), 1, (9.6, 4.6))
+    for axes, (model, mode) in zip(drawing.axes, panels, strict=True):
+        points = [point for point in findings.points if point.model == model and point.score(mode)]
         for point in points:
-            share = point.average("kv_share")
-            if share is not None and point.mean is not None:
-                tip = f"{point.policy}: {point.mean}, {share:.1%} of the bytes"
-                _dot(drawing, axes, 100 * share, point.mean, styles.get(point.method), tip)
-        best = [(100 * (point.average("kv_share") or 0), point.mean.value) for point in front(points) if point.mean]
-        front_line(axes, [x for x, _ in best], [y for _, y in best])
-        percent_axis(axes, [100 * (point.average("kv_share") or 1) for point in points])
-        axes.set(xlabel="bytes held, % of the full cache", ylabel=_mean_of(findings), title=model)
+            share, score = point.average("kv_share", mode), point.score(mode)
+            if share is not None and score is not None:
+                tip = f"{point.policy}: {score}, {share:.1%} of the bytes"
+                _dot(drawing, axes, 100 * share, score, styles.get(point.method), tip)
+        best = [(point.average("kv_share", mode), point.score(mode)) for point in front(points, mode)]
+        front_line(axes, [100 * (share or 0) for share, _ in best], [score.value for _, score in best if score])
+        percent_axis(axes, [100 * (point.average("kv_share", mode) or 1) for point in points])
+        title = model if mode is None else f"{model}, question {mode}"
+        axes.set(xlabel="bytes held, % of the full cache", ylabel=_mean_of(findings, mode), title=title)
     last = {"full": STAR | {"color": INK}, "Pareto front": FRONT}
     legend_below(drawing.figure, findings.methods, styles, last)
     return drawing.svg("Accuracy against bytes held, with the Pareto front")
@@ -141,9 +146,10 @@ def _line(drawing: Drawing, axes: Any, places: list[tuple[float, Point]], task: 
         _dot(drawing, axes, x, point.tasks[task], look, f"{point.policy}, {task}: {point.tasks[task]}")
 
 
-def _mean_of(findings: Findings) -> str:
-    count = len(findings.averaged)
-    first = findings.metrics[findings.averaged[0]].removesuffix(",none")
+def _mean_of(findings: Findings, mode: str | None) -> str:
+    tasks = [task for task in findings.averaged if mode in (None, split_task(task)[1])]
+    count = len(tasks)
+    first = findings.metrics[tasks[0]].removesuffix(",none")
     return first if count == 1 else f"mean accuracy over {count} tasks"
 
 

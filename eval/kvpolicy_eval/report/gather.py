@@ -14,6 +14,7 @@ import numpy as np
 from kvpolicy.reporting.plots.results import pareto
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, NOTES, Store, load_json
+from kvpolicy_eval.sweep.modes import MODES, split_task
 from kvpolicy_eval.sweep.tidy import Row, collect
 
 NAN = float("nan")
@@ -54,6 +55,7 @@ class Point:
         costs: Row of the tidy table for each task.
         probes: Probes of each task.
         mean: Score of the mean over all tasks whose metric is better when higher; None if a score is missing or NaN.
+        by_mode: The same over the tasks of one place of the question.
     """
 
     model: str
@@ -64,19 +66,26 @@ class Point:
     costs: dict[str, Row] = field(default_factory=dict[str, Row])
     probes: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     mean: Score | None = None
+    by_mode: dict[str, Score | None] = field(default_factory=dict[str, "Score | None"])
 
     @property
     def policy(self) -> str:
         """Spec of the policy."""
         return f"{self.method}@{self.budget}" if self.budget else self.method
 
-    def average(self, name: str) -> float | None:
+    def score(self, mode: str | None = None) -> Score | None:
+        """The mean over all tasks, or over those of one place of the question."""
+        return self.mean if mode is None else self.by_mode.get(mode)
+
+    def average(self, name: str, mode: str | None = None) -> float | None:
         """Mean of a cost over the tasks.
 
         Args:
             name: Field of the tidy table.
+            mode: Place of the question of the tasks; None for all.
         """
-        known = [float(value) for row in self.costs.values() if (value := getattr(row, name)) is not None]
+        rows = [row for row in self.costs.values() if mode in (None, row.mode)]
+        known = [float(value) for row in rows if (value := getattr(row, name)) is not None]
         return sum(known) / len(known) if known else None
 
 
@@ -130,6 +139,17 @@ class Findings:
         return list(self.metrics)
 
     @property
+    def modes(self) -> list[str]:
+        """Places of the question of the tasks that means are over."""
+        found = {split_task(task)[1] for task in self.averaged}
+        return [mode for mode in MODES if mode in found]
+
+    @property
+    def facets(self) -> list[str | None]:
+        """What is shown apart: the places of the question, if there are several; else None, for all tasks."""
+        return [*self.modes] if len(self.modes) > 1 else [None]
+
+    @property
     def probed(self) -> list[str]:
         """Names of cells with probes: tasks, then groups of tasks."""
         probed = list(dict.fromkeys(task for point in self.points for task, probe in point.probes.items() if probe))
@@ -173,6 +193,8 @@ def gather(folder: Path) -> Findings:
     averaged = _averaged(higher_is_better, shown, scores)
     for point in ordered:
         point.mean = _mean(point, averaged)
+        for mode in MODES:
+            point.by_mode[mode] = _mean(point, [task for task in averaged if split_task(task)[1] == mode])
     return Findings(
         name=config.get("name", folder.name),
         about=config.get("about", ""),
@@ -187,14 +209,20 @@ def gather(folder: Path) -> Findings:
     )
 
 
-def front(points: Iterable[Point]) -> list[Point]:
-    """The Pareto front of bytes and accuracy, in ascending order of bytes."""
-    known = [point for point in points if point.mean is not None and point.average("kv_share") is not None]
-    return pareto(known, lambda point: point.average("kv_share") or 0, _mean_value)
+def front(points: Iterable[Point], mode: str | None = None) -> list[Point]:
+    """The Pareto front of bytes and accuracy, in ascending order of bytes.
 
+    Args:
+        points: Policies at budgets.
+        mode: Place of the question; None for the means over all tasks.
+    """
+    known = [point for point in points if point.score(mode) and point.average("kv_share", mode) is not None]
 
-def _mean_value(point: Point) -> float:
-    return point.mean.value if point.mean else float("-inf")
+    def value(point: Point) -> float:
+        score = point.score(mode)
+        return score.value if score else float("-inf")
+
+    return pareto(known, lambda point: point.average("kv_share", mode) or 0, value)
 
 
 def _point(points: dict[tuple[str, str, str], Point], cell: dict[str, Any]) -> Point:

@@ -44,6 +44,7 @@ def sections(findings: Findings, draw: bool = True) -> list[Section]:
     """
     result = [
         accuracy(findings, draw),
+        *([places(findings)] if len(findings.modes) > 1 else []),
         budgets(findings, draw),
         parts(findings, draw),
         layers(findings, draw),
@@ -63,7 +64,21 @@ def accuracy(findings: Findings, draw: bool) -> Section:
     if draw and findings.averaged:
         section.figures.append(curves.accuracy_by_bytes(findings))
     for model in findings.models if findings.averaged else ():
-        section.tables[model] = tables.accuracy(findings, model)
+        for mode in findings.facets:
+            name = model if mode is None else f"{model}, {mode}"
+            section.tables[name] = tables.accuracy(findings, model, mode)
+    return section
+
+
+def places(findings: Findings) -> Section:
+    """Accuracy by the place of the question."""
+    text = (
+        "The same means side by side. The question is part of the compressed prompt (inside), is fed to the compressed "
+        "cache (after), or is a second one, fed after the answer to the first (second)."
+    )
+    section = Section("modes", "Place of the question", "Accuracy by the place of the question", text)
+    for model in findings.models:
+        section.tables[model] = tables.by_mode(findings, model)
     return section
 
 
@@ -160,11 +175,17 @@ def _means(findings: Findings) -> str:
     if not findings.averaged:
         return "There is no mean accuracy: no task has a metric that is better when higher and lies between 0 and 1."
     return (
-        f"Means over {_named(findings.averaged)}, with 95 % intervals of {DRAWS:,} bootstrap draws over the examples "
-        "of each task. The interval of a score of exactly 0 or 1 has no width, which does not make the score certain. "
+        f"Means over {_named(findings.averaged)}, {_apart(findings)}with 95 % intervals of {DRAWS:,} bootstrap draws "
+        "over the examples of each task. The interval of a score of exactly 0 or 1 has no width, which does not make "
+        "the score certain. "
         "Policies in bold are on the Pareto front: no other policy is as accurate with fewer bytes, or more accurate "
         "with as few."
     )
+
+
+def _apart(findings: Findings) -> str:
+    """What is shown apart."""
+    return "by the place of the question, " if len(findings.modes) > 1 else ""
 
 
 def _excluded(findings: Findings) -> str:

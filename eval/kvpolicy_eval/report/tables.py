@@ -23,20 +23,27 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def accuracy(findings: Findings, model: str) -> Table:
-    """Mean accuracy of each method at each budget, and the bytes held."""
+def accuracy(findings: Findings, model: str, mode: str | None = None) -> Table:
+    """Mean accuracy of each method at each budget over all tasks or those of a mode, and the bytes held."""
     points = [point for point in findings.points if point.model == model]
-    best = {point.policy for point in front(points)}
+    best = {point.policy for point in front(points, mode)}
     named = [name_of(budget) for budget in findings.budgets]
     head = ["policy", *(f"at {name}" for name in named), "without a budget", "bytes held"]
     rows: list[list[str]] = []
     for method in dict.fromkeys(point.method for point in points):
         of_method = {point.budget: point for point in points if point.method == method}
-        cells = [_cell(of_method.get(budget), best) for budget in [*findings.budgets, ""]]
-        shares = [f"{share:.1%}" for p in of_method.values() if (share := p.average("kv_share")) is not None]
+        cells = [_cell(of_method.get(budget), best, mode) for budget in [*findings.budgets, ""]]
+        shares = [f"{share:.1%}" for p in of_method.values() if (share := p.average("kv_share", mode)) is not None]
         rows.append([f"`{method}`", *cells, ", ".join(shares)])
     used = [at for at in range(len(head)) if at == 0 or any(row[at] for row in rows)]
     return Table([head[at] for at in used], [[row[at] for at in used] for row in rows])
+
+
+def by_mode(findings: Findings, model: str) -> Table:
+    """Mean accuracy of every policy, by the place of the question."""
+    points = [point for point in findings.points if point.model == model]
+    rows = [[f"`{point.policy}`", *(str(point.score(mode) or "") for mode in findings.modes)] for point in points]
+    return Table(["policy", *findings.modes], rows)
 
 
 def by_task(findings: Findings, model: str) -> Table:
@@ -122,10 +129,13 @@ def name_of(budget: str) -> str:
     return (f"{100 * size:.4g}%", f"{budget} tokens", budget)[kind]
 
 
-def _cell(point: Point | None, best: set[str]) -> str:
-    if point is None or point.mean is None:
-        return "" if point is None else "a score is missing"
-    return f"**{point.mean}**" if point.policy in best else str(point.mean)
+def _cell(point: Point | None, best: set[str], mode: str | None) -> str:
+    if point is None:
+        return ""
+    score = point.score(mode)
+    if score is None:
+        return "a score is missing"
+    return f"**{score}**" if point.policy in best else str(score)
 
 
 def _signed(one: Difference) -> str:

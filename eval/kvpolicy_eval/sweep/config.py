@@ -15,6 +15,7 @@ import yaml
 from kvpolicy import Policy
 from kvpolicy.spec.budget import check_budget, format_budget, parse_budget
 from kvpolicy_eval.sweep.cells import Cell
+from kvpolicy_eval.sweep.modes import INSIDE, MODES, split_task, variant
 
 _KEYS = {
     "about",
@@ -24,6 +25,7 @@ _KEYS = {
     "limit",
     "metadata",
     "models",
+    "modes",
     "num_fewshot",
     "output",
     "policies",
@@ -63,7 +65,7 @@ class Config:
         models: Arguments of lm-eval's model `kvpolicy`, by the name of each model.
         policies: Specs of policies. One with a budget, or one that keeps every token, runs once.
         budgets: Budgets of the other policies: shares, numbers of tokens, or bytes such as `8MiB`.
-        tasks: Names of lm-eval's tasks.
+        tasks: Names of lm-eval's tasks, one for each place of the question that was asked for.
         limit: Maximum number of examples per task.
         batch_size: Rows of a batch; sizes in bytes are best compared at 1.
         seed: Seed of all randomness.
@@ -181,7 +183,7 @@ def read(content: Any, name: str) -> Config:
     _check_keys(content, _KEYS, name)
     policies = tuple(str(spec) for spec in _list(content, "policies", name))
     budgets = tuple(_budget(budget) for budget in _list(content, "budgets", name))
-    tasks = tuple(str(task) for task in _list(content, "tasks", name))
+    tasks = _tasks(content, name)
     for key, values in (("policies", policies), ("tasks", tasks)):
         if not values:
             raise ValueError(f"{name} has no {key}; give a list with at least one.")
@@ -204,6 +206,20 @@ def read(content: Any, name: str) -> Config:
         samples=_boolean(content, "samples"),
         **texts,
     )
+
+
+def _tasks(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Names of the tasks; with `modes`, of the variant of each task for each place of the question."""
+    tasks = [str(task) for task in _list(content, "tasks", name)]
+    modes = [str(mode) for mode in _list(content, "modes", name)]
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"modes must be among {', '.join(MODES)}, got {mode!r}.")
+    for task in tasks if modes else ():
+        base, mode = split_task(task)
+        if mode != INSIDE:
+            raise ValueError(f"With modes, tasks must be named without their mode, got {task}; try {base}.")
+    return tuple(dict.fromkeys(variant(task, mode) for task in tasks for mode in modes or [INSIDE]))
 
 
 def _models(content: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from kvpolicy_eval.sweep import probe
 from kvpolicy_eval.sweep.cells import FORMAT, Cell
 from kvpolicy_eval.sweep.config import Config
 from kvpolicy_eval.sweep.errors import SharedError, describe
+from kvpolicy_eval.sweep.modes import INSIDE, split_task
 from kvpolicy_lm_eval import startup
 from kvpolicy_lm_eval.model import KVPolicyLM
 from kvpolicy_lm_eval.stats import Stats
@@ -113,7 +114,9 @@ class Evaluator:
         self._managers: dict[str, TaskManager] = {}
         unknown = sorted(set(config.tasks) - set(self.tasks(next(iter(config.models))).all_tasks))
         if unknown:
-            raise ValueError(f"lm-eval has no task {unknown[0]}; see lm_eval --tasks list, or give include_path.")
+            base, mode = split_task(unknown[0])
+            hint = "" if mode == INSIDE else f"; {base} may have no variant for the mode {mode}, so list tasks singly"
+            raise ValueError(f"lm-eval has no task {unknown[0]}; see lm_eval --tasks list, or give include_path{hint}.")
 
     def tasks(self, name: str) -> TaskManager:
         """The tasks for the model of a name: some, such as RULER's, make their prompts with its tokenizer.

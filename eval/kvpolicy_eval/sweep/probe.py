@@ -15,10 +15,17 @@ BINS = 48
 
 
 def prompts(samples: Mapping[str, list[dict[str, Any]]], count: int) -> list[str]:
-    """The first distinct prompts of a task, as the model received them."""
+    """The first distinct prompts of a task, as the model compressed them: without a question that is fed later."""
     rows = next(iter(samples.values()), [])
-    texts = [str(row["arguments"][0][0]) for row in sorted(rows, key=lambda row: row["doc_id"])]
+    texts = [_compressed(row) for row in sorted(rows, key=lambda row: row["doc_id"])]
     return list(dict.fromkeys(texts))[:count]
+
+
+def _compressed(row: Mapping[str, Any]) -> str:
+    """The prompt of an example before the text that its document holds back."""
+    text = str(row["arguments"][0][0])
+    held_back = str(row["doc"].get("held_back") or "").rstrip()
+    return text[: text.rfind(held_back)] if held_back and held_back in text else text
 
 
 def tokens(lm: Any, texts: Sequence[str]) -> list[Tensor]:

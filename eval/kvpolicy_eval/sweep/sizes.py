@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from kvpolicy_eval.sweep.modes import split_task
+
 TOKENS_PER_WORD = 1.4
 """Tokens of a word of English text: an assumption, since tokenizers differ."""
 TOKENS_PER_WORD_OF_CODE = 2.5
@@ -44,7 +46,8 @@ def task_size(name: str, metadata: Mapping[str, Any]) -> TaskSize | None:
         >>> task_size("niah_single_1", {"max_seq_lengths": [4096]})
         TaskSize(examples=500, tokens=3968, new=128)
     """
-    found = _sizes()["tasks"].get(name)
+    known = _sizes()["tasks"]
+    found = known.get(name) or known.get(split_task(name)[0])  # variants have the size of their task
     if found is None:
         return None
     if "tokens" in found:

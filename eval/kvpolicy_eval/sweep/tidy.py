@@ -6,13 +6,14 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from kvpolicy.spec.formats import stamp
 from kvpolicy_eval.sweep import bootstrap
 from kvpolicy_eval.sweep.cells import DONE, FAILED, FORMAT, Store, write
+from kvpolicy_eval.sweep.modes import split_task
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class Row:
         method: Of the cell.
         budget: Of the cell.
         task: Name of the task; for a group of tasks, one of them.
+        mode: Place of the question: `inside`, `after` or `second`, from the name of the task.
         metric: Name of the metric.
         filter: lm-eval's filter of the answers.
         value: lm-eval's value over all examples.
@@ -47,6 +49,7 @@ class Row:
     method: str
     budget: str
     task: str
+    mode: str = field(init=False)
     metric: str = ""
     filter: str = ""
     value: float | None = None
@@ -64,6 +67,10 @@ class Row:
     status: str = "done"
     error: str = ""
     file: str = ""
+
+    def __post_init__(self) -> None:
+        """Derive the mode."""
+        self.mode = split_task(self.task)[1]
 
 
 def collect(folder: Path) -> list[Row]:
@@ -116,7 +123,7 @@ def write_tables(folder: Path, rows: Sequence[Row]) -> None:
     """Write `table.csv` and `table.jsonl`."""
     lines = [asdict(row) for row in rows]
     text = io.StringIO()
-    table = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
+    table = csv.DictWriter(text, [one.name for one in fields(Row)], lineterminator="\n")
     table.writeheader()
     table.writerows(lines)
     write(folder / "table.csv", text.getvalue())

@@ -48,6 +48,43 @@ def accuracies(findings: Findings) -> dict[str, Any]:
     return {point.policy: point.mean and point.mean.value for point in findings.points}
 
 
+# places of the question
+
+
+def test_places_of_the_question_are_apart(tmp_path: Path) -> None:
+    for task, right in (("a", 1.0), ("b", 0.5), ("a_after", 0.0), ("b_after", 0.25)):
+        for policy, factor in (("full", 1.0), ("h2o@0.2", 0.5)):
+            share = 1.0 if policy == "full" else 0.1 if task.endswith("_after") else 0.2
+            cell(tmp_path, policy, task, share, acc=[right * factor] * 4)
+    found = gather(tmp_path)
+    assert found.modes == ["inside", "after"] == found.facets
+    points = {point.policy: point for point in found.points}
+    h2o = points["h2o@0.2"]
+    assert [score and score.value for score in map(h2o.score, ("inside", "after", "second", None))] == [
+        0.375,
+        0.0625,
+        None,
+        0.21875,
+    ]
+    assert [h2o.average("kv_share", mode) for mode in ("inside", "after")] == [0.2, 0.1]
+    by_mode = tables.by_mode(found, "m")
+    assert by_mode.head == ["policy", "inside", "after"]
+    assert [row[1][:4] for row in by_mode.rows] == ["0.75", "0.38"] and by_mode.rows[0][2].startswith("0.12")
+    parts = {section.key: section for section in sections(found)}
+    assert list(parts["bytes"].tables) == ["m, inside", "m, after"]
+    assert all(title in parts["bytes"].figures[0] for title in ("m, question inside", "m, question after"))
+    assert parts["bytes"].tables["m, after"].rows[1][-1] == "10.0%"
+    assert list(parts)[:2] == ["bytes", "modes"]
+
+
+def test_one_place_of_the_question_is_not_named(tmp_path: Path) -> None:
+    for policy in ("full", "h2o@0.2"):
+        cell(tmp_path, policy, "a_after", acc=[0.5] * 4)
+    found = gather(tmp_path)
+    assert found.facets == [None] and "modes" not in [section.key for section in sections(found, draw=False)]
+    assert list(sections(found, draw=False)[0].tables) == ["m"]
+
+
 # RULER's lengths
 
 

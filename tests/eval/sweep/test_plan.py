@@ -131,6 +131,7 @@ def test_sizes_of_tasks() -> None:
     assert sizes.task_size("ruler_vt", {}) is None
     assert sizes.task_size("ruler_vt", {"max_seq_lengths": "4096"}) is None
     assert sizes.task_size("no_such_task", {}) is None
+    assert sizes.task_size("kvpolicy_hot_second", {}) == sizes.task_size("kvpolicy_hot", {}) is not None
 
 
 def test_bytes_are_those_of_the_plan() -> None:
@@ -223,6 +224,18 @@ def test_the_text_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "1 cell with a budget that keeps every token of a mean prompt." in said
     assert "Estimated, not measured" in "\n".join(said)
     assert not (tmp_path / "out").exists()
+
+
+def test_every_place_of_the_question_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = file(tmp_path, policies=["full", "h2o@0.2"], tasks=["kvpolicy_hot"], modes=["inside", "after", "second"])
+    assert sweep(place, tmp_path / "out", "--plan") == 0
+    printed = capsys.readouterr().out
+    assert "embedded: 6 cells to run" in printed and "not known" not in printed
+    assert [line.split()[3] for line in printed.splitlines()[1:7:2]] == [
+        "kvpolicy_hot",
+        "kvpolicy_hot_after",
+        "kvpolicy_hot_second",
+    ]
 
 
 def test_what_is_done_takes_no_hours() -> None:

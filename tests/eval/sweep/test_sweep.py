@@ -23,6 +23,7 @@ with warnings.catch_warnings():
 
     from kvpolicy_eval.sweep import evaluate
 
+import kvpolicy
 from kvpolicy_eval import cli
 from kvpolicy_eval.sweep import config, run
 from kvpolicy_eval.sweep.cells import Cell, Store, load_json, write
@@ -206,6 +207,9 @@ def test_cells_have_folders_of_their_own() -> None:
         ({"limit": 0}, "limit must be an integer of at least 1, got 0"),
         ({"batch_size": "many"}, "batch_size must be an integer of at least 1, or auto, got 'many'"),
         ({"tasks": ["no_such_task"]}, "lm-eval has no task no_such_task"),
+        ({"modes": ["before"]}, "modes must be among inside, after, second, got 'before'"),
+        ({"tasks": ["kvpolicy_hot_after"], "modes": ["second"]}, "got kvpolicy_hot_after; try kvpolicy_hot."),
+        ({"tasks": ["kvpolicy_passkey"], "modes": ["second"]}, "kvpolicy_passkey may have no variant"),
     ],
 )
 def test_refusals(changes: dict[str, Any], message: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
@@ -236,6 +240,35 @@ def test_a_policy_with_its_own_budget_runs_once() -> None:
         "kivi:bits=4",
     ]
     assert [cell.policy for cell in cells if cell.task == "a"] == [cell.policy for cell in cells if cell.task == "b"]
+
+
+def test_every_task_has_every_place_of_the_question() -> None:
+    content = {"policies": ["full"], "tasks": ["kvpolicy_hot", "kvpolicy_fewshot"]}
+    assert config.read(content, "x").tasks == config.read(content | {"modes": "inside"}, "x").tasks
+    assert config.read(content | {"modes": ["inside", "after", "second"]}, "x").tasks == (
+        *("kvpolicy_hot", "kvpolicy_hot_after", "kvpolicy_hot_second"),
+        *("kvpolicy_fewshot", "kvpolicy_fewshot_after", "kvpolicy_fewshot_second"),
+    )
+    single = config.read(content | {"tasks": ["kvpolicy_hot_after", "kvpolicy_passkey"]}, "x")
+    assert single.tasks == ("kvpolicy_hot_after", "kvpolicy_passkey"), "variants may be listed as tasks"
+
+
+def test_modes_are_a_column_and_a_part_of_the_report(tmp_path: Path) -> None:
+    place = file(tmp_path, tasks=["kvpolicy_recall_512"], modes=["inside", "after"], policies=["full", "snapkv"])
+    assert sweep(place, tmp_path / "out") == 0
+    rows = {(row["method"], row["mode"]): row for row in read_table(tmp_path / "out" / "table.csv")}
+    assert set(rows) == {(method, mode) for method in ("full", "snapkv") for mode in ("inside", "after")}
+    assert rows["full", "after"]["task"] == "kvpolicy_recall_512_after" and rows["full", "after"]["value"] == "1.0"
+    assert rows["snapkv", "inside"]["value"] == "1.0" > rows["snapkv", "after"]["value"], "it has not seen the question"
+    assert cli.main(["report", str(tmp_path / "out"), "--no-page", "--markdown", str(tmp_path / "page.md")]) == 0
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "| policy | inside | after |" in text and "| `snapkv@0.2` | 1.00 [1.00, 1.00] | 0.00 [0.00, 0.00] |" in text
+    found = load_json(next((tmp_path / "out").glob("cells/*/kvpolicy_recall_512_after/snapkv@0.2/results.json")))
+    samples = next((tmp_path / "out").glob("cells/*/kvpolicy_recall_512_after/snapkv@0.2/samples*")).read_text()
+    first = json.loads(samples.splitlines()[0])
+    _, tokenizer = kvpolicy.tiny()
+    compressed = first["arguments"]["gen_args_0"]["arg_0"].removesuffix(first["doc"]["held_back"])
+    assert found["kvpolicy_sweep"]["probe"]["prompt"] == len(tokenizer(compressed).input_ids), "without the question"
 
 
 SHIPPED = sorted(path.stem for path in (ROOT / "eval" / "kvpolicy_eval" / "configs").glob("*.yaml"))

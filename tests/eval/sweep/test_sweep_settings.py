@@ -81,7 +81,7 @@ def test_a_task_that_needs_a_tokenizer_gets_the_models(tmp_path: Path) -> None:
     place = file(tmp_path, tasks=["made"], include_path=str(folder), metadata={"max_seq_lengths": [128]})
     assert sweep(place, tmp_path / "out") == 0
     lines = (tmp_path / "out" / "table.csv").read_text(encoding="utf-8").splitlines()
-    assert [line.split(",")[3:7] for line in lines[1:]] == [["made", "128", "none", "0.5"]]
+    assert [line.split(",")[3:8] for line in lines[1:]] == [["made", "inside", "128", "none", "0.5"]]
 
 
 def test_tasks_get_the_tokenizer_of_each_model() -> None:

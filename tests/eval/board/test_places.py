@@ -1,0 +1,111 @@
+"""The tables of answers by the place of the question: which policies they have, and that the pages have them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from kvpolicy_eval.board.__main__ import SHARES, main
+from kvpolicy_eval.board.cells import DOCS, Board, Cell
+from kvpolicy_eval.board.places import OVERVIEW, compared, page_table, pages
+from kvpolicy_eval.board.policies import entries
+from kvpolicy_eval.methods.plan import methods
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs" / "assets" / "board.jsonl"
+TASKS = ["recall", "needles"]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Board:
+    """A board on which every policy answers half of the prompts of 512 tokens at 10 %, with the question after them."""
+    made = Board(tmp_path / "results.jsonl", {512: 4, 4096: 2}, "tiny-4k")
+    for entry in entries("tiny-4k"):
+        cell = Cell(entry, 0.1, "after", 512)
+        made._keep(cell.key(4, made.model), {"right": dict.fromkeys(TASKS, 2), "docs": 4, "held": 0.1, "moved": 0.1})
+    return made
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the rows of a table, without its head."""
+    found = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in row] for row in found]
+
+
+@pytest.mark.parametrize("name", methods())
+def test_a_method_is_compared_with_the_full_cache_and_its_base(name: str) -> None:
+    specs = [entry.spec for entry in compared(name, entries())]
+    assert specs[0] == "full" and len(set(specs)) == len(specs)
+    defaults = {"uniform", "even", "full", "drop", "plain", "all"}
+    assert name in defaults or any(name in re.split("[+/:]", spec) for spec in specs)
+    assert len(specs) > 1
+
+
+def test_a_table_has_what_is_known_and_nothing_else(board: Board) -> None:
+    listed = entries("tiny-4k")
+    text = page_table("kivi", board, listed, [0.2, 0.1])
+    assert "| 512 tokens | budget | inside | after | second |" in text and "4,096" not in text
+    assert rows(text) == [
+        ["`full`", "100%", "", "0.50", ""],
+        ["`snapkv`", "10%", "", "0.50", ""],
+        ["`snapkv+kivi:bits=2`", "10%", "", "0.50", ""],
+    ]
+    assert "4 of about 512 tokens (±0.20)" in text and f"<!-- {len(listed)} results -->" in text
+    kivi = next(entry for entry in listed if "kivi" in entry.spec)
+    refused = Cell(kivi, 0.2, "inside", 512)
+    board._keep(refused.key(4, board.model), {"refused": "too small"})
+    wrong = Cell(kivi, 0.1, "second", 4096)
+    board._keep(wrong.key(2, board.model), {"right": {"recall": 0}, "docs": 2, "held": 0.1, "moved": 0.1})
+    more = page_table("kivi", board, listed, [0.2, 0.1])
+    assert rows(more) == [*rows(text), ["`snapkv+kivi:bits=2`", "10%", "", "", "0.00"]]
+
+
+def test_readers_have_fractions_that_are_read(board: Board) -> None:
+    text = page_table("quest", board, entries("tiny-4k"), [0.1])
+    assert [row[0] for row in rows(text)][1:] == ["`full+exact`", "`full+quest:dense=0`", "`full+reuse/quest`"]
+    assert "slots that a step reads" in text
+
+
+def test_the_command_fills_every_page_of_a_tree(board: Board, tmp_path: Path) -> None:
+    empty = "<!-- table:places -->\n<!-- /table -->\n"
+    (tmp_path / "docs" / "methods").mkdir(parents=True)
+    filled = [tmp_path / "README.md", tmp_path / "docs" / "methods" / "h2o.md"]
+    for page in filled:
+        page.write_text(empty)
+    (tmp_path / "docs" / "other.md").write_text("# Other\n")
+    main(
+        ["--results", str(board.results), "--page-only", "--lengths", "512", "--n", "4", "--fill-places", str(tmp_path)]
+    )
+    assert [row[0].strip("`") for row in rows(filled[0].read_text())] == list(OVERVIEW)
+    assert [row[0].strip("`") for row in rows(filled[1].read_text())] == ["full", "window", "snapkv", "h2o"]
+    assert (tmp_path / "docs" / "other.md").read_text() == "# Other\n"
+
+
+def test_the_overview_is_of_the_board() -> None:
+    assert set(OVERVIEW) <= {entry.spec for entry in entries("tiny-4k")}
+
+
+@pytest.mark.skipif(not RESULTS.is_file(), reason="the docs are not installed")
+def test_the_pages_have_what_the_results_give(tmp_path: Path) -> None:
+    """Of the results that were known when a page was filled: others may be added to the file later."""
+    found = pages(ROOT)
+    names = {page.stem for page in found}
+    assert names >= {*methods(), "README", "index", "sweep"}
+    lines = RESULTS.read_text(encoding="utf-8").splitlines()
+    for page in found:
+        text = (
+            page.read_text(encoding="utf-8").partition("<!-- table:places -->\n")[2].partition("\n<!-- /table -->")[0]
+        )
+        count = int(re.findall(r"<!-- (\d+) results -->", text)[0])
+        assert 0 < count <= len(lines)
+        results = tmp_path / f"{count}.jsonl"
+        results.write_text("\n".join(lines[:count]), encoding="utf-8")
+        board = Board(results, DOCS, "tiny-4k")
+        listed = entries("tiny-4k")
+        assert text == page_table(page.stem, board, listed, sorted(SHARES, reverse=True)), page
+        assert rows(text), page
