@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,6 +21,7 @@ for name in registry.names():
     registry.lookup(name)
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same in the processes that tests start
 
 
 def pytest_collection() -> None:

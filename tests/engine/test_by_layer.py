@@ -306,8 +306,8 @@ def test_random_divisions(seed: int) -> None:
     prompt, ends = torch.tensor([length]), torch.tensor([end])
 
     def nbytes(keep: list[int]) -> int:
-        own = [Policy.parse(spec).with_budget(count) for spec, count in zip(specs, keep, strict=True)]
-        return sum(_planned(one, shape, index, length, end) for index, one in enumerate(own))
+        pairs = enumerate(zip(specs, keep, strict=True))
+        return sum(_planned(spec, count, shape, index, length, end) for index, (spec, count) in pairs)
 
     full = layers * shape.token_nbytes * end
     limit = int(float(policy.budget) * full + 1e-9)
@@ -321,10 +321,11 @@ def test_random_divisions(seed: int) -> None:
 
 
 @functools.cache
-def _planned(policy: Policy, shape: LayerShape, layer_idx: int, length: int, end: int) -> int:
-    """Bytes of one layer under an ordinary policy."""
+def _planned(spec: str, keep: int, shape: LayerShape, layer_idx: int, length: int, end: int) -> int:
+    """Bytes of one layer under an ordinary policy with a budget in tokens."""
     from kvpolicy.planning.layer_plans import plan_layers
 
+    policy = Policy.parse(spec).with_budget(keep)
     tokens = divide(policy, None, torch.tensor([length]), torch.tensor([end]), [shape])
     size = sum(plan_layers(policy, tokens, [shape], [layer_idx], 1)[0].nbytes.values())
     return size - (8 if layer_idx else 0)  # the mask digest is in the first layer of a cache alone

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 Config = dict[str, Any]
@@ -53,6 +54,13 @@ class Token:
     def seen_value(self) -> Tensor:
         """The value that attention reads, fp64."""
         return (self.read[1] if self.read else self.value).double()
+
+
+def seen(tokens: list[Token]) -> Pair:
+    """The keys and the values that attention reads, each [N, D] fp64."""
+    keys = torch.stack([token.read[0] if token.read else token.key for token in tokens])
+    values = torch.stack([token.read[1] if token.read else token.value for token in tokens])
+    return keys.double(), values.double()
 
 
 class Given(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import head_allocators, mergers, selectors
-from .coding import Codec, Config, Rotation, Token, as_it_is
+from .coding import Codec, Config, Rotation, Token, as_it_is, seen
 from .selectors import kvcrush, kvzip
 from .stages import Head, Mover
 
@@ -194,20 +194,19 @@ class ReferenceLayer:
     ) -> tuple[Tensor, list[Tensor]]:
         """Outputs, and the matrix [n, N] of every query head; the last n tokens are the queries' own."""
         out, attention = [], []
-        for hq, queries in enumerate(q.double()):
-            head = self.heads[hq // self.group].tokens
-            keys = torch.stack([token.seen_key for token in head])
-            values = torch.stack([token.seen_value for token in head])
-            logits = queries @ keys.T * scale
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            logits = logits + torch.tensor([math.log(token.count) for token in head], dtype=torch.float64)
-            n, old = len(queries), len(head) - len(queries)
-            for i in range(n):
-                logits[i, old + i + 1 :] = -math.inf
-            if sinks is not None:  # a column that no token is behind
-                logits = torch.cat([logits, sinks[hq].detach().double().expand(n, 1)], dim=1)
-            attention.append(torch.softmax(logits, dim=-1)[:, : old + n])
-            out.append(attention[-1] @ values)
+        for h, head in enumerate(self.heads):
+            keys, values = seen(head.tokens)
+            counts = torch.tensor([math.log(token.count) for token in head.tokens], dtype=torch.float64)
+            n, old = q.shape[1], len(head.tokens) - q.shape[1]
+            later = torch.ones(n, old + n, dtype=torch.bool).triu(old + 1)
+            for hq in self._query_heads(h):
+                logits = q[hq].double() @ keys.T * scale
+                logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+                logits = (logits + counts).masked_fill(later, -math.inf)
+                if sinks is not None:  # a column that no token is behind
+                    logits = torch.cat([logits, sinks[hq].detach().double().expand(n, 1)], dim=1)
+                attention.append(torch.softmax(logits, dim=-1)[:, : old + n])
+                out.append(attention[-1] @ values)
         return torch.stack(out), attention
 
     def _query_heads(self, h: int) -> list[int]:
@@ -299,11 +298,12 @@ class ReferenceLayer:
     def _look(self, h: int, q: Tensor | None) -> selectors.Look:
         """What a selector of vectors sees of a KV head, with the queries of new tokens [Hq, n, D]."""
         tokens = self.heads[h].tokens
+        keys, values = seen(tokens)
         new = [] if q is None else [[*enumerate(q[hq], self.length - q.shape[1])] for hq in self._query_heads(h)]
         return selectors.Look(
             positions=[t.position for t in tokens],
-            keys=[t.seen_key.tolist() for t in tokens],
-            values=[t.seen_value.tolist() for t in tokens],
+            keys=keys.tolist(),
+            values=values.tolist(),
             queries=new or [[] for _ in self._query_heads(h)],
             scale=self.scale,
             undo=self.undo,

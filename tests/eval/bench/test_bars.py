@@ -77,8 +77,12 @@ def test_a_long_run_compares_its_ends_with_a_reference() -> None:
 
 
 @pytest.mark.parametrize("backend", ["", pytest.param("eager", marks=pytest.mark.slow)])
-def test_a_short_long_run(backend: str) -> None:
+def test_a_short_long_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block of steps demotes tokens twice."""
+    monkeypatch.setattr(longrun, "PIECE", 10)
+    monkeypatch.setattr(longrun, "REFERENCE_STEPS", 2)
     torch.compiler.reset()
-    found = longrun.run("snapkv+kivi:bits=4:residual_length=32@64", 200, backend, block=100, prompt=128)
+    policy = "snapkv+kivi:bits=4:group_size=8:residual_length=8@64"
+    found = longrun.run(policy, 40, backend, block=20, prompt=128)
     assert len(found.blocks) == 2 and len({block.nbytes for block in found.blocks}) == 1
     assert found.compiled == (1 if backend else 0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from ..coding import Config
+from ..coding import Config, Rotation
 from ._common import kept_if_newest
 from ._look import Look
 
@@ -62,14 +63,11 @@ def _remember(config: Config, look: Look) -> None:
 
 def expected_attention(config: Config, look: Look, hq: int, tokens: list[int]) -> list[float]:
     """What a query head is expected to give to each of some tokens."""
-    known: list[Tensor] = look.memory[hq]
     dim = len(look.keys[0])
-    mean, spread = torch.zeros(dim).double(), torch.zeros(dim, dim).double()
-    for query in known:
-        mean += query / len(known)
-    for query in known:
-        spread += torch.outer(query - mean, query - mean) / len(known)
-    turn = mean_rotation(look, dim, config["horizon"])
+    known = torch.stack(look.memory[hq]) if look.memory[hq] else torch.zeros(1, dim).double()
+    mean = known.mean(0)
+    spread = (known - mean).T @ (known - mean) / len(known)
+    turn = mean_rotation(look.apply, dim, look.length, config["horizon"])
     mean, spread = turn @ mean, turn @ spread @ turn.T
     logits = []
     for j in tokens:
@@ -80,11 +78,12 @@ def expected_attention(config: Config, look: Look, hq: int, tokens: list[int]) -
     return [math.exp(x - most) / total for x in logits]
 
 
-def mean_rotation(look: Look, dim: int, horizon: int) -> Tensor:
+@functools.lru_cache(maxsize=64)  # all heads of a layer have the same
+def mean_rotation(apply: Rotation, dim: int, start: int, horizon: int) -> Tensor:
     """The mean of the rotations at the positions to come, as a matrix for columns."""
     columns = []
     for i in range(dim):
         one = torch.zeros(dim)
         one[i] = 1
-        columns.append(sum(look.apply(one, look.length + ahead).double() for ahead in range(horizon)) / horizon)
-    return torch.stack([torch.as_tensor(column) for column in columns], 1)
+        columns.append(torch.stack([apply(one, start + ahead) for ahead in range(horizon)]).double().mean(0))
+    return torch.stack(columns, 1)
