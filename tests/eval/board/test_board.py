@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+import kvpolicy
 from kvpolicy import Policy, registry
+from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_eval.board import cells, pictures
 from kvpolicy_eval.board.__main__ import main
@@ -186,3 +188,12 @@ def test_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < found["low"] <= found["ratio"] <= found["high"]
     assert times.cache.get_seq_length() < 256 + 8 * 20
     assert "refused" in times.measure(SNAPKV, 0.001)
+
+
+@pytest.mark.parametrize("model", ["tiny", "tiny-4k"])
+def test_every_entry_attaches_to_its_model(model: EmbeddedName) -> None:
+    """Above all, every calibration that an entry names is shipped."""
+    embedded, _ = kvpolicy.tiny(name=model)
+    for entry in entries(model):
+        with kvpolicy.attach(embedded, entry.at(0.2)):
+            kvpolicy.PolicyCache(embedded, f"{entry.at(0.2)}@800KiB" if entry.by_bytes else None, prompt=512, new=4)
