@@ -7,7 +7,7 @@ kvpolicy calibrate kvquant --model tiny --text TEXTS --out kvpolicy/assets/kvqua
 kvpolicy calibrate heads --model tiny --text TEXTS --out kvpolicy/assets/heads/tiny.json --windows 128 \
     --sinks 4 --recent 28
 
-Those of CSR for `tiny` are older: they were trained with Adam for 20 epochs, by an earlier version of the first command.
+Those of CSR for `tiny` are older: they were trained with Adam for 20 epochs, by an earlier version of the command.
 """
 
 from __future__ import annotations
