@@ -203,7 +203,7 @@ SEEDED = """
     try:
         ask(f"rank {rank}")
     except RuntimeError as error:
-        print(error, "-" if rank else "+", file=sys.stderr, flush=True)
+        os.write(2, f"{error} {'-' if rank else '+'}\n".encode())  # one write, or lines of the ranks could mix
         refused = True
 """
 FAILING = """

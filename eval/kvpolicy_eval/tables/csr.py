@@ -97,8 +97,8 @@ def train(folder: Path, atoms: int, diversity: float) -> str:
     model, tokenizer = kvpolicy.tiny()
     with TemporaryDirectory() as texts:
         write_texts(Path(texts), 128)
-        windows = token_windows(tokenizer, read_texts([texts]), 1024, 128, 0)
-        options = Dictionaries(atoms=atoms, tokens=4096, training=Training(diverse=diversity, epochs=10))
+        windows = token_windows(tokenizer, read_texts([texts]), 1024, 64, 0)
+        options = Dictionaries(atoms=atoms, training=Training(diverse=diversity))
         calibrate_csr(model, windows, out, options, name="tiny")
     return str(out)
 
