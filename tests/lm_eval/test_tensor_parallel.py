@@ -203,7 +203,7 @@ SEEDED = """
     try:
         ask(f"rank {rank}")
     except RuntimeError as error:
-        os.write(2, f"{error} {'-' if rank else '+'}\n".encode())  # one write, or lines of the ranks could mix
+        os.write(2, f"{error} {'-' if rank else '+'}\\n".encode())  # one write, or lines of the ranks could mix
         refused = True
 """
 FAILING = """
