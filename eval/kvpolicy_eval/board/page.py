@@ -19,8 +19,8 @@ def tables(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengt
     parts: list[str] = []
     for length in lengths:
         for share in shares:
-            rows = [row(board, entry, share, length) for entry in listed]
-            if all(not any(cells[2:6]) for cells in rows if cells[0] != "`full`"):
+            rows = [cells for entry in listed if any((cells := row(board, entry, share, length))[2:6])]
+            if all(cells[0] == "`full`" for cells in rows):
                 continue
             title = f"### {length:,} tokens, {share:.0%} of the bytes"
             parts += [title, SORTABLE.format(table(COLUMNS, rows)), _docs(board, length)]

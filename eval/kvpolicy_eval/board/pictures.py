@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvpolicy_eval.board.cells import Board, Cell, accuracy
 from kvpolicy_eval.board.policies import Entry
@@ -23,11 +24,8 @@ COLORS = {
     "combination": style.VERMILION,
 }
 """Color of each kind."""
-AXES = {
-    "held": "bytes held, of the full cache's",
-    "moved": "bytes that a step reads, of the full cache's",
-    "time": "time of a step, of the full cache's",
-}
+AXES = {"held": "bytes held", "moved": "bytes read by a step", "time": "time of a step"}
+"""The costs, each over the full cache's."""
 
 
 class Point(NamedTuple):
@@ -87,7 +85,7 @@ def picture(board: Board, listed: Sequence[Entry], shares: Sequence[float], leng
     panels = figure.subplots(1, len(AXES), sharey=True)
     for panel, (axis, label) in zip(panels, AXES.items(), strict=True):
         _draw(panel, points(board, listed, shares, length, axis))
-        panel.set_xlabel(label)
+        panel.set_xlabel(f"{label}\n(full cache: 1)")
         panel.set_ylim(-0.03, 1.05)
     panels[0].set_ylabel(f"right answers, {length:,} tokens")
     drawn = {point.entry.kind for point in points(board, listed, shares, length, "held")}
@@ -106,3 +104,6 @@ def _draw(axes: Any, given: list[Point]) -> None:
     axes.step([p.cost for p in best], [p.answers for p in best], where="post", color=style.GREY, linewidth=1)
     if given:  # an empty axis has no logarithm
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
