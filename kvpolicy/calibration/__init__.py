@@ -5,8 +5,8 @@ from kvpolicy.calibration.collect import Samples as Samples
 from kvpolicy.calibration.collect import collect as collect
 from kvpolicy.calibration.corpus import read_texts as read_texts
 from kvpolicy.calibration.corpus import token_windows as token_windows
-from kvpolicy.calibration.csr import Dictionaries as Dictionaries
 from kvpolicy.calibration.csr import calibrate_csr as calibrate_csr
+from kvpolicy.calibration.csr_options import Dictionaries as Dictionaries
 from kvpolicy.calibration.dictionary import Training as Training
 from kvpolicy.calibration.estimate import estimate_csr as estimate_csr
 from kvpolicy.calibration.heads import calibrate_heads as calibrate_heads

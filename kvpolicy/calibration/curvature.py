@@ -17,9 +17,6 @@ _DAMPING = 0.3
 _FLOOR = 1e-3
 """What is added besides, as a fraction of the mean of the diagonal: an atom that is never used has no curvature."""
 
-_ITERATIONS = 1
-"""Iterations of conjugate gradients of a step: each goes on from the last step's solution, so that they add up."""
-
 _TINY = 1e-30
 
 
@@ -76,28 +73,16 @@ class Curvature:
         return self._sum.view(self._count, self._count) / (1 - _MEMORY**self._batches)
 
     def solve(self, gradient: Tensor) -> Tensor:
-        """The Newton step for a gradient [N, d]: approximately the damped curvature's inverse times it."""
+        """The Newton step for a gradient [N, d]: approximately the damped curvature's inverse times it.
+
+        It goes one step of steepest descent, scaled by the diagonal, from the solution before: the curvature of two
+        batches is nearly the same, so that the solutions of many batches add up to a Newton step.
+        """
         matrix = self.mean()
         diagonal = matrix.diagonal()
         diagonal += _DAMPING * diagonal + (_FLOOR * diagonal.mean() + _TINY)
-        self._last = _conjugate_gradients(matrix, gradient, self._last)
+        rest = gradient - matrix @ self._last
+        direction = rest / diagonal[:, None]
+        length = (rest * direction).sum(0) / (direction * (matrix @ direction)).sum(0).clamp_min(_TINY)
+        self._last = self._last + length * direction
         return self._last
-
-
-def _conjugate_gradients(matrix: Tensor, right: Tensor, guess: Tensor) -> Tensor:
-    """Some iterations toward the solution of matrix @ x = right [N, d], scaled by the diagonal, for every column."""
-    scale = matrix.diagonal()[:, None]
-    x = guess.clone()
-    rest = right - matrix @ x
-    scaled = rest / scale
-    direction = scaled.clone()
-    size = (rest * scaled).sum(0)
-    for _ in range(_ITERATIONS):
-        image = matrix @ direction
-        length = size / (direction * image).sum(0).clamp_min(_TINY)
-        x += length * direction
-        rest -= length * image
-        scaled = rest / scale
-        former, size = size, (rest * scaled).sum(0)
-        direction = scaled + size / former.clamp_min(_TINY) * direction
-    return x

@@ -15,7 +15,7 @@ from kvpolicy.codecs._sparse import unit
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
 
-_INIT_VECTORS = 8
+INIT_VECTORS = 8
 """The maximum number of vectors per atom for the initial k-means: the training corrects a rough start."""
 
 
@@ -90,7 +90,7 @@ def losses(codes: Codes, atoms: Tensor) -> tuple[Tensor, Tensor]:
 
 def balance(error: Tensor, diversity: Tensor, most: float) -> Tensor:
     """The weight of the diversity term: at most 1, and so that the term is at most `most` times the error."""
-    return (most * error.detach() / diversity.detach().clamp_min(1e-30)).clamp(0, 1)
+    return (most * error / diversity.clamp_min(1e-30)).clamp(0, 1)
 
 
 def check_enough(vectors: int, atoms: int) -> None:
@@ -112,7 +112,7 @@ def start(x: Tensor, count: int, seed: int) -> Tensor:
         ) from error
     check_enough(len(x), count)
     generator = torch.Generator().manual_seed(seed)
-    sample = x[torch.randperm(len(x), generator=generator)[: _INIT_VECTORS * count]].cpu()
+    sample = x[torch.randperm(len(x), generator=generator)[: INIT_VECTORS * count]].cpu()
     means = MiniBatchKMeans(count, init="random", random_state=seed, n_init=1, batch_size=4096)  # pyright: ignore[reportArgumentType]
     centers = unit(torch.from_numpy(means.fit(sample.numpy()).cluster_centers_))
     # A center at zero has no direction and is replaced by a random one.
@@ -158,7 +158,6 @@ def train(
     return state
 
 
-@torch.no_grad()
 def relative_error(x: Tensor, atoms: Tensor, pairs: int) -> float:
     """The squared norm of the residuals of the vectors [n, d], relative to that of the vectors."""
     residual = Codes(x, atoms, pairs).residual

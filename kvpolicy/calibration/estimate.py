@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kvpolicy.calibration.collect import collect, tokens_per_window
 from kvpolicy.calibration.corpus import as_windows
-from kvpolicy.calibration.csr import Dictionaries, atoms_of, check_chunks
+from kvpolicy.calibration.csr_options import Dictionaries, atoms_of, check_chunks
 from kvpolicy.calibration.curvature import Curvature
-from kvpolicy.calibration.dictionary import check_enough, improved, start
+from kvpolicy.calibration.dictionary import INIT_VECTORS, check_enough, improved, start
 from kvpolicy.codecs._sparse import unit
 from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
@@ -90,7 +90,7 @@ def _training(
     batches = math.ceil(vectors / training.batch)
     steps = batches * (training.epochs + training.held_out * (1 + training.epochs))
     few = min(atoms, _SMALL)
-    sample = torch.randn(8 * few, dim, generator=generator)
+    sample = torch.randn(INIT_VECTORS * few, dim, generator=generator)
     # The time of k-means grows with the vectors and with the centers.
     beginning = _timed(lambda: start(sample, few, 0)) * (atoms / few) ** 2
     return step * steps + beginning * layers
@@ -99,8 +99,13 @@ def _training(
 def _timed(run: Callable[[], object]) -> float:
     """Seconds of the second run: the first one loads and allocates."""
     run()
-    begin = time.perf_counter()
+    begin = _now()
     run()
+    return _now() - begin
+
+
+def _now() -> float:
+    """The time when the device has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return time.perf_counter()

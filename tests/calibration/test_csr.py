@@ -189,3 +189,12 @@ def test_layers_that_bound_themselves_are_left_out(tmp_path: Path, kind: str) ->
     for codec in (KVQuant(calibration=str(tmp_path / "k")), CSR(nnz=4, prompt_atoms=0, dictionary=str(tmp_path / "c"))):
         with kvpolicy.attach(model, kvpolicy.Policy(codec=codec)):
             assert model.generate(windows()[0][None], max_new_tokens=3, do_sample=False, pad_token_id=0).shape[1] == 43
+
+
+def test_a_refused_run_announces_nothing(tmp_path: Path) -> None:
+    seconds: list[float] = []
+    calibrate_csr(llama(), windows(), tmp_path, OPTIONS, announce=seconds.append)
+    assert len(seconds) == 1 and seconds[0] > 0
+    with pytest.raises(ValueError, match="--force"):
+        calibrate_csr(llama(1), windows(), tmp_path, OPTIONS, announce=seconds.append)
+    assert len(seconds) == 1

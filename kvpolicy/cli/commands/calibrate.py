@@ -83,7 +83,7 @@ def csr(
     To resume an interrupted run, run the same command again.
     """
     chunks = parse_integers("--sn", sn)  # an invalid value raises an error before anything slow
-    from kvpolicy.calibration import Dictionaries, Training, calibrate_csr, estimate_csr
+    from kvpolicy.calibration import Dictionaries, Training, calibrate_csr
     from kvpolicy.codecs.csr import CSR
 
     former = CSR.VALUE_ALIASES["key_space"]
@@ -102,8 +102,16 @@ def csr(
         training=Training(epochs=epochs, batch=batch, rate=rate, patience=patience, seed=seed),
     )
     loaded, sampled = _prepare(model, [*text, *(more or ())], dtype, device, length, windows, seed)
-    print(f"This takes up to {duration(estimate_csr(loaded, sampled, options))}.", flush=True)
-    meta = calibrate_csr(loaded, sampled, out, options, name=_name(model), progress=not quiet, force=force)
+    meta = calibrate_csr(
+        loaded,
+        sampled,
+        out,
+        options,
+        name=_name(model),
+        progress=not quiet,
+        announce=lambda seconds: print(f"This takes up to {duration(seconds)}.", flush=True),
+        force=force,
+    )
     for key, losses in meta["losses"].items():
         part, _, group = key.rpartition(".")
         layers = ",".join(map(str, meta["groups"][part][int(group)]))
