@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from kvpolicy_eval.board.cells import DOCS, Board, cells
+from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
 from kvpolicy_eval.board.page import full_cache, refusals, tables
 from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.places import fill_places, pages
@@ -19,8 +19,6 @@ from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.data.tasks import LENGTHS
 from kvpolicy_eval.pictures.style import svg
-
-SHARES = [0.1, 0.2, 0.05, 0.02]
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -21,6 +21,8 @@ from kvpolicy_eval.data.modes import MODES
 
 DOCS = {512: 8, 1024: 8, 4096: 4}
 """Prompts per task, by length."""
+SHARES = [0.1, 0.2, 0.05, 0.02]
+"""Budgets, in the order in which they are measured."""
 
 Result = dict[str, Any]
 """`right` and `docs`, numbers by task; `held` and `moved`, over the full cache's; or `refused`, a message."""

@@ -83,8 +83,7 @@ def measure(names: list[str], n: int, n_codecs: int) -> None:
 
 def fill_by_place(names: list[str]) -> None:
     """Fill the tables by the place of the question, as far as the board has results."""
-    from kvpolicy_eval.board.__main__ import SHARES
-    from kvpolicy_eval.board.cells import DOCS, Board
+    from kvpolicy_eval.board.cells import DOCS, SHARES, Board
     from kvpolicy_eval.board.places import fill_places
     from kvpolicy_eval.board.policies import entries
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
-from kvpolicy_eval.board.__main__ import SHARES, main
-from kvpolicy_eval.board.cells import DOCS, Board, Cell
+from kvpolicy_eval.board.__main__ import main
+from kvpolicy_eval.board.cells import DOCS, SHARES, Board, Cell
 from kvpolicy_eval.board.places import OVERVIEW, compared, page_table, pages
 from kvpolicy_eval.board.policies import entries
 from kvpolicy_eval.methods.plan import methods
