@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "methods": {"common"},
     "pictures": {"common", "data"},
     "notebooks": {"pictures"},
-    "board": {"bench", "common", "data", "pictures"},
+    "board": {"bench", "common", "data", "peers", "pictures"},
     "catalog": {"board", "common", "methods", "pictures"},
 }
 """Rooms that each room may import; a room comes after all rooms that it may import."""

@@ -7,17 +7,21 @@ budgets and lengths. A result is kept in the file as soon as it is measured: a c
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 from kvpolicy_eval.board.cells import DOCS, SHARES, Board, cells
-from kvpolicy_eval.board.page import full_cache, refusals, tables
+from kvpolicy_eval.board.page import full_cache, peer_refusals, refusals, tables
+from kvpolicy_eval.board.peers import PEERS
 from kvpolicy_eval.board.pictures import picture
 from kvpolicy_eval.board.places import fill_places, pages
 from kvpolicy_eval.board.policies import Entry, entries
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.data.tasks import LENGTHS
+from kvpolicy_eval.peers.env import find
+from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.pictures.style import svg
 
 
@@ -29,6 +33,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="fractions of the full cache's bytes")
     parser.add_argument("--lengths", nargs="+", type=int, default=[*LENGTHS], help="prompt lengths in tokens")
     parser.add_argument("--n", type=int, help="prompts per task, instead of 8, and 4 of 4,096 tokens")
+    parser.add_argument("--peers", action="store_true", help="measure methods of kvpress and transformers too")
+    parser.add_argument("--env", help="folder of the peers' environment; in the user's cache by default")
     parser.add_argument("--no-times", action="store_true", help="do not time steps")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--pictures", type=Path, help="folder to write the pictures to")
@@ -39,7 +45,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="ROOT",
         help="source tree, in whose pages the tables by the place of the question are filled: of methods and others",
     )
-    add_fill_argument(parser, "board", "board-refused")
+    add_fill_argument(parser, "board", "board-refused", "board-peers-refused")
     return parser.parse_args(argv)
 
 
@@ -50,23 +56,31 @@ def main(argv: list[str] | None = None) -> None:
     docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
     board = Board(args.results, docs, args.model)
     listed = entries(args.model)
+    peers = PEERS
     if args.only:
-        named = {entry.spec: entry for entry in listed}
-        listed = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
+        named = {entry.spec: entry for entry in [*listed, *PEERS]}
+        chosen = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
+        listed = [entry for entry in chosen if not entry.is_peer]
+        peers = [entry for entry in chosen if entry.is_peer]
     if not args.page_only:
-        for cell in cells(listed, args.shares, args.lengths):
-            board.cell(cell)
+        with ExitStack() as stack:
+            if args.peers:
+                board.peer = stack.enter_context(Process("kvpolicy_eval.peers.theirs", find(args.env)))
+            for cell in cells([*listed, *(peers if args.peers else [])], args.shares, args.lengths):
+                board.cell(cell)
         for share in [] if args.no_times else args.shares:
             for entry in listed:
                 board.time(entry, share)
     shares = sorted(args.shares, reverse=True)
-    publish(tables(board, listed, shares, args.lengths), "board", args.fill)
+    shown = [*listed, *peers]
+    publish(tables(board, shown, shares, args.lengths), "board", args.fill)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
+    publish(peer_refusals(board, peers, shares, args.lengths), "board-peers-refused", args.fill)
     publish(full_cache(board, args.lengths), "board-full", args.fill_full)
     if args.fill_places:
         fill_places(pages(args.fill_places), board, entries(args.model), shares)
     for length in args.lengths if args.pictures else ():
-        (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, listed, shares, n)))
+        (args.pictures / f"board-{length}.svg").write_bytes(svg(lambda n=length: picture(board, shown, shares, n)))
 
 
 if __name__ == "__main__":

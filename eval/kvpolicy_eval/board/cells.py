@@ -14,15 +14,20 @@ from scipy.stats import binomtest
 import kvpolicy
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_eval.board.peers import PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
 from kvpolicy_eval.board.times import Times
 from kvpolicy_eval.common.accuracy import TaskEvaluator
 from kvpolicy_eval.data.modes import MODES
+from kvpolicy_eval.peers.process import Failed, Process
 
 DOCS = {512: 8, 1024: 8, 4096: 4}
 """Prompts per task, by length."""
 SHARES = [0.1, 0.2, 0.05, 0.02]
 """Budgets, in the order in which they are measured."""
+
+HELD_TOLERANCE = 1.01
+"""What a method of another library may hold over its budget: it rounds tokens."""
 
 Result = dict[str, Any]
 """`right` and `docs`, numbers by task; `held` and `moved`, over the full cache's; or `refused`, a message."""
@@ -82,19 +87,22 @@ class Board:
         results: File of results.
         docs: Prompts per task, by length.
         model: `tiny` or `tiny-4k`.
+        peer: Answers for the methods of other libraries.
     """
 
-    def __init__(self, results: Path, docs: dict[int, int], model: EmbeddedName) -> None:
+    def __init__(self, results: Path, docs: dict[int, int], model: EmbeddedName, peer: Process | None = None) -> None:
         """Read earlier results; a model is loaded when it is needed."""
         self.results = results
         self.docs = docs
         self.model: EmbeddedName = model
+        self.peer = peer
         self.known: dict[str, Result] = {}
         if results.exists():
             for line in results.read_text(encoding="utf-8").splitlines():
                 found = json.loads(line)
                 self.known[found.pop("key")] = found
         self._evaluators: dict[int, TaskEvaluator] = {}
+        self._peer_evaluators: dict[int, PeerEvaluator] = {}
         self._times: Times | None = None
 
     def known_cell(self, cell: Cell) -> Result | None:
@@ -122,6 +130,23 @@ class Board:
         return self.known[key]
 
     def _measure(self, cell: Cell) -> Result:
+        return self._measure_peer(cell) if cell.entry.is_peer else self._measure_policy(cell)
+
+    def _measure_peer(self, cell: Cell) -> Result:
+        if self.peer is None:
+            raise ValueError(f"A peer must run to measure {cell.entry.spec}, got none; try --peers.")
+        docs = self.docs[cell.length]
+        if cell.length not in self._peer_evaluators:
+            self._peer_evaluators[cell.length] = PeerEvaluator(self.peer, docs, cell.length, self.model)
+        try:
+            accuracy, held = self._peer_evaluators[cell.length].accuracy(cell.entry.spec, cell.share, cell.mode)
+        except Failed as error:
+            return {"refused": str(error)}
+        if held > cell.share * HELD_TOLERANCE:
+            return {"refused": f"It holds {held:.2f} of the full cache's bytes."}
+        return {"right": _counts(accuracy, docs), "docs": docs, "held": round(held, 4)}
+
+    def _measure_policy(self, cell: Cell) -> Result:
         docs = self.docs[cell.length]
         if cell.length not in self._evaluators:
             self._evaluators[cell.length] = TaskEvaluator(docs, cell.length, torch.float32, self.model)
@@ -132,8 +157,8 @@ class Board:
             accuracy, held = evaluator.accuracy(policy, byte_share, cell.mode)
         except KVPolicyError as error:
             return {"refused": str(error)}
-        right = {task: round(share * docs) for task, share in accuracy.items()}
-        return {"right": right, "docs": docs, "held": round(held, 4), "moved": _moved(cell, evaluator.model)}
+        counts = _counts(accuracy, docs)
+        return {"right": counts, "docs": docs, "held": round(held, 4), "moved": _moved(cell, evaluator.model)}
 
     def _keep(self, key: str, result: Result) -> None:
         self.known[key] = result
@@ -141,6 +166,11 @@ class Board:
         print(line, file=sys.stderr, flush=True)
         with self.results.open("a", encoding="utf-8") as out:
             out.write(line + "\n")
+
+
+def _counts(accuracy: dict[str, float], docs: int) -> dict[str, int]:
+    """Right answers of each task."""
+    return {task: round(share * docs) for task, share in accuracy.items()}
 
 
 def _moved(cell: Cell, model: Any) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvpolicy_eval.board.cells import Board, Cell, Result, accuracy
 from kvpolicy_eval.board.policies import Entry
@@ -82,15 +82,30 @@ def _docs(board: Board, length: int) -> str:
 
 
 def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
-    """Every message with which a policy was refused, with the policy and the least budget that it was refused at."""
+    """Every policy that was refused, with the lengths and budgets at which it was."""
     lines: dict[str, list[str]] = {}
+    for entry, place, _ in _refused(board, listed, shares, lengths):
+        lines.setdefault(entry.spec, []).append(place)
+    return "\n".join(f"- `{spec}`: {', '.join(dict.fromkeys(places))}" for spec, places in lines.items())
+
+
+def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
+    """Every method of another library that has no row, with the reason."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for entry, place, message in _refused(board, listed, shares, lengths):
+        lines.setdefault((entry.spec, message), []).append(place)
+    rows = [[f"`{spec}`", ", ".join(dict.fromkeys(places)), why] for (spec, why), places in lines.items()]
+    return table(["method", "at", "why it has no row"], rows) if rows else ""
+
+
+def _refused(
+    board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]
+) -> Iterator[tuple[Entry, str, str]]:
+    """Refused cells: the entry, the length and budget in words, and the message."""
     for entry in listed:
         for length in lengths:
             for share in shares:
                 for mode in MODES:
                     result = board.known_cell(Cell(entry, share, mode, length))
                     if result and "refused" in result:
-                        place = f"{length:,} tokens at {share:.0%}"
-                        if place not in lines.setdefault(entry.spec, []):
-                            lines[entry.spec].append(place)
-    return "\n".join(f"- `{spec}`: {', '.join(places)}" for spec, places in lines.items())
+                        yield entry, f"{length:,} tokens at {share:.0%}", result["refused"]

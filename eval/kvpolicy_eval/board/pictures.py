@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from kvpolicy_eval.board.cells import Board, Cell, accuracy
-from kvpolicy_eval.board.policies import Entry
+from kvpolicy_eval.board.policies import Entry, Library
 from kvpolicy_eval.data.modes import MODES
 from kvpolicy_eval.pictures import style
 
@@ -22,8 +22,12 @@ COLORS = {
     "codec": style.ORANGE,
     "reader": style.GREY,
     "combination": style.VERMILION,
+    "kvpress": style.VERMILION,
+    "transformers": style.BLUE,
 }
 """Color of each kind."""
+HOLLOW = get_args(Library)
+"""Kinds that are drawn as circles: methods of other libraries."""
 AXES = {"held": "bytes held", "moved": "bytes read by a step", "time": "time of a step"}
 """The costs, each over the full cache's."""
 
@@ -60,7 +64,10 @@ def points(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengt
                     continue
                 cost = time["ratio"]
             else:
-                cost = max(result[axis] for result in known)
+                costs = [result[axis] for result in known if axis in result]
+                if not costs:  # other libraries do not say what a step reads
+                    continue
+                cost = max(costs)
             found.append(Point(entry, cost, right.mean))
     return found
 
@@ -89,17 +96,14 @@ def picture(board: Board, listed: Sequence[Entry], shares: Sequence[float], leng
         panel.set_ylim(-0.03, 1.05)
     panels[0].set_ylabel(f"right answers, {length:,} tokens")
     drawn = {point.entry.kind for point in points(board, listed, shares, length, "held")}
-    handles = [
-        panels[0].scatter([], [], color=color, s=16, label=kind) for kind, color in COLORS.items() if kind in drawn
-    ]
+    handles = [_scatter(panels[0], kind, []) for kind in COLORS if kind in drawn]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
 def _draw(axes: Any, given: list[Point]) -> None:
-    for kind, color in COLORS.items():
-        some = [point for point in given if point.entry.kind == kind]
-        axes.scatter([p.cost for p in some], [p.answers for p in some], color=color, s=14, zorder=3)
+    for kind in COLORS:
+        _scatter(axes, kind, [point for point in given if point.entry.kind == kind])
     best = frontier(given)
     axes.step([p.cost for p in best], [p.answers for p in best], where="post", color=style.GREY, linewidth=1)
     if given:  # an empty axis has no logarithm
@@ -107,3 +111,16 @@ def _draw(axes: Any, given: list[Point]) -> None:
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _scatter(axes: Any, kind: str, given: list[Point]) -> Any:
+    face = "none" if kind in HOLLOW else COLORS[kind]
+    return axes.scatter(
+        [point.cost for point in given],
+        [point.answers for point in given],
+        facecolors=face,
+        edgecolors=COLORS[kind],
+        s=14,
+        zorder=3,
+        label=kind,
+    )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from kvpolicy import registry
 
-Kind = Literal["all tokens", "selector", "allocator", "head allocator", "merger", "codec", "reader", "combination"]
+Library = Literal["kvpress", "transformers"]
+Kind = (
+    Literal["all tokens", "selector", "allocator", "head allocator", "merger", "codec", "reader", "combination"]
+    | Library
+)
 
 SELECTOR = "snapkv"
 """Selector that allocators, mergers and codecs are combined with."""
@@ -39,11 +43,11 @@ COMBINATIONS = (
 
 
 class Entry(NamedTuple):
-    """One policy of the board.
+    """One row of the board: a policy, or a method of another library.
 
     Attributes:
         spec: Without a budget; a reader's has the place `{read}` for the fraction of the slots that it reads.
-        kind: Kind of the method that it shows.
+        kind: Kind of the method that it shows; the library for a method of another one, whose spec is its code.
     """
 
     spec: str
@@ -53,6 +57,11 @@ class Entry(NamedTuple):
     def by_bytes(self) -> bool:
         """Whether its budget is a number of bytes; the full cache has none, and readers hold everything."""
         return self.kind not in ("all tokens", "reader")
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is a method of another library."""
+        return self.kind in get_args(Library)
 
     def at(self, share: float) -> str:
         """The spec at a fraction of what the full cache's step reads.

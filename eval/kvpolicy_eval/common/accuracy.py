@@ -19,6 +19,7 @@ import torch
 import kvpolicy
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import Placed, place, second_question
+from kvpolicy_eval.data.prompts import Prompt
 from kvpolicy_eval.data.tasks import tasks
 
 BATCH = 16
@@ -41,6 +42,16 @@ def held_back(task: str, by_step: bool, mode: str = "inside") -> int:
     return max(HELD_BACK.get(task, 0) if mode == "inside" else 0, int(by_step))
 
 
+def draw_prompts(docs: int, length: int) -> dict[str, list[Prompt]]:
+    """The first prompts of every task.
+
+    Args:
+        docs: Prompts per task.
+        length: Rough prompt length in tokens, see `kvpolicy_eval.data.tasks`.
+    """
+    return {name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()}
+
+
 class TaskEvaluator:
     """The embedded model, with a number of prompts of every task.
 
@@ -57,9 +68,7 @@ class TaskEvaluator:
         """Load the model and draw the prompts."""
         self.model, self.tokenizer = kvpolicy.tiny(dtype, name=model)
         self.tokenizer.padding_side = "left"
-        self.prompts = {
-            name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()
-        }
+        self.prompts = draw_prompts(docs, length)
 
     def accuracy(
         self,

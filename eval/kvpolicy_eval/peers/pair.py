@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.tasks import tasks
 from kvpolicy_eval.peers.process import Process
 
@@ -87,9 +88,9 @@ def questions(n: int, names: tuple[str, ...]) -> list[Question]:
     return result
 
 
-def embedded_model() -> AbstractContextManager[Path]:
-    """Folder of the embedded model."""
-    return as_file(files("kvpolicy") / "assets" / "tiny")
+def embedded_model(name: EmbeddedName = "tiny") -> AbstractContextManager[Path]:
+    """Folder of an embedded model."""
+    return as_file(files("kvpolicy") / "assets" / name)
 
 
 def attention_for(method: str) -> str:

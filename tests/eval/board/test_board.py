@@ -167,7 +167,8 @@ def test_the_frontier_equals_a_search_over_all_pairs() -> None:
 
 def test_the_command_fills_a_page(board: Board, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in ("board", "board-refused")))
+    places = ("board", "board-refused", "board-peers-refused")
+    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table -->\n" for name in places))
     arguments = ["--results", str(board.results), "--lengths", "512", "--shares", "0.1", "--n", "4", "--model", "tiny"]
     arguments += ["--only", "full", "snapkv", "--fill", str(page), "--pictures", str(tmp_path), "--no-times"]
     main(arguments)
