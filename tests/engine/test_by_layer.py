@@ -28,7 +28,7 @@ from tests.conformance.turning import turns
 from tests.engine.test_rollback import undone
 from tests.files.test_saved_cache import check_same, start
 from tests.reference.by_layer import tokens_that_fit
-from tests.sampling import product
+from tests.sampling import each_once, product
 
 MIXED = [
     [words("snapkv", "plain"), words("h2o", "kivi", budget="0.8"), words("streaming", budget="0.3")],
@@ -84,8 +84,11 @@ def _nbytes(spec: str, keep: int, layer_idx: int, length: int, end: int) -> int:
         return sum(cache.policy_layers[layer_idx].held().values())
 
 
-@pytest.mark.parametrize("budget", [0.4, 0.7, 20, "9000B"])
-@pytest.mark.parametrize("specs", [*MIXED[:4], PAGED])
+BUDGETS = [0.4, 0.7, 20, "9000B"]
+SEARCHED = [*MIXED[:4], PAGED]
+
+
+@product("specs,budget", SEARCHED, BUDGETS, sample=each_once(SEARCHED, BUDGETS))
 def test_bytes_fit_and_no_larger_factor_does(specs: list[str], budget: Any) -> None:
     """Tokens by layer against a search over every factor, with bytes of caches that ran."""
     policy = layered(specs, budget)
