@@ -26,7 +26,9 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
         return torch.zeros(size.shape[:2], dtype=torch.bool, device=size.device)
     # The values of `topk` are determined, but which of several equal elements it takes is not.
     least = size.flatten(1).topk(count).values[:, -1, None, None]
-    above, equal = (size > least).sum(-1), (size == least).sum(-1)  # activations of each token, [B, P]
+    # activations of each token, [B, P]
+    above = (size > least).sum(-1)
+    equal = (size == least).sum(-1)
     earlier = equal.cumsum(-1) - equal
     return (above > 0) | ((equal > 0) & (earlier < count - above.sum(-1, keepdim=True)))
 

@@ -191,7 +191,8 @@ def moved_note(moved: int, every: int) -> str:
         moved: Bytes that a decode step reads.
         every: Bytes that it would read if it read everything that is kept.
     """
-    less, more = format_bytes(moved), format_bytes(every)
+    less = format_bytes(moved)
+    more = format_bytes(every)
     return f"a decode step moves {less}, and would move {more} if it read everything that is kept"
 
 

@@ -234,7 +234,8 @@ def _check_slots(policy: Policy, layer: Any, newest: int) -> None:
         held = (positions >= 0).sum(-1)
         budget = int(layer.budget.max())
         if policy.heads is not None:  # heads share the budget of the layer
-            held, budget = held.sum(-1), budget * held.shape[-1]
+            budget = budget * held.shape[-1]
+            held = held.sum(-1)
         most = int(held.max())
         assert most <= budget, f"{policy}: a head must hold at most its budget of {budget} tokens, got {most}"
 

@@ -112,7 +112,8 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
         >>> verdict_line(Comparison(none, none, none, 24)).split(":")[0]
         'The tuned policy is no worse than the best ordinary one, but 24 windows show no gain'
     """
-    correct, kl = comparison.correct, comparison.kl
+    correct = comparison.correct
+    kl = comparison.kl
     numbers = (
         f"right answers {100 * correct.mean:+.1f} points [{100 * correct.low:+.1f}, {100 * correct.high:+.1f}], "
         f"KL {kl.mean:+.4f} nats [{kl.low:+.4f}, {kl.high:+.4f}]"

@@ -180,7 +180,8 @@ def _logits(model: Any, ids: Tensor, count: int, **kwargs: Any) -> Tensor:
 
 def _compare(logits: Tensor, full: Tensor, window: Window) -> tuple[float, float, float]:
     """Divergence, agreement and whether the answer is right."""
-    ours, theirs = logits[1:].double().log_softmax(-1), full[1:].to(logits.device).double().log_softmax(-1)
+    ours = logits[1:].double().log_softmax(-1)
+    theirs = full[1:].to(logits.device).double().log_softmax(-1)
     # A token that the full cache rules out, with -inf, adds nothing.
     terms = torch.where(theirs.isneginf(), 0.0, theirs.exp() * (theirs - ours))
     same = ours.argmax(-1) == theirs.argmax(-1)

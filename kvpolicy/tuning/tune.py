@@ -181,7 +181,8 @@ def _statistics(rows: Tensor, measure: Measure) -> tuple[Any, Any]:
     spread = rows.std(0) / len(rows) ** 0.5 if len(rows) > 1 else mean.where(mean.isnan(), 0.0)
     if measure == "joint":
         factor = interaction(mean[0], mean[1:])
-        mean, spread = mean[1:] * factor, spread[1:] * factor
+        mean = mean[1:] * factor
+        spread = spread[1:] * factor
     return rounded(mean), rounded(spread)
 
 

@@ -230,14 +230,16 @@ def _following(tokenizer: Any, before: str, text: str) -> list[int]:
     """The tokens of a text behind another one; as if it stood alone if it would change the other's tokens."""
     if not text:
         return []
-    first, both = _plain(tokenizer, before), _plain(tokenizer, before + text)
+    first = _plain(tokenizer, before)
+    both = _plain(tokenizer, before + text)
     return both[len(first) :] if both[: len(first)] == first else _plain(tokenizer, text)
 
 
 def _before(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before a text, such as BOS; what it puts behind it would be in the middle of a window."""
     text = "a"
-    plain, whole = _plain(tokenizer, text), tokenizer.encode(text, verbose=False)
+    plain = _plain(tokenizer, text)
+    whole = tokenizer.encode(text, verbose=False)
     places = (at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain)
     return whole[: next(places, 0)]
 

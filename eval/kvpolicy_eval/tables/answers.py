@@ -23,7 +23,7 @@ from kvpolicy_eval.data.modes import MODES
 
 BASES = ["snapkv", "h2o", "kvzip"]
 MERGERS = ["merge", "regress", "d2o", "compensate"]
-READERS = ["exact", "quest", "quest:dense=0", "labels", "labels:dense=0"]
+READERS = ["exact", "quest", "quest:dense=0", "labels", "labels:dense=0", "reuse/quest"]
 READS = [0.1, 0.05]
 """Fractions of the slots that readers read."""
 BYTE_SHARES = [0.2, 0.5]

@@ -100,7 +100,8 @@ def parse_memory(text: str) -> int:
     if match is None or (not match[2] and float(match[1]) >= MOST_GIB):
         raise KVPolicyError(f"--memory must be a number of bytes with a unit, got {text!r}; try 80GiB or 80GB.")
     unit = match[2] or "GiB"
-    prefix, binary = unit[0].upper(), "i" in unit.lower()
+    prefix = unit[0].upper()
+    binary = "i" in unit.lower()
     prefix = "" if prefix == "B" else prefix
     return bytes_of(f"{match[1]}{prefix}{'i' * binary}B")
 
