@@ -90,12 +90,14 @@ def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], len
 
 
 def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], lengths: Sequence[int]) -> str:
-    """Every method of another library that has no row, with the reason."""
-    lines: dict[tuple[str, str], list[str]] = {}
+    """Every method of another library that was refused, with the lengths and budgets, and the first of the reasons."""
+    places: dict[str, list[str]] = {}
+    reasons: dict[str, str] = {}
     for entry, place, message in _refused(board, listed, shares, lengths):
-        lines.setdefault((entry.spec, message), []).append(place)
-    rows = [[f"`{spec}`", ", ".join(dict.fromkeys(places)), why] for (spec, why), places in lines.items()]
-    return table(["method", "at", "why it has no row"], rows) if rows else ""
+        places.setdefault(entry.spec, []).append(place)
+        reasons.setdefault(entry.spec, message)
+    rows = [[f"`{spec}`", ", ".join(dict.fromkeys(places[spec])), why] for spec, why in reasons.items()]
+    return table(["method", "without a result at", "why, at the first"], rows) if rows else ""
 
 
 def _refused(
