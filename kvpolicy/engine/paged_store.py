@@ -27,7 +27,7 @@ from kvpolicy.engine.pages import (
 )
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import HeadBudgets, Selection, finite_priority, select_tokens
-from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.engine.state import alloc_paged_state, map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.engine.undo_log import UNDO_LOG
@@ -42,7 +42,6 @@ from kvpolicy.protocols import (
     Selector,
     State,
     View,
-    alloc_state,
 )
 
 
@@ -74,11 +73,11 @@ class PagedStore(LayerStore):
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without pages, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
         super().initialize(keys, ranks, group)
-        batch, _, _, dim = keys.shape
+        batch, heads, _, dim = keys.shape
         self.keys = keys.new_empty(batch, 0, 0, dim)
         self.values = keys.new_empty(batch, 0, 0, dim)
         self.positions = torch.empty(batch, 0, 0, dtype=torch.int32, device=keys.device)
-        self.state = alloc_state(self.selector, batch, 0, 0, keys.device, HeadShape(group, dim))
+        self.state = alloc_paged_state(self.selector, batch, heads, 0, 0, keys.device, HeadShape(group, dim))
         self.owner = self.length.new_empty(batch, 0)
         self.average = torch.zeros_like(self.budget)
         self.complete = torch.zeros_like(self.budget, dtype=torch.bool)
@@ -419,7 +418,9 @@ class PagedStore(LayerStore):
             "keys": exact,
             "values": exact,
             "positions": per_slot.to(torch.int32),
-            "state": alloc_state(self.selector, batch, pages, size, nowhere, HeadShape(self.group, dim)),
+            "state": alloc_paged_state(
+                self.selector, batch, self.heads, pages, size, nowhere, HeadShape(self.group, dim)
+            ),
             "owner": per_slot[..., 0].long(),
         }
 

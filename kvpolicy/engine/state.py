@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import State
+from kvpolicy.protocols import HeadShape, Selector, State, alloc_state
 
 
 def map_state(fn: Callable[[Tensor], Tensor], state: State) -> State:
@@ -30,6 +30,14 @@ def map_slots(fn: Callable[[Tensor], Tensor], state: State) -> State:
         state,
         [map_slots(fn, part) if per_slot else part for part, per_slot in zip(state, _per_slot(state), strict=True)],
     )
+
+
+def alloc_paged_state(
+    selector: Selector, batch: int, heads: int, pages: int, size: int, device: torch.device | str, head: HeadShape
+) -> State:
+    """An empty state of a layer with pages: statistics of slots are [B, NB, P], others as without pages."""
+    state = alloc_state(selector, batch, heads, 0, device, head)
+    return map_slots(lambda t: t.new_zeros(batch, pages, size), state)
 
 
 def tensors(state: State) -> Iterator[Tensor]:

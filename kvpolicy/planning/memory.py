@@ -15,7 +15,7 @@ from kvpolicy.engine.page_codes import alloc_codes
 from kvpolicy.engine.pages import Pages, buffer_pages
 from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses, count_step, read_shape, reads_part
 from kvpolicy.engine.row_limits import alloc_limits
-from kvpolicy.engine.state import tensors
+from kvpolicy.engine.state import alloc_paged_state, tensors
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape, Layout, alloc_state
 
@@ -133,7 +133,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
         every = Pages(pages.number + shape.heads * buffer_pages(buffer, pages.size), pages.size)
     positions = torch.empty(batch, *every, dtype=torch.int32, device="meta")
     owner = torch.empty(batch, every.number, dtype=torch.int64, device="meta")
-    state = alloc_state(policy.selector, batch, *every, "meta", shape.head)
+    state = alloc_paged_state(policy.selector, batch, shape.heads, *every, "meta", shape.head)
     # The length, the budget and the budget of an average head of each row, and the columns seen.
     counters = torch.empty(3 * batch + 1, dtype=torch.int64, device="meta")
     complete = torch.empty(batch, dtype=torch.bool, device="meta")

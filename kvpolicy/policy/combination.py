@@ -34,10 +34,11 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
             f"heads, got {selector}; try snapkv or h2o, or another head allocator."
         )
     needs = selector.needs
-    if needs.vectors or needs.rerank_every or needs.head_shape:
+    # After a prompt, keys and values are handed over by head; the pages of a decode step are not.
+    if needs.rerank_every or ((needs.vectors or needs.head_shape) and selector.decode == "evict"):
         raise KVPolicyError(
-            f"The selector must rank tokens by statistics of slots alone to be combined with {heads}, got {selector}, "
-            "which looks at keys; try snapkv or h2o."
+            f"The selector must not look at keys while decoding to be combined with {heads}, got {selector}; try "
+            "decode=grow, snapkv or h2o."
         )
     if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):
         raise KVPolicyError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,8 @@ class ExpectedAttention:
         sinks: How many of the first tokens are always kept; their queries do not count.
         horizon: For how many positions behind the newest token attention is expected, on average.
         epsilon: Added to the expected attention before it is multiplied by the length of the value.
-        every: After how many generated tokens all tokens are scored again; at most half the budget. Until then
-            generated tokens rank above all others.
+        every: After how many generated tokens all tokens are scored again, to evict; at most half the budget. Until
+            then generated tokens rank above all others.
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
 
     Raises:
@@ -61,8 +61,8 @@ class ExpectedAttention:
         'expected:epsilon=0.01@0.2'
 
     Source:
-        Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: all heads of a layer
-        keep equally many tokens (the published results divide budgets over heads); the newest token is always kept;
+        Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: the published results
+        divide budgets over heads, which is `uniform/adakv+expected:decode=grow` here; the newest token is always kept;
         moments leave out padding, and each row has its own length; queries are those that attention takes, with their
         rotation undone (kvpress computes them again from the hidden states); the length of a row counts from its first
         token in each chunk and while generating (kvpress' wrappers take the length of a chunk or buffer); moments go on
@@ -77,6 +77,7 @@ class ExpectedAttention:
     epsilon: float = 0.0
     every: int = 512
     decode: DecodeMode = "evict"
+    compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
@@ -88,8 +89,9 @@ class ExpectedAttention:
 
     @property
     def needs(self) -> Needs:
-        """Moments of the queries, and keys and values, of all tokens after a prompt and now and then."""
-        return Needs(vectors=True, query_moments=self.sinks, rerank_every=self.every, head_shape=True)
+        """Moments of the queries, and keys and values, of all tokens after a prompt and, to evict, now and then."""
+        every = self.every if self.decode == "evict" else 0
+        return Needs(vectors=True, query_moments=self.sinks, rerank_every=every, head_shape=True)
 
     @property
     def min_tokens(self) -> int:

@@ -26,6 +26,11 @@ SELECTORS = {
     "snapkv:window=6:kernel=3": {"name": "snapkv", "window": 6, "kernel": 3},
     "window": {"name": "window"},
 }
+LOOKING = {
+    "expected:sinks=2:horizon=6:decode=grow": {"name": "expected", "sinks": 2, "horizon": 6},
+    "keydiff:decode=grow": {"name": "keydiff"},
+}
+"""What looks at keys, and must not evict while decoding."""
 
 
 Tokens = tuple[Tensor, Tensor, Tensor]
@@ -55,7 +60,7 @@ class Run:
             slow = ("duo", {"scores": load_heads(heads.file).heads, "layer": 0, **sizes})
         self.rows = [
             ReferenceLayer(
-                SELECTORS[selector],
+                (SELECTORS | LOOKING)[selector],
                 budget,
                 num_heads=HEADS * GROUP,
                 num_kv_heads=HEADS,
@@ -85,7 +90,7 @@ class Run:
         q, k, v = data or self.draw(count)
         valid = torch.arange(count) >= count - torch.tensor(lengths)[:, None]
         if not self.store.is_initialized:
-            self.store.initialize(k)
+            self.store.initialize(k, group=GROUP)
         transform = ScoreTransform(SCALE, **self.transform)
         out, pending = self.store.attend_prompt(q, k, v, None if bool(valid.all()) else valid, transform)
         seen = torch.tensor([row.length for row in self.rows]) + torch.tensor(lengths)

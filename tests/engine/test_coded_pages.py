@@ -18,7 +18,7 @@ from kvpolicy.engine.coded_pages import CodedPagedStore
 from kvpolicy.engine.paged_store import PagedStore
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
-from tests.engine.paged import HEADS, SCALE, Run
+from tests.engine.paged import HEADS, LOOKING, SCALE, Run
 
 TOKENWISE = "tokenwise:group_size=2:residual_length=3:block_size=4"
 CODECS = [
@@ -66,11 +66,13 @@ def test_smallest_budgets(heads: Any) -> None:
         run.step()
 
 
-def test_a_growing_cache() -> None:
-    run = Run("h2o", AdaKV(), [20, 12], grows=True, codec=TOKENWISE)
+@pytest.mark.parametrize("selector", ["h2o", *LOOKING])
+def test_a_growing_cache(selector: str) -> None:
+    run = Run(selector, AdaKV(), [20, 12], grows=True, codec=TOKENWISE)
     run.prompt([50, 30], extra=5)
     for number in range(30):
         run.step(valid=[True, False] if number % 4 == 0 else None)
+    run.prompt([9, 3], extra=5)
 
 
 def test_slots_follow_when_more_tokens_come_than_were_announced() -> None:
@@ -158,6 +160,8 @@ def test_one_graph_for_heads_of_any_size() -> None:
         "squeeze/adakv+snapkv:window=4:kernel=3+bfp:residual_length=3@0.5",
         "uniform/adakv+h2o:decode=grow+turboquant@0.4",
         "uniform/even+h2o+tokenwise:bits=fp8:block_size=6@12000B",
+        "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",
+        "uniform/even+keydiff:decode=grow+tokenwise@0.5",
     ],
 )
 def test_the_plan_is_what_is_held(spec: str) -> None:

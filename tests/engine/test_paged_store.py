@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.store import LayerStore, RowBudget
-from tests.engine.paged import DIM, GROUP, HEADS, SCALE, SELECTORS, Run
+from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
 from tests.sampling import product, star
 
 ALLOCATORS = [AdaKV(), AdaKV(safeguard=0.0), AdaKV(safeguard=1.0), AdaKV(safeguard=0.7), Even()]
@@ -90,6 +91,21 @@ def test_a_growing_cache(extra: int) -> None:
     run.prompt([50, 30], extra=extra)
     for _ in range(45):
         run.step(valid=[True, False] if _ % 4 == 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("selector", "heads"), [*itertools.product([*LOOKING], [AdaKV(), AdaKV(safeguard=0.0), Even()])], ids=str
+)
+def test_a_growing_cache_whose_prompts_are_ranked_by_keys(selector: str, heads: Any) -> None:
+    """The next prompt ranks anew what is held, by the queries or keys so far, generated tokens included."""
+    run = Run(selector, heads, [24, 16], grows=True)
+    run.prompt([60, 33], extra=8)
+    for number in range(8):
+        run.step(valid=[True, number % 3 != 1])
+    run.prompt([9, 0], extra=8)
+    run.prompt([1, 20], extra=8)
+    for _ in range(12):
+        run.step()
 
 
 @pytest.mark.parametrize("budget", [4, 5, 7])

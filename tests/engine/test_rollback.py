@@ -106,6 +106,7 @@ OTHERS = [
     *(f"uniform/{heads}+h2o@0.7" for heads in HEADS),
     words("uniform/adakv", "h2o", "tokenwise", budget="0.7"),
     "uniform/adakv+snapkv:decode=grow@0.7",
+    "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.7",
     "pyramid+h2o@12",
 ]
 

@@ -32,6 +32,7 @@ OTHERS = [
     "uniform/adakv+h2o@0.5",
     "squeeze/adakv+snapkv:window=6:kernel=3+tokenwise:residual_length=2:block_size=3@0.5",
     "uniform/even+h2o:decode=grow@0.5",
+    "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",
     *(words("h2o", name) for name in MERGERS if name != "drop"),
     words("h2o", "merge", "kivi"),
     "h2o+quest:read=6:page=2:dense=0:resort=3@0.8",
