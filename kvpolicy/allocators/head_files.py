@@ -129,6 +129,7 @@ def load_heads(path: str) -> HeadFile:
         changed = tuple((found.st_mtime_ns, found.st_size) for found in map(os.stat, paths))
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
+    # `changed` is part of the cache key alone, so that a file is read again after it was replaced.
     return _load(path, tuple(map(str, paths)), changed)
 
 
@@ -147,6 +148,7 @@ def check_heads(content: HeadFile, path: str, model: ModelInfo) -> None:
     if content.model is not None:
         check_same_model(content.model, what, model)
     layers = len(content.heads)
+    # If some layers are not under the policy, rows behind the last one that is may be there or not.
     if layers <= max(model.indices) or (not model.evictable and layers != model.layers):
         raise KVPolicyError(
             f"{what} must have a row for each of the {max(model.layers, max(model.indices) + 1)} layers of the model, "

@@ -150,6 +150,7 @@ class _Reader:
         if not self.fisher:
             with torch.no_grad():
                 self.sites.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        # Copies of a head are equal, so the first one stands for all. Their gradients differ, and are summed instead.
         keys = {layer: self._by_head(cache.layers[layer].keys.detach())[:, :, 0] for layer in self.layers}
         values = {layer: self._by_head(cache.layers[layer].values.detach())[0, :, 0] for layer in self.layers}
         parts = {"values": values}
@@ -178,6 +179,7 @@ class _Reader:
                     "A weight of the model must require gradients for Fisher information, got none that does; try "
                     "requires_grad_(True), or leave fisher out."
                 )
+            # `DynamicCache` hands attention the very tensors that it holds, so that the loss depends on them.
             tensors = [t for layer in self.layers for t in (cache.layers[layer].keys, cache.layers[layer].values)]
             # A codec stores one vector for all copies of a head, so their gradients add up.
             gradients = [self._by_head(g.float()).sum(2) for g in torch.autograd.grad(loss, tensors)]

@@ -80,6 +80,7 @@ class Curvature:
         """
         matrix = self.mean()
         diagonal = matrix.diagonal()
+        # A view: this changes the diagonal of `matrix`, which `mean` has just made, and not that of the running sum.
         diagonal += _DAMPING * diagonal + (_FLOOR * diagonal.mean() + _TINY)
         rest = gradient - matrix @ self._last
         direction = rest / diagonal[:, None]

@@ -130,6 +130,7 @@ def head_scores(
     ropes = _ropes(model, sites)
     tap = _Tap(ropes=ropes, positions=positions)
     total: dict[int, Tensor] = {}
+    # The scores are taken in `observe`, before the eviction. So one token is enough to keep, which saves memory.
     with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=tap, budget=1)):
         for ids in tqdm(windows, desc="heads", disable=not progress):
             sites.decoder(input_ids=ids[None].to(next(sites.decoder.parameters()).device), use_cache=True)

@@ -94,6 +94,7 @@ class _Identity:
         self.calibration = calibration
 
     def __hash__(self) -> int:
+        # The cache keeps its keys, and so the calibration, alive: the id is not given to another object.
         return id(self.calibration)
 
     def __eq__(self, other: object) -> bool:

@@ -74,6 +74,7 @@ def load(folder: str, method: str) -> CalibrationFile:
             f"kvpolicy calibrate {method}."
         )
     key = f"{folder}:{method}" if embedded else str(Path(folder).expanduser().resolve())
+    # Taken before the files are read: if they change meanwhile, the stamp is out of date and the next call reads again.
     stamp = _stamp(where)
     known = _loaded.get(key)
     if known is None or known[0] != stamp:
@@ -108,6 +109,8 @@ def save(folder: str | os.PathLike[str], method: str, meta: dict[str, Any], tens
         "meta": meta,
     }
     facts["sha256"] = _digest(facts)
+    # The two files are not replaced together. Between the two, the hash in the old metadata does not match the new
+    # tensors, so that a reader refuses them instead of mixing two calibrations.
     replace_file(path / TENSORS, blob)
     replace_file(path / FACTS, (json.dumps(facts, indent=1, allow_nan=False) + "\n").encode())
 
@@ -197,6 +200,7 @@ def _facts(blob: bytes, folder: str, remedy: str) -> dict[str, Any]:
         raise KVPolicyError(f"{name} must be JSON, got one that cannot be parsed; {remedy}.") from error
     if not isinstance(facts, dict) or not isinstance(facts.get("format"), int):
         raise KVPolicyError(f"{name} must be written by kvpolicy, got one without its fields; {remedy}.")
+    # Before the hash, which a newer format may compute in another way: the message must name the version.
     if facts["format"] > FORMAT:
         raise KVPolicyError(
             f"The calibration {folder!r} must have format {FORMAT} or older, got format {facts['format']} of kvpolicy "

@@ -313,6 +313,7 @@ class CSR:
             prompt_atoms = outlier_atoms[:, :, :0]
         else:
             prompt_atoms = atoms.reshape(*outlier_atoms.shape[:2], -1, outlier_atoms.shape[-1])
+        # As in `alloc`, prompt atoms count even before any is in place: the width of a packed index must not change.
         bits = _index_bits(self._count(len(shared), chunks)) if self.index == "packed" else 0
         return SparseCodes(index, coef, scale, outlier_atoms, shared, prompt_atoms, chunks, bits)
 

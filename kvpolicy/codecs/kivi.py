@@ -170,9 +170,11 @@ class KIVI:
     def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
         # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
+        # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
         scale, zero = scale_and_zero(*_bounds(keys, blocks, slots, write_mask), self.bits)
         put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
         put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
+        # Read back, since a token may also go to an older group, whose scale and zero stay.
         group = to_groups(slots, self.group_size)
         scale, zero = (take(t, group).float() for t in (codes.key_scale, codes.key_zero))
         put(codes.keys, pack(encode(keys, scale, zero, self.bits), self.bits), slots, write_mask)

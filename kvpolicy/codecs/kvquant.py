@@ -222,6 +222,7 @@ class KVQuant:
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
         code = unpack(take(codes.keys, at), self.bits, calibration.key_offset.shape[-1])
+        # Not `code` itself: as an index, a uint8 tensor would be a mask.
         x = calibration.key_decoded[code.int()] * calibration.key_range + calibration.key_offset
         return x.scatter(-1, take(codes.key_places, at).long(), take(codes.key_outliers, at).float())
 
@@ -258,6 +259,7 @@ class KVQuant:
         if not self.norm:
             return levels, levels
         scale, shift = self._calibrated(f"{side}.norm.b{self.bits}", layer_idx)
+        # Q-Norm changes what a code is decoded to, and not which level an element is rounded to.
         return levels, levels * scale + shift
 
 
@@ -285,6 +287,7 @@ def normalize_values(values: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor
     median = values.sort(-1).values[..., (values.shape[-1] - 1) // 2, None]
     places = largest((values - median).abs(), count)
     is_outlier = torch.zeros_like(values, dtype=torch.bool).scatter(-1, places, True)
+    # Finite, because `outlier_count` leaves at least one element that is no outlier.
     least = values.masked_fill(is_outlier, torch.inf).amin(-1, keepdim=True)
     most = values.masked_fill(is_outlier, -torch.inf).amax(-1, keepdim=True)
     scale = round_to_half((most - least) / 2)

@@ -85,6 +85,7 @@ class MiKVStage:
         assert store.query_absmax is not None, "the traits of MiKV request query_absmax"
         keys = keys.float()
         balancer = _balancer(store.query_absmax[:, :, None], channel_absmax(keys, write_mask))
+        # `_balancer` rounds to fp16, so that decoding divides by exactly what keys are multiplied by here.
         keys = keys * freeze_scale(codes.channel_scale, balancer, write_mask, occupied)
         size = keys.shape[-1] // codes.key_scale.shape[-1]
         targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)

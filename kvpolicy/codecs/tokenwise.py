@@ -153,6 +153,7 @@ class TokenWise:
         keys = keys.float()
         if self.normalize:
             _fit(codes, keys, write_mask, occupied)
+            # Read back as fp16, also where they were just fitted: decoding has no other numbers.
             keys = (keys - codes.channel_zero.float()) / codes.channel_scale.float()
         groups = codes.key_scale.shape[-1]
         encoded = (*self._encode(keys, groups), *self._encode(values.float(), groups))
@@ -164,6 +165,7 @@ class TokenWise:
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
         codes: TokenWiseCodes = store.codes
+        # `channel_scale` has the width D even if it has no row; the bytes of the codes may end in padding.
         keys = self._decode(codes.keys, codes.key_scale, codes.key_zero, at, codes.channel_scale.shape[-1])
         return keys * codes.channel_scale.float() + codes.channel_zero.float() if self.normalize else keys
 

@@ -236,5 +236,6 @@ def normal_levels(bits: int) -> tuple[float, ...]:
 def _mean(low: float, high: float) -> float:
     """The mean of a standard normal distribution between `low` and `high`."""
     density = math.exp(-low * low / 2) - math.exp(-high * high / 2)
+    # By `erfc`, because in the tail, where `erf` is nearly 1, the difference of two `erf` would cancel.
     mass = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
     return density * math.sqrt(2 / math.pi) / mass

@@ -211,6 +211,7 @@ class CodedPagedStore(PagedStore):
         # Only a head without any code may have its parameters fitted again: codes are read with them.
         has_codes = (owned_by(owner, self.heads) & (body >= 0).any(-1)[:, None]).any(-1)
         fresh = encode(self.codec, self.codes[0], self.calibrations[0], batch.keys, batch.values, leaves, has_codes)
+        # No token lacks a slot: `_free_slot` lets no head hold more tokens, buffer included, than its pages have slots.
         into = first_free(body, owner, self.heads, slots.shape[-1])
 
         def write(name: str, target: Tensor) -> Tensor:

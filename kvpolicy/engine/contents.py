@@ -263,6 +263,7 @@ class LayerContents:
 
     def parts(self) -> dict[str, State]:
         """Every tensor that the layer holds, by attribute; calibrated ones belong to the model."""
+        # `or` for `limits` alone, which is a tuple or None: a tensor of several elements has no truth value.
         return {name: getattr(self, name) or () if name == "limits" else getattr(self, name) for name in PARTS}
 
     def set_part(self, name: str, part: State) -> None:
@@ -273,6 +274,7 @@ class LayerContents:
         """Tensors on the device `meta`, or empty ones, like those of `parts`, for the layout that is set."""
         batch, heads, _, dim = self.keys.shape
         nowhere = torch.device("meta")
+        # Not strict: the layout of a layer with few tokens has no stages, whatever the codec has.
         sizes = zip(self.codec.stages, self.layout.coded, strict=False)
         exact = self.keys.new_empty(batch, heads, self.layout.exact, dim, device=nowhere)
         per_slot = torch.empty(batch, heads, self.layout.slots, device=nowhere)

@@ -99,6 +99,7 @@ class LayerCropping(LayerGrowth):
             length: Tokens of each row that these hold, [B] int64.
         """
         sizes = None
+        # The last one popped belongs to the earliest change that is taken back, and so has the sizes to return to.
         while self.sizes and self.sizes[-1].columns >= columns:
             sizes = self.sizes.pop()
         if sizes is not None:

@@ -211,6 +211,7 @@ class PagedStore(LayerStore):
         return [(flat_pages(target), self.heads) for target in per_slot]
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
+        # All pages of a row are written as one head. Its slots are distinct, as they must be: heads share no page.
         flat = flat_pages(target)
         slots = slots.flatten(1, 2)[:, None]
         mask = None if mask is None else mask.flatten(1, 2)[:, None]
@@ -300,6 +301,7 @@ class PagedStore(LayerStore):
             if self.grows:
                 wanted[row] += -(-tokens // int(size[row]))
             else:
+                # Not fewer than now: pages are rounded up while every token fits, and down at the full budget.
                 wanted[row] = torch.maximum(wanted[row], self._evicting_pages(row))
         self.capacity = max(*self.expected_len, self.capacity)
         self._add_pages(wanted)

@@ -88,6 +88,7 @@ def page_owners(counts: Tensor, heads: int, pages: int) -> Tensor:
         [[0, 0, 1], [0, 1, 2]]
     """
     page = torch.arange(pages, device=counts.device)
+    # The number of heads whose pages end before this one is the number of its head.
     return (page >= counts.cumsum(-1)[..., None]).sum(1)
 
 
@@ -152,6 +153,7 @@ def place_tokens(positions: Tensor, chosen: Tensor, counts: Tensor, size: int) -
     owner = page_owners(counts, heads, int(counts.sum(-1).max()))
     rank = head_slots(counts, owner, size)
     order = torch.where(chosen, positions, BEYOND).argsort(dim=-1, stable=True)
+    # A head may have more slots than there are candidates. Such a slot repeats the last one, and is `empty`.
     source = take_for_pages(order, owner, rank.clamp_max(order.shape[-1] - 1))
     taken = for_pages(chosen.sum(-1), owner)[..., None]
     return Placed(owner, source, (rank >= taken) | (owner == heads)[..., None])
@@ -231,6 +233,7 @@ def first_free(positions: Tensor, owner: Tensor, heads: int, count: int) -> Tens
     """
     free = (positions < 0) & (owner < heads)[..., None]
     each = free.sum(-1)
+    # Counted head by head, because pages that were added later may stand between those of other heads.
     up_to = (owned_by(owner, heads) * each[:, None]).cumsum(-1)  # [B, H, NB]
     before = up_to.gather(1, owner.clamp_max(heads - 1)[:, None]).squeeze(1) - each
     rank = before[..., None] + free.cumsum(-1) - 1

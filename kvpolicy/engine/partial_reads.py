@@ -232,6 +232,7 @@ class LayerReading(LayerRollback):
             self.reader.fit(self.reads.index, salience, first)
         self._index_is_current = True
         self._steps_unsorted = 0
+        # Also where this layer reads everything: one behind it that has more slots may still follow its choice.
         self._show()
         if shape is None:
             return
@@ -320,6 +321,7 @@ class LayerReading(LayerRollback):
         if sum(self.layout.coded):
             if stage is None:  # the full-precision buffer has no entries then
                 return
+            # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
             part = sum(size > 0 for size in self.layout.coded[:stage])
         start, _ = shape.parts[part]
         self._refresh(shape, self.reads, entries_of(shape, part, slots - start))
@@ -349,6 +351,7 @@ class LayerReading(LayerRollback):
         """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""
         self._steps_unsorted = 0
         order = torch.where(self.positions >= 0, self.positions, BEYOND).argsort(dim=-1, stable=True)
+        # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
         vectors = order[..., None].expand(self.keys.shape)
         self.keys.copy_(self.keys.gather(2, vectors))
         self.values.copy_(self.values.gather(2, vectors))

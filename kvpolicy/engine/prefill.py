@@ -105,6 +105,7 @@ class PendingPrompt(NamedTuple):
         both = self.valid is not None or later.valid is not None
         attn_sum = later.attn_sum
         if self.attn_sum is not None and attn_sum is not None:
+            # The columns of the later sums begin with those of the earlier ones, which its queries had as a past.
             attn_sum = attn_sum + F.pad(self.attn_sum, (0, attn_sum.shape[-1] - self.attn_sum.shape[-1]))
         peaks = [peak for peak in (self.query_absmax, later.query_absmax) if peak is not None]
         before = self.keys.shape[2]
@@ -169,6 +170,7 @@ def _both(first: QueryWindow | None, second: QueryWindow | None, columns: int) -
     """Queries of two chunks, the second of which begins after `columns` columns."""
     if first is None or second is None:
         return first or second
+    # An absent query stays at -1: if it were shifted, it would stand at the last column of the first chunk.
     at = torch.where(second.at < 0, -1, second.at + columns)
     return QueryWindow(torch.cat([first.queries, second.queries], 2), torch.cat([first.at, at], 1))
 

@@ -154,6 +154,7 @@ def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int
         tokens: The most tokens that each row may hold.
     """
     counts = [reader.count(max(_paged_slots(codec.layout(most)), 1)) for most in tokens]
+    # A layer that follows reads single slots, but as many as fill whole pages of the layer that chooses.
     page = shape.followed or shape.page
     return [min(-(-count // page) * page // shape.page, shape.chosen) for count in counts]
 
@@ -231,6 +232,7 @@ def entry_slots(shape: ReadShape, entries: Tensor) -> tuple[Tensor, Tensor]:
     base: Tensor | int = 0
     end: Tensor | int = 0
     for number, (start, size) in enumerate(shape.parts):
+        # `first` counts the entries of earlier parts: slot 0 of entry e is e * page + offset, also after a short entry.
         offset = start - first * shape.page
         if not number:
             base = offset
@@ -273,6 +275,7 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
     # Logarithms rank like the weights, and do not underflow to equal zeros.
     need = (score - score.logsumexp(-1, keepdim=True)).amax(2)
     need = ranks.largest(need)
+    # A head without a token yields -inf minus -inf, and the bits of NaN may rank above entries that are always read.
     # Not `nan_to_num`, which inductor (torch 2.13) does not vectorize; no logarithm of a weight is inf.
     return torch.where(need == need, need, 0.0).clamp_min(torch.finfo(need.dtype).min)
 
@@ -304,8 +307,10 @@ def choose(
     last = length.int()[:, None, None] - 1
     rank = torch.where(newest > last - recent, _INF_BITS + _RECENT, rank)
     rank = torch.where(earliest == first, _INF_BITS + _FIRST, rank)
+    # Masked last: in a row without any token, `last` is -1, as is the `newest` of its empty entries.
     rank = torch.where(newest == last, _INF_BITS + _NEWEST, rank).masked_fill(~live, _HIDDEN)
     # `topk` leaves open which of equal entries it returns, so the order of positions takes the low bits.
+    # A rank has 32 bits and a position 31, so that both fit into int64 side by side.
     top = ((rank.long() << 31) | (BEYOND - earliest)).topk(shape.chosen, -1)
     within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
     kept = within & (top.values >= (_HIDDEN + 1) << 31)
@@ -348,6 +353,7 @@ def follow(
     held = by_entry(shape, positions).squeeze(-1).contiguous()
     wanted, order = choice.positions.sort(-1)
     place = torch.searchsorted(wanted, held).clamp_max(wanted.shape[-1] - 1)
+    # An empty slot and a missing token of the choice are both -1, and must not match.
     found = (wanted.gather(-1, place) == held) & (held >= 0)
     rank = order.gather(-1, place).masked_fill(~found, BEYOND)
     # Where layers differ in size, the other one may hold it in a codec's full-precision buffer, which it does not show.

@@ -85,12 +85,14 @@ def attend_context(
     held = past.keys.shape[2]
     seen = None
     if valid is not None:
+        # One head stands for all: nothing was evicted from a held prompt, so that all heads have the same tokens.
         seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
     gqa = q.shape[1] != k.shape[1]
     rows = max(MASK_ELEMENTS // (keys.shape[2] * (1 if seen is None else q.shape[0])), 16)
     parts: list[Tensor] = []
     for start in range(0, new, rows):
         stop = min(start + rows, new)
+        # Query i of the tile is token start + i of the replay: it sees columns up to held + start + i, itself included.
         mask = torch.ones(stop - start, held + stop, dtype=torch.bool, device=q.device).tril(held + start)
         mask = mask if seen is None else mask & seen[..., : held + stop]
         tile = q[:, :, start:stop], keys[:, :, : held + stop], values[:, :, : held + stop]
@@ -127,6 +129,7 @@ def received(
     held = before + chunk.columns.shape[1]
     hidden = None
     if valid is not None:
+        # A row that has a token of this chunk has all sinks before it. In any other row, these columns may be padding.
         hidden = ~torch.cat([chunk.chosen.any(-1, keepdim=True).expand(-1, before), chunk.chosen, valid], 1)
     factor = None if gain is None else gain.of_tokens(chunk.columns).unflatten(1, (heads, group))[:, :, :, None]
     largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
@@ -189,6 +192,7 @@ def output_norms(values: Tensor, projection: Tensor) -> Tensor:
     norms = [
         (torch.einsum("bhpd,hde->bhpe", values.float(), gram[:, g]) * values).sum(-1) for g in range(gram.shape[1])
     ]
+    # Rounding may make the square of a small norm negative.
     return torch.stack(norms, 2).clamp_min(0).sqrt().flatten(1, 2)
 
 

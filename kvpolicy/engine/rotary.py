@@ -70,6 +70,7 @@ class Rope:
         if self._tables is None or self._apply_pairs is None:
             return None
         more = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        # The tables take only dtype and device from this argument; a half-precision one would round cos and sin.
         cos, sin = self._tables(like.new_empty(1, dtype=torch.float32), positions, **more)
         cos, sin = cos.float(), sin.float()
         # The tables include the attention scaling: divide by it once to remove it, and once to undo it.
@@ -81,6 +82,7 @@ class Rope:
             return vectors
         cos, sin = angles
         width = cos.shape[-1] * (2 if cos.shape[-1] == self._angles else 1)  # an angle may serve two channels (GPT-OSS)
+        # The model's function rotates queries and keys at once. One head stands for the keys, so that little is wasted.
         rotated, _ = self._apply_pairs(vectors[..., :width], vectors[:, :1, :, :width], cos, sin)
         return rotated if width == vectors.shape[-1] else torch.cat([rotated, vectors[..., width:]], -1)
 

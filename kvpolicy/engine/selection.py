@@ -90,10 +90,12 @@ def select_tokens(
     slots = positions.shape[-1]
     positions, state = _candidates(positions, state, prompt, seen_before)
     seen = _statistics(prompt, past, slots)
+    # From before the reordering below: mergers take it with the slots first, like all other fields of `Selection`.
     window_attn = seen.window_attn
     order = None
     if slots or (prompt.valid is not None and not _is_left_padded(prompt.valid)):
         # Selectors see candidates by ascending position; slots are in any order.
+        # A first prompt without padding, or with padding at the front (at -1), is in order already.
         order = positions.argsort(dim=-1, stable=True)
         positions, state, seen = _reordered(positions, state, seen, order)
     view = View(positions, length, keep, layer_idx, ranks, alike=not slots)
@@ -191,6 +193,7 @@ def _highest(priority: Tensor, view: View, count: Tensor) -> Tensor:
     order = priority.argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(order.shape[-1], device=order.device)
     top = torch.zeros_like(view.valid).scatter_(-1, order, (rank < count[..., None]).expand_as(order))
+    # A row may have fewer candidates than `count`, and -inf also means that a token is never kept.
     return top & (priority > -torch.inf)
 
 

@@ -138,12 +138,14 @@ class UndoLog:
     def begin(self, copied: Sequence[Tensor]) -> None:
         """Begin a step, before it changes anything; `copied` as in `make_room`."""
         assert_async(self.step < self.most, TOO_MANY)
+        # The counter stays on the device: read as a number, it would wait for the device and break a compiled graph.
         for steps, tensor in zip(self._copies, copied, strict=True):
             steps.index_copy_(0, self.step[None], tensor[None])
         self._next = 0
 
     def record(self, target: Tensor, slots: Tensor) -> None:
         """Keep what slots [B, H, n] of a tensor hold, before they are written."""
+        # Found by order: every step writes the same tensors, in the order of `_step_targets`, whether traced or not.
         written = self._written[self._next]
         written.slots.index_copy_(0, self.step[None], slots[None])
         written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])
@@ -172,9 +174,11 @@ class UndoLog:
             For each step that was undone, the slots [B, H, n] that it wrote last.
         """
         undone = range(int(self.step) - 1, keep - 1, -1)
+        # Backwards: a slot may have been written by several steps, or twice in one, and the first knows what it held.
         for step in undone:
             for written, (target, _) in zip(reversed(self._written), reversed(targets), strict=True):
                 write_slots(target, written.slots[step], written.held[step])
+        # Copy `keep` was taken before step `keep`. If that step never ran, there is no such copy.
         if undone:
             for steps, tensor in zip(self._copies, copied, strict=True):
                 tensor.copy_(steps[keep])

@@ -129,6 +129,7 @@ class ExpectedAttention:
         weights = logits.masked_fill(~scored[:, :, None], -torch.inf).double().softmax(-1)
         length = torch.linalg.vector_norm(seen.values, dim=-1, dtype=torch.float32)
         score = (view.ranks.group_mean(weights) + self.epsilon).log().float() + length.log()
+        # In a head without a token to score, the softmax of -inf alone is NaN; all of it is masked here.
         score = score.clamp(-_MOST, _MOST).masked_fill(~scored, 0)
         return state._replace(score=score, ranked=view.length.clone())
 

@@ -119,6 +119,7 @@ class KVCrush:
         check_fields(self)
         if not isinstance(self.base, Selector):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyTypeError(f"KVCrush.base must be a selector, got {self.base!r}; try SnapKV().")
+        # A split just below 1 may round to a whole million, and `min_tokens` would then divide by 0.
         if not 0 <= self.split < 1 or self._millionths == MILLION:
             raise KVPolicyError(
                 f"KVCrush.split must be between 0 and 0.999999, which leaves the base a token, got {self.split}; try "
