@@ -290,6 +290,7 @@ def _entry_points(group: str) -> Iterable[EntryPoint]:
 
 def _add(table: dict[str, tuple[Kind, str]], kind: Kind, items: Iterable[tuple[str, str]]) -> None:
     for name, target in items:
+        # `lookup` replaces an alias before it asks the table, so an entry of that name would never be found.
         taken = (kind, ALIASES[name]) if name in ALIASES else table.get(name)
         if taken is not None and taken != (kind, target):  # the same package may be found twice on sys.path
             raise KVPolicyError(

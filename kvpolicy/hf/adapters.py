@@ -216,6 +216,7 @@ def _of_rows(call: Forward, rows: slice) -> Forward:
     batch = call.hidden_states.shape[0]
 
     def pick(t: Tensor, dim: int) -> Tensor:
+        # Positions and rotary tables may have one row for the whole batch.
         t = t[rows] if t.shape[0] == batch else t
         return t if call.valid is None else t.index_select(dim, columns)
 

@@ -211,6 +211,7 @@ class Handle:
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
             self._thread.cache, self._thread.plan = cache, plan
+            # Last, since a call that was refused has not used the stock cache, which may be passed again.
             note_replaced(given)
         return args, kwargs
 
@@ -222,6 +223,7 @@ class Handle:
         """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
         running = self._running
         if running is not None:
+            # Before `finish`, which may replay a prompt through the same decoder, and so through these hooks.
             self._thread.cache = None
             running.finish(module)
             if running.plan is not self._thread.plan:

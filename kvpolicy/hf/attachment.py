@@ -14,6 +14,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 
+# Weak, so that a model can be freed. An attachment must therefore hold no reference to its model.
 attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """The attachment of every model that has one."""
 

@@ -261,6 +261,7 @@ class PolicyCache(CacheForward):
         self.refuse_marked("expect()")
         prompt, self.new = expected(prompt, new)
         self.prompt = longest(self.prompt, prompt)
+        # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
         self._end = None
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.grows:

@@ -126,6 +126,7 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
             "cache.crop(-1) to take back one token."
         )
     if not removed:
+        # A recording window keeps all tokens until a crop, so that a crop of no token frees memory too.
         for window in _windows(cache):
             if _records(window) and window.is_initialized:
                 _crop_window(window, 0)
@@ -205,6 +206,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
                 "Every row must have a token in each column behind a prompt to be cropped, got padding among generated "
                 "tokens; try to remove rows that are finished."
             )
+    # Nothing was changed above, so that a refused crop leaves the cache as it was.
     if last is not None:
         cache._end = last.end
         cache.plan = last.plan
@@ -227,9 +229,12 @@ def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
     for layer in cache.policy_layers:
         store = layer.store
         length = store.length.new_tensor(turn.before.length)
+        # Before the crop, which empties the slots that these tokens are read from.
         pending = store.newest(length, count, None if valid is None else valid.to(length.device))
         store.crop(turn.before.columns, length)
+        # As `attend_prompt` does: `compress` notes the sizes before a prompt by columns that were counted already.
         store.columns.fill_(kept.columns)
+        # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.
         cache.compress(layer, pending)
     cache._tokens = None  # of a forward, which this is not
 

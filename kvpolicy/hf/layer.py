@@ -132,6 +132,7 @@ class PolicyLayer(CacheLayerMixin):
         """
         self.store.record(pending, rope_offset)
         if massive is not None or self.massive is not None:
+            # Flags of earlier chunks go to the front of the joined prompt, those of the newest chunk to its end.
             flags = pending.flags.new_zeros(pending.flags.shape)
             for part, start in ((self.massive, 0), (massive, -1)):
                 if part is not None:

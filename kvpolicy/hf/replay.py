@@ -201,6 +201,8 @@ def _call(text: Tensor, valid: Tensor, context: Tensor, transcript: Transcript, 
             f"position {end - 1}; try a shorter context, or a smaller chunk."
         )
     call: dict[str, Any] = {"input_ids" if text.dim() == 2 else "inputs_embeds": text}
+    # The mask covers all that the cache has seen. Columns before the transcript are hidden, since they are no part of
+    # the context.
     if not (bool(valid.all()) and bool(context.all()) and not transcript.columns):
         earlier = context.new_zeros(rows, transcript.columns)
         call["attention_mask"] = torch.cat([earlier, context, valid.to(context.device)], 1).long().to(text.device)

@@ -104,6 +104,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
             continue
         ranks = _ranks(header["ranks"], attachment, index, device)
         snapshot.put(layer.store, Snapshot(own, header["layers"][str(index)]), ranks, dtype, device)
+    # Not earlier, since a store loads its calibration when it is filled.
     if header["calibrations"] != _calibrations(cache):
         raise KVPolicyError(
             f"The cache file {what!r} must be loaded with the calibration that it was made with, got another one for "
@@ -209,6 +210,8 @@ def _ranks(saved: Mapping[str, Any], attachment: Attachment, layer_idx: int, dev
     if saved["size"] == 1:
         return SINGLE_RANK
     rank = saved["rank"]
+    # `resolve_ranks` counts the heads in tensors of a prompt, for which empty ones stand in. It gathers the counts, so
+    # that all ranks must load.
     queries, keys = (torch.empty(1, saved[name][rank], 0, 1, device=device) for name in ("queries", "heads"))
     return attachment.resolve_ranks(layer_idx, queries, keys)
 
@@ -219,6 +222,7 @@ def _calibrations(cache: Any) -> str:
     count = 0
     for layer in cache.policy_layers:
         for tensor in tensors(layer.store.calibrations):
+            # As bytes, since NumPy has no bfloat16.
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             count += 1
     return found.hexdigest() if count else ""

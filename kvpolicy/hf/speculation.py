@@ -130,6 +130,7 @@ def speculate(
     _check(input_ids, max_new_tokens=max_new_tokens, gamma=gamma, temperature=temperature)
     ends = _ends(eos_token_id)
     with contextlib.ExitStack() as stack:
+        # The drafts' policy is attached, and not `full`: the attached policy must have all hooks that any cache needs.
         if model not in attachments:
             stack.enter_context(attach(model, policy))
         stack.enter_context(torch.no_grad())
@@ -182,6 +183,7 @@ class _Run:
         token = self._newest
         if not count:
             return drafts, weights
+        # Before the mark: this token was accepted, so no rollback may remove it.
         if self._lacking is not None:
             self._forward(self._draft, self._as_ids([self._lacking]))
             self._lacking = None
@@ -210,6 +212,7 @@ class _Run:
             # The newest token was fed before the drafts, and the last draft was not.
             self._draft.rollback(min(accepted + 1, len(drafts)))
         self._lacking = drafts[-1] if drafts and not rejected else None
+        # Also if no draft was rejected, so that sliding windows drop the past that they recorded.
         self._full.crop(-rejected)
         return accepted, following
 

@@ -40,12 +40,15 @@ class Mark:
         keys = layer.keys
         values = layer.values
         assert keys is not None and values is not None
+        # transformers keeps one token less than the window, so that from there on each step pushes one out.
+        # Cloned, since a slice would keep the whole window alive.
         full = keys.shape[2] >= layer.sliding_window - 1
         oldest = (keys[:, :, :1].clone(), values[:, :, :1].clone()) if full else None
         self.left.setdefault(layer_idx, []).append(oldest)
 
     def undo_window(self, layer_idx: int, layer: DynamicSlidingWindowLayer, keep: int) -> None:
         """Undo all steps of a window but the first `keep`."""
+        # The newest step first: what it pushed out stood behind what earlier steps pushed out.
         for oldest in reversed(self.left.get(layer_idx, [])[keep:]):
             assert layer.keys is not None and layer.values is not None
             keys, values = (t[:, :, :-1] for t in (layer.keys, layer.values))
@@ -138,6 +141,7 @@ class UndoableCache(Cache):
         if mark is None:
             raise KVPolicyStateError("A rollback must follow a mark, got none; try cache.mark() before the steps.")
         first = self.policy_layers[0]
+        # By columns, since `mark.fed` does not count compiled steps.
         fed = first.get_seq_length() - mark.columns
         if isinstance(accepted, bool) or not isinstance(accepted, int) or not 0 <= accepted <= fed:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise KVPolicyError(

@@ -103,6 +103,7 @@ def _by_hulls(items: Sequence[Sequence[Option]], limit: int) -> list[int] | None
     # Savings fall along a hull, so that sorting keeps the steps of an item in order; ties go to the earlier item.
     for _, number, at in sorted(steps):
         cost = items[number][hulls[number][at]].cost - items[number][chosen[number]].cost
+        # A step that does not fit closes its item: the savings of later steps are counted from where this one ends.
         if number in closed or cost > left:
             closed.add(number)
             continue

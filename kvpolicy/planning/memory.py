@@ -150,6 +150,7 @@ def resident_bytes(calibrations: Iterable[Any]) -> int:
 def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
     """Bytes of the calibration tensors of some layers and heads; they belong to the model and count in no budget."""
     own = {index: policy.at(index) for index in layers}
+    # Layers of one policy go into one call, since tensors that layers share are counted once per call.
     each = {one: tuple(index for index in layers if own[index] == one) for one in own.values()}
     return sum(_resident(one, indices, heads.start, heads.stop) for one, indices in each.items())
 
@@ -157,6 +158,7 @@ def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> i
 @lru_cache(maxsize=64)
 def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: int | None) -> int:
     held = slice(first, last)  # slices are hashable only since Python 3.12, so the cache has its ends as keys
+    # A list, not a generator: tensors are told apart by address, so all of them must be alive together.
     return resident_bytes(
         [stage.load_calibration(index, "cpu", held) for stage in policy.codec.stages for index in layers]
     )

@@ -172,6 +172,7 @@ def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Se
     group = next(group for group in _groups(curves) if _kind(curves.candidates[group[0]]) == _kind(chosen[0]))
     for number, policy in enumerate(chosen):
         choices = options(curves, number, group, shape, prompt, new)
+        # Shares are equal to the last bit, since `solve` computed them by the same interpolation.
         own = next(choice for choice in choices if choice.policy == policy)
         half = min((choice.loss for choice in choices if choice.nbytes <= own.nbytes // 2), default=None)
         double = min(choice.loss for choice in choices if choice.nbytes <= own.nbytes * 2)

@@ -76,6 +76,7 @@ class Policy:
         """Set the default budget, and check that the parts fit it."""
         for kind in PROTOCOLS:
             check_part(kind, getattr(self, kind))
+        # Before the checks: `decode`, which they use, depends on the budget.
         default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()

@@ -76,6 +76,7 @@ class Job:
         """Complete a future of the event loop from the thread."""
 
         def complete() -> None:
+            # `begun` is signaled twice, and asyncio cancels a future together with the task that awaits it.
             if not future.done():
                 future.set_result(None)
 
@@ -263,6 +264,7 @@ class Generation(handlers.BaseGeneration):
         except Exception as error:
             job.failure = describe(error)
         finally:
+            # Frees the cache: the arguments hold a prefix's copy, and the handle holds the cache that `generate` made.
             arguments.clear()
             self._handle.cache = None
         outcome = "answered" if job.usage is not None else "cancelled"

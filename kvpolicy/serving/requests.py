@@ -147,6 +147,7 @@ def _fields(body: Any, own: set[str]) -> dict[str, Any]:
     for name, value in given.items():
         if name in supported or name in IGNORED:
             continue
+        # Types are compared too, since True equals 1 in Python, and JSON tells them apart.
         if not any(type(value) is type(same) and value == same for same in NEUTRAL.get(name, ())):
             raise KVPolicyError(
                 f"The request must have only fields that kvpolicy serve supports, got {name}={_brief(value)}; try it "

@@ -68,6 +68,7 @@ def suggest_option(word: str, known: Iterable[str], value: str = "", *, budget: 
         "; did you mean 'window'?"
     """
     known = list(known)
+    # `token_budget` is the option `read` where there is one, and a budget elsewhere.
     if word in BUDGETS and not any(name in known for name in TERMS.get(word, ()) if name != "budget"):
         kept, meaning = _kept(word, value)
         return f"; try {budget.format(kept)}{meaning}."
@@ -126,6 +127,7 @@ def _answering(function: Callable[P, R], cls: type[Any] | None) -> Callable[P, R
             message = _explain(function, cls, args, kwargs)
             if not message:  # the arguments are fine, and the error is of the function itself
                 raise
+        # Outside the `except` block, so that Python's own error is not shown as its context.
         raise KVPolicyTypeError(message)
 
     return call

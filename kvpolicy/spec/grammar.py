@@ -294,6 +294,7 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
     if value in constants or value is None or isinstance(value, bool):
         return _show_constant(value)
     if isinstance(value, float):
+        # 1e+20 becomes 1e20, since a plus sign separates parts.
         return repr(float(value)).replace("+", "")
     if isinstance(value, int):
         return str(value)
@@ -309,6 +310,7 @@ def _show_value(value: Any, hint: Any, *, slash: bool) -> str:
 
 def _quoted(text: str, *, slash: bool = True) -> str:
     """A string as a spec has it; a slash stays as it is unless it would wrap a strategy."""
+    # `quote` leaves `~` as it is, which a shell may expand. File names need not be UTF-8, hence the surrogates.
     return quote(text, safe="/" if slash else "", errors="surrogateescape").replace("~", "%7E")
 
 

@@ -183,6 +183,7 @@ def _tokens() -> Tensor:
 def _conversation(model: Any, ids: Tensor, mask: Tensor, policy: Policy | None) -> Iterator[tuple[Any, Any]]:
     """The cache and the logits after the prompt, and after each decode step."""
     columns = ids.shape[1] - _STEPS
+    # Padding is not counted, so that a padded row has the same rotary angles as the row on its own.
     position_ids = (mask.cumsum(-1) - 1).clamp_min(0)
     cache: Any = PolicyCache(model, prompt=mask[:, :columns].sum(-1), new=_STEPS) if policy else None
     for first, last in [(0, columns), *((at, at + 1) for at in range(columns, ids.shape[1]))]:

@@ -201,6 +201,7 @@ def watched(part: Any) -> Generator[None, None, None]:
     if not isinstance(part, Selector):
         yield
         return
+    # On the class, since an instance is frozen and cannot be patched.
     cls: Any = type(part)
     priority = cls.priority
     observe = cls.observe
@@ -352,6 +353,7 @@ def _check_products(part: Codec, layer: Any) -> None:
         stored = part.stages[stage].keys(layer.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {_describe(tensor)}"
+        # A codec that searches hides tokens from a step by a score of -inf (`Traits.searches`).
         visible = occupied[:, :, None] & (score > -torch.inf)
         assert bool(visible.any()) or not bool(occupied.any()), (
             f"{part}: score must not hide every token, got only -inf"

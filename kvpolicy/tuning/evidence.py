@@ -185,6 +185,7 @@ def _compare(logits: Tensor, full: Tensor, window: Window) -> tuple[float, float
     # A token that the full cache rules out, with -inf, adds nothing.
     terms = torch.where(theirs.isneginf(), 0.0, theirs.exp() * (theirs - ours))
     same = ours.argmax(-1) == theirs.argmax(-1)
+    # Row n is the prediction after n tokens behind the prompt; the last one predicts a token beyond the window.
     predicted = logits[len(window.question) : -1].argmax(-1)
     right = bool((predicted.cpu() == window.answer).all())
     return float(terms.sum(-1).mean()), float(same.double().mean()), float(right)

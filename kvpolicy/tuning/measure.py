@@ -271,10 +271,12 @@ def _window_kls(
     rows = together + alone * len(prompts)
     found = torch.full((rows, len(compressor.policies)), math.nan, dtype=torch.float64)
 
+    # A generator: `Answer.kls` takes a few changes at a time, so that few compressed layers are alive at once.
     def changes() -> Iterator[tuple[tuple[int, int], Changes]]:
         for number, tokens in enumerate(facts.tokens):
             if tokens is None:
                 continue
+            # The joint row and the row of a layer share its function, since `AnswerCache` batches rows that do.
             everywhere = {
                 prompt.layer_idx: over(compressor.past(prompt, facts, number, known))
                 for prompt, known in zip(prompts, seen, strict=True)

@@ -96,6 +96,7 @@ class Tap:
         with ExitStack() as hooks:
             for site in self._sites.layers if pins else ():
                 hooks.callback(site.block.register_forward_pre_hook(note, with_kwargs=True).remove)
+            # A block's hook runs before its attention, so `massive` is that of the layer. The next block overwrites it.
             self._looker.look = lambda call: look(call._replace(massive=dict(massive)))
             hooks.callback(setattr, self._looker, "look", None)
             self._read(ids, cache)
@@ -141,6 +142,7 @@ def tapped(model: nn.Module) -> Generator[Tap]:
         (8, torch.Size([1, 8, 10, 32]))
     """
     looker = _Looker()
+    # A budget of one token: selectors are shown the whole prompt, and the cache itself need not hold it.
     with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1)):
         tap = Tap(model, looker)
         if tap.attachment.place[1] > 1:

@@ -177,6 +177,7 @@ def _measured(model: nn.Module, window: Window, policies: Sequence[Policy], meas
 
 def _statistics(rows: Tensor, measure: Measure) -> tuple[Any, Any]:
     """Mean and standard error over windows [W, L, C] as a file has them."""
+    # NaN in one window makes the mean NaN: a candidate must be large enough for every prompt.
     mean = rows.mean(0)
     spread = rows.std(0) / len(rows) ** 0.5 if len(rows) > 1 else mean.where(mean.isnan(), 0.0)
     if measure == "joint":

@@ -159,6 +159,7 @@ def windows_sha256(windows: Sequence[Window]) -> str:
     """Hash of the windows' tokens, which identifies the text that a policy was tuned on."""
     found = hashlib.sha256()
     for part in (part for window in windows for part in window):
+        # The length of each part counts too: the same tokens divided otherwise are another text.
         found.update(len(part).to_bytes(8, "little") + part.long().numpy().tobytes())
     return found.hexdigest()
 
@@ -246,5 +247,6 @@ def _before(tokenizer: Any) -> list[int]:
 
 def _some(count: int, limit: int, seed: int) -> list[int]:
     """At most `limit` of `count` indices, ascending."""
+    # The beginning of one permutation, so that a larger limit includes the windows of a smaller one.
     order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(order[:limit])
