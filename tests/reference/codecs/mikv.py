@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from torch import Tensor
 
 from ..coding import Codec, Coder, Config, Given
 from ..exact import ceil_share
-from ..scalars import Coded, column, complete, grouped, half, largest_divisor, scalars, vector
+from ..scalars import Coded, column, complete, grouped, half, half_tie, largest_divisor, scalars, vector
 from ._common import Alone, Books, Layout, Lone
 
 DEFAULTS: Config = {"bits": 2, "group_size": 128}
@@ -15,7 +17,12 @@ SMALL = "mikv:high=0.3:high_bits=8:residual_length=2:block_size=3"
 
 
 class Head:
-    """One KV head: its balancer."""
+    """One KV head: its balancer.
+
+    Attributes:
+        margin: How near a factor of the balancer came to a tie in fp16, as a share of the factor. Keys that were coded
+            before and are read back may differ in their last bit.
+    """
 
     def __init__(self, config: Config, head_dim: int, query_absmax: list[float]) -> None:
         """Start with a balancer of ones.
@@ -29,13 +36,16 @@ class Head:
         self.width = largest_divisor(head_dim, self.config["group_size"])
         self.query_absmax = query_absmax
         self.balance = [np.float32(1)] * head_dim
+        self.margin = math.inf
 
     def fit(self, keys: list[Tensor], values: list[Tensor]) -> None:
         """b = sqrt(max |q| / max |k|): k * b and q / b then have the same peak in every channel."""
         for c, peak in enumerate(self.query_absmax):
             largest = max(abs(x) for x in column(keys, c))
             b = np.sqrt(np.float32(peak) / largest) if peak and largest else np.float32(1)
-            self.balance[c] = half(max(b, 2.0**-14))  # below, fp16 has fewer digits
+            b = max(b, 2.0**-14)  # below, fp16 has fewer digits
+            self.margin = min(self.margin, half_tie(b) / float(b))
+            self.balance[c] = half(b)
 
     def code(self, key: Tensor, value: Tensor) -> Coded:
         """Codes of a token, and what is read back of its key and value."""
