@@ -70,6 +70,7 @@ class Attachment:
         Raises:
             KVPolicyError: Naming the part of the policy.
         """
+        policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
         if policy.layer_metric and not self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "
@@ -89,7 +90,6 @@ class Attachment:
                 f"The attached policy must read hidden states, as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same codec."
             )
-        policy.check(self.info)
 
     @property
     def place(self) -> tuple[int, int]:

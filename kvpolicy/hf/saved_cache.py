@@ -89,8 +89,9 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     """
     header, held = content
     attachment: Attachment = cache.attachment
-    _check_model(header, attachment, what)
     sites = {site.layer_idx: site for site in find_sites(model).layers}
+    first = sites[cache.policy_layers[0].layer_idx]
+    _check_model(header, attachment, what, next(first.attention.parameters()).device)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
         device = next(sites[index].attention.parameters()).device
@@ -168,7 +169,7 @@ def _checked_tokens(tokens: Tensor | Sequence[Sequence[int]], rows: int, columns
     return ids
 
 
-def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str) -> None:
+def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str, device: torch.device) -> None:
     name = f"The cache file {what!r}"
     remedy = "compute the cache again"
     check_same_model(header["model"], name, attachment.info, exact=True, remedy=remedy)
@@ -177,8 +178,8 @@ def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str) -
     if theirs != ours:
         raise KVPolicyError(f"{name} must be for the rotary embedding {ours}, got one for {theirs}; {remedy}.")
     wanted = {_name(attachment.model_shape.shape.dtype)}
-    if torch.is_autocast_enabled():
-        wanted.add(_name(torch.get_autocast_dtype("cuda" if torch.cuda.is_available() else "cpu")))
+    if torch.is_autocast_enabled(device.type):
+        wanted.add(_name(torch.get_autocast_dtype(device.type)))
     if header["dtype"] not in wanted:
         raise KVPolicyError(
             f"{name} must be for keys and values in {' or '.join(sorted(wanted))}, got {header['dtype']}; try loading "

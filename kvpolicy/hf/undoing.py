@@ -40,9 +40,9 @@ class Mark:
         keys = layer.keys
         values = layer.values
         assert keys is not None and values is not None
-        # transformers keeps one token less than the window, so that from there on each step pushes one out.
-        # Cloned, since a slice would keep the whole window alive.
-        full = keys.shape[2] >= layer.sliding_window - 1
+        # transformers keeps one token less than the window, so that from there on each step pushes one out, unless the
+        # layer records its past. Cloned, since a slice would keep the whole window alive.
+        full = keys.shape[2] >= layer.sliding_window - 1 and not layer.record_past
         oldest = (keys[:, :, :1].clone(), values[:, :, :1].clone()) if full else None
         self.left.setdefault(layer_idx, []).append(oldest)
 
@@ -171,7 +171,10 @@ class UndoableCache(Cache):
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
         self._check_idle("crop()")
-        cropping.crop(self, tokens_to_remove)
+        first = self.policy_layers[0]
+        # Only inference mode may change tensors that were made in it.
+        with torch.no_grad(), torch.inference_mode(first.is_initialized and first.store.is_inference):
+            cropping.crop(self, tokens_to_remove)
 
     def note_forward(self, new: int, one_token: bool, seen: Tensor, valid: Tensor | None) -> None:
         """Note what a rollback or a crop needs of a forward that is about to begin, or refuse it.

@@ -260,6 +260,11 @@ def test_refused_later(tmp_path: Path) -> None:
     policy = Policy.by_layer(["h2o@0.5"] * 3, budget=0.5)
     with pytest.raises(KVPolicyError, match="one for each of the model's 2 layers, got 3"):
         kvpolicy.attach(model, policy)
+    with (
+        kvpolicy.attach(model, "h2o@0.5"),
+        pytest.raises(KVPolicyError, match="one for each of the model's 2 layers, got 1"),
+    ):
+        PolicyCache(model, Policy.by_layer(["h2o@0.5"], budget=0.5))
     with pytest.raises(KVPolicyError, match="must not differ by layer itself"):
         Policy.by_layer([policy], budget=0.5)
     with pytest.raises(KVPolicyError, match="must be asked of a layer"):

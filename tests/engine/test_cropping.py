@@ -242,3 +242,25 @@ def test_sliding_windows() -> None:
         same(cache, twin)
         step = PROMPT, PROMPT + 1
         assert torch.equal(forward(model, ids, mask, *step, cache), forward(model, ids, mask, *step, twin))
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_crop_may_run_in_another_mode_than_the_prompt(steps: int, inference: bool) -> None:
+    """Only inference mode may change tensors that were made in it."""
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT, 20])
+    with kvpolicy.attach(model, "full"):
+        cache, twin = (PolicyCache(model) for _ in range(2))
+        with torch.inference_mode(inference):
+            for each in (cache, twin):
+                forward(model, ids, mask, 0, PROMPT, each)
+            for column in range(PROMPT, PROMPT + steps):
+                forward(model, ids, mask, column, column + 1, cache)
+        with torch.inference_mode(not inference):
+            cache.crop(-steps - 2)
+        with torch.inference_mode(inference):
+            twin.crop(-2)
+            same(cache, twin)
+            step = PROMPT - 2, PROMPT - 1
+            assert torch.equal(forward(model, ids, mask, *step, cache), forward(model, ids, mask, *step, twin))

@@ -167,6 +167,25 @@ def test_sliding_windows_take_tokens_back(fed: int, accepted: int) -> None:
     undone("gemma2", "h2o@0.5", [PROMPT, 9], fed, accepted)
 
 
+@pytest.mark.parametrize("accepted", [0, 2])
+def test_windows_that_record_their_past_lose_nothing_to_put_back(accepted: int) -> None:
+    """They push nothing out before a crop."""
+    model = build("gemma2")
+    ids, mask = make_batch([PROMPT], [PROMPT, STEPS])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache, twin = (PolicyCache(model, new=STEPS) for _ in range(2))
+        for each in (cache, twin):
+            each.activate_past_recording()
+            forward(model, ids, mask, 0, PROMPT, each)
+        cache.mark(most=4)
+        for column in range(PROMPT, PROMPT + 4):
+            forward(model, ids, mask, column, column + 1, cache)
+        cache.rollback(accepted)
+        for column in range(PROMPT, PROMPT + accepted):
+            forward(model, ids, mask, column, column + 1, twin)
+        same(cache, twin)
+
+
 def test_every_byte_of_a_log_is_counted() -> None:
     """Also that of copies before a demotion, and of windows."""
     model = build("gemma2")

@@ -105,6 +105,20 @@ def test_families(family: str, tmp_path: Path) -> None:
         check_same(model, tmp_path / "cache.safetensors", cache, ids, mask)
 
 
+def test_a_cache_of_autocast_is_loaded_under_autocast(tmp_path: Path) -> None:
+    """Where a GPU is present, its dtype is not that of a model on the CPU."""
+    model = build("llama")
+    path = tmp_path / "cache.safetensors"
+    with kvpolicy.attach(model, "h2o@0.5"):
+        with torch.autocast("cpu", torch.bfloat16):
+            cache, ids, mask = start(model, [26, 17])
+            assert cache.policy_layers[0].keys.dtype == torch.bfloat16
+            cache.save(path)
+            check_same(model, path, cache, ids, mask)
+        with pytest.raises(kvpolicy.KVPolicyError, match="must be for keys and values in float32, got bfloat16"):
+            PolicyCache.load(model, path)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     model = build("llama", dtype)
