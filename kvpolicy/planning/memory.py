@@ -17,7 +17,7 @@ from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses
 from kvpolicy.engine.row_limits import alloc_limits
 from kvpolicy.engine.state import alloc_paged_state, tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import LayerShape, Layout, alloc_state
+from kvpolicy.protocols import Codec, LayerShape, Layout, alloc_state
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
@@ -149,18 +149,20 @@ def resident_bytes(calibrations: Iterable[Any]) -> int:
 
 def planned_resident(policy: Policy, layers: tuple[int, ...], heads: slice) -> int:
     """Bytes of the calibration tensors of some layers and heads; they belong to the model and count in no budget."""
-    own = {index: policy.at(index) for index in layers}
-    # Layers of one policy go into one call, since tensors that layers share are counted once per call.
-    each = {one: tuple(index for index in layers if own[index] == one) for one in own.values()}
-    return sum(_resident(one, indices, heads.start, heads.stop) for one, indices in each.items())
+    codecs = tuple(policy.at(index).codec for index in layers)
+    return _resident(codecs, layers, heads.start, heads.stop)
 
 
 @lru_cache(maxsize=64)
-def _resident(policy: Policy, layers: tuple[int, ...], first: int | None, last: int | None) -> int:
+def _resident(codecs: tuple[Codec, ...], layers: tuple[int, ...], first: int | None, last: int | None) -> int:
     held = slice(first, last)  # slices are hashable only since Python 3.12, so the cache has its ends as keys
-    # A list, not a generator: tensors are told apart by address, so all of them must be alive together.
+    # A list of all layers, not a generator: tensors are told apart by address, so they must be alive together.
     return resident_bytes(
-        [stage.load_calibration(index, "cpu", held) for stage in policy.codec.stages for index in layers]
+        [
+            stage.load_calibration(index, "cpu", held)
+            for index, codec in zip(layers, codecs, strict=True)
+            for stage in codec.stages
+        ]
     )
 
 
