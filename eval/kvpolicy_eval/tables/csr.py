@@ -40,6 +40,8 @@ CHUNK_SPECS = [f"csr:nnz=8:value_chunks={value_chunks}" for value_chunks in (1, 
 PROMPT_ATOMS = [0, 32, 64]
 """Tokens of the prompt that are used as atoms, the `prompt_atoms` of CSR."""
 DICTIONARY_SIZES = [128, 256, 512, 1024]
+WINDOWS = 128
+"""Windows of 1,024 tokens that dictionaries are trained on: those of the shipped one."""
 COLUMNS = ["policy", "bits, coded", "bits, all", "error K", "error V", "recall", "all tasks", "perplexity"]
 
 
@@ -97,7 +99,7 @@ def train(folder: Path, atoms: int, diversity: float) -> str:
     model, tokenizer = kvpolicy.tiny()
     with TemporaryDirectory() as texts:
         write_texts(Path(texts), 128)
-        windows = token_windows(tokenizer, read_texts([texts]), 1024, 64, 0)
+        windows = token_windows(tokenizer, read_texts([texts]), 1024, WINDOWS, 0)
         options = Dictionaries(atoms=atoms, training=Training(diverse=diversity))
         calibrate_csr(model, windows, out, options, name="tiny")
     return str(out)
