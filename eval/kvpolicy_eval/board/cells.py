@@ -143,7 +143,7 @@ class Board:
         except Failed as error:
             return {"refused": str(error)}
         if held > cell.share * HELD_TOLERANCE:
-            return {"refused": f"It holds {held:.3g} of the full cache's bytes."}
+            return {"refused": f"It holds {held:.1%} of the full cache's bytes."}
         return {"right": _counts(accuracy, docs), "docs": docs, "held": round(held, 4)}
 
     def _measure_policy(self, cell: Cell) -> Result:

@@ -79,7 +79,7 @@ def test_what_holds_more_or_fails_has_no_row_and_its_reason_is_listed(tmp_path: 
     assert row(board, SNAPKV, 0.2, 512)[:3] == [f"`{SNAPKV.spec}`", "kvpress", "0.17 (.03-.56)"]
     assert row(board, ADAKV, 0.2, 512)[2:6] == row(board, TOVA, 0.2, 512)[2:6] == ["", "", "", ""]
     assert peer_refusals(board, [SNAPKV, ADAKV, TOVA], [0.2], [512]).splitlines()[2:] == [
-        f"| `{ADAKV.spec}` | 512 tokens at 20% | It holds 1 of the full cache's bytes. |",
+        f"| `{ADAKV.spec}` | 512 tokens at 20% | It holds 100.0% of the full cache's bytes. |",
         "| `TOVAPress()` | 512 tokens at 20% | ValueError: too short |",
     ]
 
