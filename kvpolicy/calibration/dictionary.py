@@ -33,7 +33,7 @@ class Training:
         seed: Seed of the initialization, the split and the order of the batches.
     """
 
-    epochs: int = 3
+    epochs: int = 5
     batch: int = 1024
     rate: float = 1.0
     patience: int = 5

@@ -71,7 +71,7 @@ def csr(
         float,
         typer.Option(metavar="FLOAT", help="With auto, the maximum sum of the differences of neighbors in a group."),
     ] = 1.0,
-    epochs: Annotated[int, typer.Option(metavar="INT", help="Maximum number of epochs.")] = 3,
+    epochs: Annotated[int, typer.Option(metavar="INT", help="Maximum number of epochs.")] = 5,
     batch: Annotated[int, typer.Option(metavar="INT", help="Keys or values per step.")] = 1024,
     rate: Annotated[float, typer.Option(metavar="FLOAT", help="Initial length of a step, of a Newton step's.")] = 1.0,
     patience: Annotated[
