@@ -34,11 +34,13 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
             f"heads, got {selector}; try snapkv or h2o, or another head allocator."
         )
     needs = selector.needs
-    # After a prompt, keys and values are handed over by head; the pages of a decode step are not.
-    if needs.rerank_every or ((needs.vectors or needs.head_shape) and selector.decode == "evict"):
+    # After a prompt, keys and values are handed over by head; the pages of a decode step are not, and need no ranks
+    # where nothing is evicted. What cannot compare heads writes scores by head in every step.
+    looks = needs.vectors or needs.rerank_every or needs.head_shape
+    if looks and not (compares_heads(selector) and selector.decode == "grow"):
         raise KVPolicyError(
             f"The selector must not look at keys while decoding to be combined with {heads}, got {selector}; try "
-            "decode=grow, snapkv or h2o."
+            "snapkv, h2o or expected:decode=grow."
         )
     if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):
         raise KVPolicyError(

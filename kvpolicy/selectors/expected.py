@@ -48,8 +48,8 @@ class ExpectedAttention:
         sinks: How many of the first tokens are always kept; their queries do not count.
         horizon: For how many positions behind the newest token attention is expected, on average.
         epsilon: Added to the expected attention before it is multiplied by the length of the value.
-        every: After how many generated tokens all tokens are scored again, to evict; at most half the budget. Until
-            then generated tokens rank above all others.
+        every: After how many generated tokens all tokens are scored again; at most half the budget. Until then
+            generated tokens rank above all others.
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
 
     Raises:
@@ -89,9 +89,8 @@ class ExpectedAttention:
 
     @property
     def needs(self) -> Needs:
-        """Moments of the queries, and keys and values, of all tokens after a prompt and, to evict, now and then."""
-        every = self.every if self.decode == "evict" else 0
-        return Needs(vectors=True, query_moments=self.sinks, rerank_every=every, head_shape=True)
+        """Moments of the queries, and keys and values, of all tokens after a prompt and now and then."""
+        return Needs(vectors=True, query_moments=self.sinks, rerank_every=self.every, head_shape=True)
 
     @property
     def min_tokens(self) -> int:

@@ -71,8 +71,8 @@ class KeyDiff:
 
     @property
     def needs(self) -> Needs:
-        """The keys, of all tokens after a prompt and, to evict, now and then, and of each generated token."""
-        return Needs(vectors=True, rerank_every=self.every if self.decode == "evict" else 0, head_shape=True)
+        """The keys, of all tokens after a prompt and now and then, and of each generated token."""
+        return Needs(vectors=True, rerank_every=self.every, head_shape=True)
 
     @property
     def min_tokens(self) -> int:
@@ -104,8 +104,6 @@ class KeyDiff:
 
     def step(self, state: Differences, row: Tensor, view: View) -> None:
         """Add a generated token to the anchor, and compare it with that."""
-        if self.decode == "grow":
-            return  # nothing is evicted before the next prompt, which compares all tokens again
         assert view.token is not None
         unit = F.normalize(view.token.key.squeeze(2).float(), dim=-1, eps=_TINY)
         state.anchor.add_(unit)

@@ -26,10 +26,7 @@ SELECTORS = {
     "snapkv:window=6:kernel=3": {"name": "snapkv", "window": 6, "kernel": 3},
     "window": {"name": "window"},
 }
-LOOKING = {
-    "expected:sinks=2:horizon=6:decode=grow": {"name": "expected", "sinks": 2, "horizon": 6},
-    "keydiff:decode=grow": {"name": "keydiff"},
-}
+LOOKING = {"expected:sinks=2:horizon=6:decode=grow": {"name": "expected", "sinks": 2, "horizon": 6}}
 """What looks at keys, and must not evict while decoding."""
 
 

@@ -161,7 +161,6 @@ def test_one_graph_for_heads_of_any_size() -> None:
         "uniform/adakv+h2o:decode=grow+turboquant@0.4",
         "uniform/even+h2o+tokenwise:bits=fp8:block_size=6@12000B",
         "uniform/adakv+expected:sinks=2:horizon=6:decode=grow@0.5",
-        "uniform/even+keydiff:decode=grow+tokenwise@0.5",
     ],
 )
 def test_the_plan_is_what_is_held(spec: str) -> None:
@@ -184,3 +183,9 @@ def test_the_plan_is_what_is_held(spec: str) -> None:
 def test_codecs_that_share_more_than_a_head_are_refused(codec: str) -> None:
     with pytest.raises(kvpolicy.KVPolicyError, match=r"must encode every token by itself .* try tokenwise or bfp"):
         Policy.parse(f"uniform/adakv+h2o+{codec}@0.5")
+
+
+@pytest.mark.parametrize("policy", ["uniform/adakv+expected@0.5", "uniform/even+keydiff:decode=grow@0.5"])
+def test_selectors_that_look_at_keys_in_steps_are_refused(policy: str) -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match=r"must not look at keys while decoding .* try snapkv, h2o or exp"):
+        Policy.parse(policy)
