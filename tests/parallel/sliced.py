@@ -175,7 +175,8 @@ def compare(rank: int, world: int, heads: Heads, policies: list[str], folder: st
             some, others = play(model, spec, Path(folder) / "cache.safetensors" if folder else None)
         # One product over all heads reads the first; a second prompt attends to as many columns as the fullest head of
         # the rank has pages for, which other ranks may not have.
-        to_the_bit = heads.replicas == 1 and not any(part in spec for part in ("turboquant", "/duo:", "/adakv"))
+        paged = any(layer.owner is not None for layer in one.policy_layers)
+        to_the_bit = heads.replicas == 1 and not paged and "turboquant" not in spec
         found = differences(one, some, heads.own(rank, world)[1], to_the_bit)
         if any(_far(a, b, to_the_bit) for a, b in zip(logits, others, strict=True)):
             found.append("logits")
