@@ -7,7 +7,7 @@ budgets and lengths. A result is kept in the file as soon as it is measured: a c
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -55,24 +55,21 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     docs = {length: args.n or DOCS.get(length, 4) for length in args.lengths}
     board = Board(args.results, docs, args.model)
-    listed = entries(args.model)
-    peers = PEERS
+    shown = [*entries(args.model), *PEERS]
     if args.only:
-        named = {entry.spec: entry for entry in [*listed, *PEERS]}
-        chosen = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
-        listed = [entry for entry in chosen if not entry.is_peer]
-        peers = [entry for entry in chosen if entry.is_peer]
+        named = {entry.spec: entry for entry in shown}
+        shown = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
+    listed = [entry for entry in shown if not entry.is_peer]
+    peers = [entry for entry in shown if entry.is_peer]
     if not args.page_only:
-        with ExitStack() as stack:
-            if args.peers:
-                board.peer = stack.enter_context(Process("kvpolicy_eval.peers.theirs", find(args.env)))
-            for cell in cells([*listed, *(peers if args.peers else [])], args.shares, args.lengths):
+        peer = Process("kvpolicy_eval.peers.theirs", find(args.env)) if args.peers else nullcontext()
+        with peer as board.peer:
+            for cell in cells(shown if args.peers else listed, args.shares, args.lengths):
                 board.cell(cell)
         for share in [] if args.no_times else args.shares:
             for entry in listed:
                 board.time(entry, share)
     shares = sorted(args.shares, reverse=True)
-    shown = [*listed, *peers]
     publish(tables(board, shown, shares, args.lengths), "board", args.fill)
     publish(refusals(board, listed, shares, args.lengths), "board-refused", args.fill)
     publish(peer_refusals(board, peers, shares, args.lengths), "board-peers-refused", args.fill)

@@ -7,8 +7,9 @@ import torch
 import kvpolicy
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.board.policies import Entry
-from kvpolicy_eval.common.accuracy import draw_prompts, held_back
+from kvpolicy_eval.common.accuracy import held_back
 from kvpolicy_eval.data.modes import place, second_question
+from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.pair import attention_for, embedded_model
 from kvpolicy_eval.peers.process import Process
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 import kvpolicy
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import Placed, place, second_question
-from kvpolicy_eval.data.prompts import Prompt
-from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_eval.data.tasks import draw_prompts
 
 BATCH = 16
 HELD_BACK = {"few_shot": 1}
@@ -40,16 +38,6 @@ def held_back(task: str, by_step: bool, mode: str = "inside") -> int:
         mode: The place of the question.
     """
     return max(HELD_BACK.get(task, 0) if mode == "inside" else 0, int(by_step))
-
-
-def draw_prompts(docs: int, length: int) -> dict[str, list[Prompt]]:
-    """The first prompts of every task.
-
-    Args:
-        docs: Prompts per task.
-        length: Rough prompt length in tokens, see `kvpolicy_eval.data.tasks`.
-    """
-    return {name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()}
 
 
 class TaskEvaluator:

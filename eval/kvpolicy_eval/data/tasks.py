@@ -46,3 +46,13 @@ def tasks(length: int) -> dict[str, Callable[[Random], prompts.Prompt]]:
         "few_shot": lambda rng: prompts.few_shot(rng, 4, 3, int(850 * k)),
         "hot_keys": lambda rng: prompts.hot_keys(rng, int(10 * k), 3, int(27 * k), fresh, chars=fresh_chars),
     }
+
+
+def draw_prompts(docs: int, length: int) -> dict[str, list[prompts.Prompt]]:
+    """The first prompts of every task.
+
+    Args:
+        docs: Prompts per task.
+        length: Rough prompt length in tokens, see `tasks`.
+    """
+    return {name: [draw(Random(1_000 * length + doc)) for doc in range(docs)] for name, draw in tasks(length).items()}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from importlib.resources import as_file, files
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 from kvpolicy.spec.embedded_names import EmbeddedName
-from kvpolicy_eval.data.tasks import tasks
+from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.process import Process
 
 Line = dict[str, Any]
@@ -80,9 +79,9 @@ def questions(n: int, names: tuple[str, ...]) -> list[Question]:
 
     _, tokenizer = kvpolicy.tiny()
     result: list[Question] = []
+    drawn = draw_prompts(n, 512)
     for name in names:
-        for number in range(n):
-            prompt, answer = tasks(512)[name](Random(512_000 + number))
+        for prompt, answer in drawn[name]:
             answer_ids = tokenizer(answer, add_special_tokens=False).input_ids
             result.append(Question(name, tokenizer(prompt).input_ids, answer_ids))
     return result

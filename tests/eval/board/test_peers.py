@@ -16,8 +16,8 @@ from kvpolicy_eval.board.cells import Board, Cell
 from kvpolicy_eval.board.page import peer_refusals, row
 from kvpolicy_eval.board.peers import METHODS, PEERS, PeerEvaluator
 from kvpolicy_eval.board.policies import Entry
-from kvpolicy_eval.common.accuracy import draw_prompts
 from kvpolicy_eval.data.modes import MODES, place, second_question
+from kvpolicy_eval.data.tasks import draw_prompts
 from kvpolicy_eval.peers.process import Failed
 
 SNAPKV, ADAKV, TOVA = PEERS[0], next(entry for entry in PEERS if "Ada" in entry.spec), Entry("TOVAPress()", "kvpress")
