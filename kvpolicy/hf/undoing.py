@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -147,8 +148,7 @@ class UndoableCache(Cache):
             raise KVPolicyError(
                 f"accepted must be an integer from 0 to {fed}, the tokens fed since the mark, got {accepted!r}."
             )
-        # Only inference mode may change tensors that were made in it.
-        with torch.no_grad(), torch.inference_mode(first.store.is_inference):
+        with self._mode_of_tensors():
             for index, layer in enumerate(self.layers):
                 if isinstance(layer, PolicyLayer):
                     layer.rollback(accepted)
@@ -171,9 +171,7 @@ class UndoableCache(Cache):
             KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
         """
         self._check_idle("crop()")
-        first = self.policy_layers[0]
-        # Only inference mode may change tensors that were made in it.
-        with torch.no_grad(), torch.inference_mode(first.is_initialized and first.store.is_inference):
+        with self._mode_of_tensors():
             cropping.crop(self, tokens_to_remove)
 
     def note_forward(self, new: int, one_token: bool, seen: Tensor, valid: Tensor | None) -> None:
@@ -209,6 +207,13 @@ class UndoableCache(Cache):
             raise KVPolicyStateError(
                 f"{what} must wait while a mark is held, which could not be undone; try cache.rollback(accepted) first."
             )
+
+    @contextmanager
+    def _mode_of_tensors(self) -> Generator[None]:
+        """The mode in which the tensors were made: only inference mode may change those that were made in it."""
+        first = self.policy_layers[0]
+        with torch.no_grad(), torch.inference_mode(first.is_initialized and first.store.is_inference):
+            yield
 
     def _check_idle(self, what: str) -> None:
         if self.guard.running:
