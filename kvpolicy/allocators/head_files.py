@@ -121,7 +121,7 @@ def load_heads(path: str) -> HeadFile:
     """
     if path in EMBEDDED:
         return _embedded(path)
-    where = Path(path).expanduser()
+    where = Path(path).expanduser().absolute()  # in the key of the cache, a relative path would be of any folder
     try:
         where = where / AUTHORS_TABLE if where.is_dir() else where
         config = where.with_name(AUTHORS_CONFIG)

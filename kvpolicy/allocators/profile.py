@@ -41,8 +41,9 @@ def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]
         KVPolicyError: If the file cannot be read, is not a profile, or is of a model with another number of layers.
     """
     try:
-        status = os.stat(path)
-        cosine = _read(os.fspath(path), status.st_mtime_ns, status.st_size)
+        where = Path(path).expanduser().absolute()  # in the key of the cache, a relative path would be of any folder
+        status = where.stat()
+        cosine = _read(os.fspath(path), where, status.st_mtime_ns, status.st_size)
     except OSError as error:
         raise KVPolicyError(
             f"The profile {os.fspath(path)!r} must be a readable file, got {error.strerror}; try kvpolicy.profile."
@@ -56,9 +57,9 @@ def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]
 
 
 @functools.lru_cache(maxsize=32)
-def _read(path: str, _changed: int, _size: int) -> tuple[float, ...]:
+def _read(path: str, where: Path, _changed: int, _size: int) -> tuple[float, ...]:
     try:
-        raw: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw: Any = json.loads(where.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise KVPolicyError(
             f"The profile {path!r} must be JSON, got one that cannot be parsed; try kvpolicy.profile."

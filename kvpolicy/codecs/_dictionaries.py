@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,9 @@ from kvpolicy.spec.errors import KVPolicyError
 
 FILE_KEY_SPACES = {"unrotated": "pre", "rotated": "post"}
 """The name of each key space in calibration files, whose format has not changed since it was called the frame."""
+
+_copies: WeakKeyDictionary[CalibrationFile, dict[tuple[str, str], Tensor]] = WeakKeyDictionary()
+"""Dictionaries by tensor and device, as long as their calibration is known: one that was read again replaces it."""
 
 
 def key_dictionary(key_space: str) -> str:
@@ -49,7 +53,7 @@ def dictionary(folder: str, name: str, layer_idx: int, device: str) -> Tensor:
     Raises:
         KVPolicyError: If the calibration has no such dictionary for that layer.
     """
-    return _loaded(_Identity(load(folder, "csr")), name, _tensor_name(folder, name, layer_idx), device)
+    return _on_device(load(folder, "csr"), name, _tensor_name(folder, name, layer_idx), device)
 
 
 def width(folder: str, name: str, layer_idx: int) -> int:
@@ -87,23 +91,14 @@ def _tensor_name(folder: str, name: str, layer_idx: int) -> str:
     )
 
 
-class _Identity:
-    """A calibration as a cache key, compared by identity: a calibration that was read again is another key."""
-
-    def __init__(self, calibration: CalibrationFile) -> None:
-        self.calibration = calibration
-
-    def __hash__(self) -> int:
-        # The cache keeps its keys, and so the calibration, alive: the id is not given to another object.
-        return id(self.calibration)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.calibration is self.calibration
+def _on_device(calibration: CalibrationFile, name: str, tensor: str, device: str) -> Tensor:
+    known = _copies.setdefault(calibration, {})
+    if (tensor, device) not in known:
+        known[tensor, device] = _atoms(calibration.tensors, name, tensor).to(torch.device(device))
+    return known[tensor, device]
 
 
-@functools.cache
-def _loaded(identity: _Identity, name: str, tensor: str, device: str) -> Tensor:
-    tensors = identity.calibration.tensors
+def _atoms(tensors: Mapping[str, Tensor], name: str, tensor: str) -> Tensor:
     largest = max(t.shape[1] for other, t in tensors.items() if other.rpartition(".")[0] == name)
     atoms = unit(tensors[tensor].mT)  # stored in fp16, which makes their norms slightly different from 1
-    return F.pad(atoms, (0, 0, 0, largest - len(atoms))).contiguous().to(torch.device(device))
+    return F.pad(atoms, (0, 0, 0, largest - len(atoms))).contiguous()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -24,8 +25,11 @@ TENSORS = "tensors.safetensors"
 FACTS = "calibration.json"
 
 
-class CalibrationFile(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class CalibrationFile:
     """The content of a calibration folder. It is shared by all callers that load it and must not be modified.
+
+    Compared by identity: a calibration that was read again is another one.
 
     Attributes:
         meta: Metadata of the calibration; `model` is None or describes a model (see `check_model`).

@@ -287,7 +287,7 @@ class CSR:
     def _checked_count(self, name: str, chunks: int) -> int:
         """The number of atoms of a KV head; raises KVPolicyError if the index cannot address them."""
         count = self._count(size(self.dictionary, name), chunks)
-        limit = 2**15 - 1 if self.index == "int16" else 2**16
+        limit = 2**15 if self.index == "int16" else 2**16
         if count > limit:
             raise KVPolicyError(
                 f"CSR must have at most {limit} atoms with index={self.index!r}, got {count} for {name}, including "

@@ -311,7 +311,7 @@ class PolicyCache(CacheForward):
         """Forget everything, so that the cache can be used for another prompt."""
         super().reset()
         self.plan = None
-        self.prompt = None
+        self.prompt = self.new = None
         self.guard = ForwardGuard()
         self._end = None
         self._cosines = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def test_round_trip(tmp_path: Path) -> None:
     save_heads(path, content._replace(sinks=None))
     assert load_heads(str(path)).sinks is None, "it is read again after it has changed"
     assert [each.name for each in tmp_path.iterdir()] == ["heads.json"]
+
+
+def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, score in (("a", 0.25), ("b", 0.75)):  # files of one size and one time
+        path = tmp_path / name / "heads.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps({"format": 1, "heads": [[score]]}))
+        os.utime(path, ns=(0, 0))
+        monkeypatch.chdir(path.parent)
+        assert load_heads("heads.json").heads == ((score,),)
 
 
 def test_the_least_that_a_file_may_say(tmp_path: Path) -> None:

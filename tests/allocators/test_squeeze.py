@@ -96,6 +96,16 @@ def test_profile_is_read_again_when_it_changes(tmp_path: Path) -> None:
     assert load_profile(path, 3) == (0.5, 0.75, 0.8)
 
 
+def test_a_relative_path_is_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, cosine in (("a", 0.25), ("b", 0.75)):  # files of one size and one time
+        path = tmp_path / name / "profile.json"
+        path.parent.mkdir()
+        save_profile(path, "tiny", [cosine])
+        os.utime(path, ns=(0, 0))
+        monkeypatch.chdir(path.parent)
+        assert load_profile("profile.json", 1) == (cosine,)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

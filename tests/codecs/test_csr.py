@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvpolicy.codecs._files import save
 from kvpolicy.codecs.csr import CSR, CSRCodes
@@ -155,7 +158,7 @@ def test_layers_of_a_group_share_a_dictionary(folder: Path) -> None:
         (
             {"prompt_atoms": 17000},
             ModelInfo(3, H, 16),
-            "at most 32767 atoms .* 17000 prompt tokens .* try fewer prompt_atoms",
+            "at most 32768 atoms .* 17000 prompt tokens .* try fewer prompt_atoms",
         ),
         ({"outlier_atoms": 2**16, "index": "packed"}, ModelInfo(3, H, 16), "at most 65536 atoms"),
         ({"dictionary": "/no/such/folder"}, ModelInfo(3, H, 16), "must be a folder"),
@@ -166,6 +169,25 @@ def test_it_refuses_what_it_cannot_code(folder: Path, fields: dict[str, Any], mo
     with pytest.raises(ValueError, match=message):
         CSR(**fields).check(model)
     CSR(dictionary=str(folder / "16")).check(ModelInfo(3, H, 16))
+
+
+def test_dictionaries_that_were_replaced_are_released(tmp_path: Path) -> None:
+    names = ("keys.pre", "values.sn2")
+    groups: dict[str, Any] = {"model": None, "groups": {name: [[0]] for name in names}}
+
+    def calibrate(atoms: int) -> Tensor:
+        tensors = {"keys.pre.0": torch.eye(16)[:, :atoms], "values.sn2.0": torch.eye(8)[:, :atoms]}
+        save(tmp_path, "csr", groups, tensors)
+        return CSR(dictionary=str(tmp_path)).load_calibration(0, "cpu").keys
+
+    old = calibrate(6)
+    held = weakref.ref(old)
+    assert len(old) == 6
+    del old
+    assert held() is not None, "as long as the calibration is the one on disk"
+    assert len(calibrate(7)) == 7
+    gc.collect()
+    assert held() is None
 
 
 def test_a_dictionary_that_is_missing(folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvpolicy.codecs.csr import CSRCodes
-from kvpolicy.protocols import StageStore
+from kvpolicy.protocols import ModelInfo, StageStore
 from tests import sampling
 from tests.codecs.csr_cases import (
     B,
@@ -115,6 +115,17 @@ def test_outlier_atoms_are_the_vectors_of_largest_error(folder: Path) -> None:
     for b, h in product(range(B), range(H)):
         kept = torch.equal(store.codes.key_outlier_atoms[b, h], before.codes.key_outlier_atoms[b, h])
         assert kept == ((b, h) == (0, 2))
+
+
+def test_the_last_atom_that_an_index_can_address(folder: Path) -> None:
+    """2**15 atoms of values: each of the prompt's vectors is two."""
+    csr, store = made(folder, window=(2**15 - 70) // 2)
+    csr.check(ModelInfo(3, H, 16))
+    assert store.atoms is not None
+    keys, values = (atoms[:, :, -1:] for atoms in store.atoms)
+    csr.write(store, keys, values, at(0), flags(True), none_occupied())
+    assert store.codes.value_index[:, :, 0].max() == 2**15 - 1
+    torch.testing.assert_close(csr.values(store, slice(0, 1)), values, atol=0.05, rtol=0.05)
 
 
 def test_more_outlier_atoms_than_vectors(folder: Path) -> None:

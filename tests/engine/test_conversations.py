@@ -74,6 +74,17 @@ def test_a_reset_cache_is_new(policy: str) -> None:
     assert torch.equal(again, fresh)
 
 
+def test_a_reset_cache_forgets_what_was_announced() -> None:
+    model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
+    with kvpolicy.attach(model, "h2o:decode=grow@0.5"), torch.no_grad():
+        told, fresh = PolicyCache(model, prompt=24, new=50), PolicyCache(model)
+        model(ids, past_key_values=told)
+        told.reset()
+        for cache in (told, fresh):
+            model(ids, past_key_values=cache)
+    assert told.policy_layers[0].store.capacity == fresh.policy_layers[0].store.capacity
+
+
 def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:
     model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
     with kvpolicy.attach(model, "window@0.5"):
