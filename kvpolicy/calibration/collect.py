@@ -186,7 +186,8 @@ class _Reader:
         of_keys = dict(zip(self.layers, gradients[::2], strict=True))
         of_values = dict(zip(self.layers, gradients[1::2], strict=True))
         # The gradient with respect to an unrotated key is the gradient with respect to the rotated one, unrotated,
-        # because the inverse of a rotation is its transpose.
+        # because the inverse of a rotation is its transpose. Where the embedding also scales (YaRN), it is that by the
+        # square of the scale: a constant of the layer, which changes no weighted mean.
         if self.ropes:
             of_keys = {layer: self._unrotate(layer, g) for layer, g in of_keys.items()}
         return {layer: (of_keys[layer], of_values[layer]) for layer in self.layers}

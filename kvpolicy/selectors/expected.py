@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, State, View, scoped
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, QueryMoments, Seen, State, View, scoped
 from kvpolicy.selectors._common import check_decode, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
-from kvpolicy.spec.parameters import check_min
+from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import check_fields
 
 
@@ -22,7 +22,7 @@ class Expectation(NamedTuple):
 
     Attributes:
         score: Logarithm of the expected attention times the length of the value, [B, H, S] fp32.
-        total: The sum of the queries, without their rotation, [B, H, G, D] fp32.
+        total: The sum of the queries, without their rotation, [B, H, G, D] fp32; empty if none are held, as `product`.
         product: The sum of their products with themselves, [B, H, G, D, D] fp32.
         queries: How many they are, [B] fp32.
         ranked: Tokens that the row had seen when its slots were scored, [B] int64.
@@ -51,9 +51,12 @@ class ExpectedAttention:
         every: After how many generated tokens all tokens are scored again; at most half the budget. Until then
             generated tokens rank above all others.
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
+        moments: Which queries the moments are of: `all` so far, or those of the newest `prompt`, after which they are
+            released. Generated tokens are then kept, with `decode=grow`.
 
     Raises:
-        KVPolicyError: If `sinks` or `epsilon` is below 0, or `horizon` or `every` below 1.
+        KVPolicyError: If `sinks` or `epsilon` is below 0, or `horizon` or `every` below 1, or if `moments=prompt` comes
+            with `decode=evict`.
 
     Examples:
         >>> from kvpolicy import Policy
@@ -62,11 +65,11 @@ class ExpectedAttention:
 
     Source:
         Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: the published results
-        divide budgets over heads, which is `uniform/adakv+expected:decode=grow` here; the newest token is always kept;
+        divide budgets over heads, which is `uniform/adakv+expected:decode=grow:moments=prompt` here; the newest token is always kept;
         moments leave out padding, and each row has its own length; queries are those that attention takes, with their
         rotation undone (kvpress computes them again from the hidden states); the length of a row counts from its first
         token in each chunk and while generating (kvpress' wrappers take the length of a chunk or buffer); moments go on
-        with later prompts and generated tokens, in decode all tokens are scored every 512 tokens or half the budget,
+        with later prompts and generated tokens (kvpress forgets them: `moments=prompt`), in decode all tokens are scored every 512 tokens or half the budget,
         and one token is evicted for each generated one (kvpress lets the cache grow between); scores are compared as
         logarithms, so that small ones do not become ties at 0; a cap of the scores (Gemma 2) is left out. With a codec,
         keys and values that are coded are scored as attention reads them.
@@ -77,20 +80,28 @@ class ExpectedAttention:
     epsilon: float = 0.0
     every: int = 512
     decode: DecodeMode = "evict"
+    moments: Literal["all", "prompt"] = "all"
     compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
         check_decode(self.decode)
+        check_choice(self, moments=("all", "prompt"))
         check_min(self, sinks=0, horizon=1, every=1)
+        if self.moments == "prompt" and self.decode == "evict":
+            raise KVPolicyError(
+                "ExpectedAttention.decode must be 'grow' with moments='prompt', got 'evict', which scores all tokens "
+                "again while decoding; try decode='grow'."
+            )
         if not 0 <= self.epsilon < float("inf"):
             raise KVPolicyError(f"ExpectedAttention.epsilon must be at least 0, got {self.epsilon}; try 0.01.")
 
     @property
     def needs(self) -> Needs:
         """Moments of the queries, and keys and values, of all tokens after a prompt and now and then."""
-        return Needs(vectors=True, query_moments=self.sinks, rerank_every=self.every, head_shape=True)
+        every = 0 if self.moments == "prompt" else self.every
+        return Needs(vectors=True, query_moments=self.sinks, rerank_every=every, head_shape=True)
 
     @property
     def min_tokens(self) -> int:
@@ -101,7 +112,7 @@ class ExpectedAttention:
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
     ) -> State:
         """Scores of zero, and moments of no query."""
-        group, dim = head
+        group, dim = (0, 0) if self.moments == "prompt" else head
         return Expectation(
             score=torch.zeros(batch, heads, slots, dtype=torch.float32, device=device),
             total=torch.zeros(batch, heads, group, dim, dtype=torch.float32, device=device),
@@ -113,16 +124,20 @@ class ExpectedAttention:
     def observe(self, state: Expectation, seen: Seen, view: View) -> State:
         """Add the queries of a prompt, and score every candidate."""
         assert seen.moments is not None
-        more = seen.moments
-        state = state._replace(
-            total=state.total + more.total, product=state.product + more.product, queries=state.queries + more.queries
-        )
-        return self.rerank(state, seen, view)
+        moments = seen.moments
+        if self.moments == "prompt":
+            return self._scored(state, moments, seen, view)
+        moments = QueryMoments(*(before + new for before, new in zip(_moments(state), moments, strict=True)))
+        return self._scored(state._replace(**moments._asdict()), moments, seen, view)
 
     def rerank(self, state: Expectation, seen: Seen, view: View) -> State:
         """Score every token by the queries so far."""
+        return self._scored(state, _moments(state), seen, view)
+
+    def _scored(self, state: Expectation, moments: QueryMoments, seen: Seen, view: View) -> Expectation:
+        """Score every token by the moments of some queries."""
         assert seen.values is not None
-        logits = self._expected_logits(state, seen, view)  # [B, H, G, N]
+        logits = self._expected_logits(moments, seen, view)  # [B, H, G, N]
         scored = view.valid & (view.positions >= self.sinks)
         # In fp64: weights that are too small for fp32 would tie at 0.
         weights = logits.masked_fill(~scored[:, :, None], -torch.inf).double().softmax(-1)
@@ -132,13 +147,13 @@ class ExpectedAttention:
         score = score.clamp(-_MOST, _MOST).masked_fill(~scored, 0)
         return state._replace(score=score, ranked=view.length.clone())
 
-    def _expected_logits(self, state: Expectation, seen: Seen, view: View) -> Tensor:
+    def _expected_logits(self, moments: QueryMoments, seen: Seen, view: View) -> Tensor:
         """The logarithm of the mean of exp(q k) over the queries to come, for each query head, [B, H, G, N]."""
         assert seen.keys is not None and seen.mean_rotation is not None and seen.scale is not None
-        heads, group = state.total.shape[1:3]
-        count = state.queries.clamp_min(1)[:, None, None, None]
-        mean = state.total / count
-        spread = state.product / count[..., None] - mean[..., None] * mean[..., None, :]
+        heads, group = moments.total.shape[1:3]
+        count = moments.queries.clamp_min(1)[:, None, None, None]
+        mean = moments.total / count
+        spread = moments.product / count[..., None] - mean[..., None] * mean[..., None, :]
 
         def rotated(vectors: Tensor) -> Tensor:
             """Vectors [B, H, G, n, D] at the mean of the positions to come."""
@@ -153,6 +168,8 @@ class ExpectedAttention:
 
     def step(self, state: Expectation, row: Tensor, view: View) -> None:
         """Add the query of a generated token, which is not scored yet."""
+        if self.moments == "prompt":
+            return
         assert view.token is not None and view.token.query is not None
         counts = (view.length > self.sinks).float()
         query = view.token.query * counts[:, None, None, None]
@@ -176,6 +193,11 @@ _TILE = 512
 
 _MOST = 1024.0
 """No logarithm of a weight or of a length in fp32 is that large: above stand the tokens that were not scored yet."""
+
+
+def _moments(state: Expectation) -> QueryMoments:
+    """The moments that a state holds."""
+    return QueryMoments(state.queries, state.total, state.product)
 
 
 def _quadratic(keys: Tensor, linear: Tensor, square: Tensor) -> Tensor:

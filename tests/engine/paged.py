@@ -26,7 +26,15 @@ SELECTORS = {
     "snapkv:window=6:kernel=3": {"name": "snapkv", "window": 6, "kernel": 3},
     "window": {"name": "window"},
 }
-LOOKING = {"expected:sinks=2:horizon=6:decode=grow": {"name": "expected", "sinks": 2, "horizon": 6}}
+LOOKING = {
+    "expected:sinks=2:horizon=6:decode=grow": {"name": "expected", "sinks": 2, "horizon": 6},
+    "expected:sinks=2:horizon=6:decode=grow:moments=prompt": {
+        "name": "expected",
+        "sinks": 2,
+        "horizon": 6,
+        "moments": "prompt",
+    },
+}
 """What looks at keys, and must not evict while decoding."""
 
 

@@ -126,6 +126,33 @@ def test_steps_of_some_rows(policy: str) -> None:
     bench.check()
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "expected:sinks=2:decode=grow:moments=prompt",
+        "expected:sinks=0:epsilon=0.01:decode=grow:moments=prompt+kivi:group_size=4:residual_length=4",
+    ],
+)
+def test_moments_of_the_newest_prompt_alone(policy: str) -> None:
+    """A second prompt of two queries, one of one, and one in which a row has only padding."""
+    bench = Bench(policy, [9, 8], new=12)
+    bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
+    for turn, valid in enumerate([padding(9, 2, 9), padding(3, 1, 3), padding(9, 9, 0)]):
+        for number in range(4):
+            bench.forward(*draw(1, 10 * turn + number + 1, batch=2))
+        bench.budgets = [11 + turn, 9]
+        bench.forward(*draw(valid.shape[1], 99 + turn, batch=2), valid)
+        state: Any = bench.layer.state
+        assert not state.total.numel() and not state.product.numel() and not state.queries.any()
+    bench.check()
+
+
+def test_moments_are_only_forgotten_if_no_token_is_scored_while_decoding() -> None:
+    with pytest.raises(KVPolicyError, match="must be 'grow' with moments='prompt', got 'evict'.* try decode='grow'"):
+        ExpectedAttention(moments="prompt")
+    assert ExpectedAttention(moments="prompt", decode="grow").needs.rerank_every == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
 def test_a_row_is_itself_whatever_its_positions_begin_with(family: str) -> None:
     """Left padding that counts as positions shifts the rotation of queries and keys alike."""
@@ -154,12 +181,19 @@ def test_another_cache_needs_the_rotary_embedding() -> None:
         PolicyCache(model, "expected@9")
 
 
-@pytest.mark.parametrize("selector", [ExpectedAttention(), ExpectedAttention(epsilon=0.01, every=3, decode="grow")])
+@pytest.mark.parametrize(
+    "selector",
+    [
+        ExpectedAttention(),
+        ExpectedAttention(epsilon=0.01, every=3, decode="grow"),
+        ExpectedAttention(decode="grow", moments="prompt"),
+    ],
+)
 def test_keeps_the_rules(selector: ExpectedAttention) -> None:
     check(selector)
 
 
-@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"horizon": 0}, {"every": 0}, {"epsilon": -0.5}])
+@pytest.mark.parametrize("wrong", [{"sinks": -1}, {"horizon": 0}, {"every": 0}, {"epsilon": -0.5}, {"moments": "none"}])
 def test_wrong_options(wrong: dict[str, Any]) -> None:
     with pytest.raises(KVPolicyError):
         ExpectedAttention(**wrong)

@@ -24,6 +24,9 @@ CODECS = {
 }
 """Codecs with options; others have their defaults. `{model}` names the calibration of the model."""
 
+VARIANTS = ("expected:decode=grow:moments=prompt",)
+"""Selectors once more, with options that change what they hold."""
+
 HEAD_ALLOCATORS = {"duo": "duo:file={model}"}
 """Head allocators with options."""
 
@@ -34,6 +37,7 @@ COMBINATIONS = (
     "squeeze+kvcrush/snapkv",
     "uniform/adakv+kvzip",
     "uniform/adakv+h2o",
+    "uniform/adakv+expected:decode=grow:moments=prompt",
     "uniform/adakv+snapkv+tokenwise:bits=4",
     "uniform/adakv+kvzip+tokenwise:bits=4",
     "squeeze+kvcrush/snapkv+tokenwise:bits=4",
@@ -83,6 +87,7 @@ def entries(model: str = "tiny") -> list[Entry]:
     """
     found = [Entry("full", "all tokens")]
     found += [Entry(name, "selector") for name in registry.SELECTORS if name != "full"]
+    found += [Entry(spec, "selector") for spec in VARIANTS]
     found += [Entry(f"{name}+{SELECTOR}", "allocator") for name in registry.ALLOCATORS if name != "uniform"]
     found += [
         Entry(f"uniform/{HEAD_ALLOCATORS.get(name, name)}+{SELECTOR}", "head allocator")

@@ -12,7 +12,7 @@ from ..coding import Config, Rotation
 from ._common import kept_if_newest
 from ._look import Look
 
-DEFAULTS: Config = {"sinks": 4, "horizon": 512, "epsilon": 0.0, "every": 512}
+DEFAULTS: Config = {"sinks": 4, "horizon": 512, "epsilon": 0.0, "every": 512, "moments": "all"}
 SMALL = "expected:sinks=2:horizon=6:every=7"
 
 
@@ -23,7 +23,7 @@ def smallest_budget(config: Config) -> int:
 
 def rerank_every(config: Config) -> int:
     """After how many generated tokens all are scored again."""
-    return config["every"]
+    return config["every"] if config["moments"] == "all" else 0
 
 
 def priority(config: Config, position: int, score: complex, length: int, budget: int) -> float:
@@ -34,13 +34,16 @@ def priority(config: Config, position: int, score: complex, length: int, budget:
 
 
 def score_of_newest(config: Config, look: Look) -> complex:
-    """Remember its queries; it is not scored yet."""
-    _remember(config, look)
+    """Remember its queries, if any but those of a prompt count; it is not scored yet."""
+    if config["moments"] == "all":
+        _remember(config, look)
     return 0.0
 
 
 def scores_of_tokens(config: Config, look: Look) -> list[complex]:
     """The logarithm of the expected attention, in the mean of the query heads, times the length of the value."""
+    if config["moments"] == "prompt":
+        look.memory.clear()
     _remember(config, look)
     some = [j for j, position in enumerate(look.positions) if position >= config["sinks"]]
     shares = [expected_attention(config, look, hq, some) for hq in range(len(look.queries))]
