@@ -10,7 +10,7 @@ from kvpolicy_eval.common.markdown import table
 from kvpolicy_eval.data.modes import MODES
 
 COLUMNS = ["policy", "kind", *MODES, "all", "held", "moved", "step"]
-SORTABLE = '<div class="sortable" markdown>\n\n{}\n\n</div>'
+SORTABLE = '<div class="sortable numbers" markdown>\n\n{}\n\n</div>'
 """A table that a click on a column sorts. A cell without a number is empty, so that it is last in every order."""
 
 
