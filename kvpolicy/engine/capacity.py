@@ -50,8 +50,9 @@ def free_steps(
             None without stages.
     """
     expected = torch.tensor(expected_len, device=occupied.device)
-    # Without `grows`, a row whose budget fits into its slots evicts in place for ever.
-    limit = budget if grows else torch.where(budget > expected, expected, BEYOND)
+    # Without `grows`, a row whose budget fits into its slots evicts in place for ever. With it, a row ends where its
+    # budget or its slots do: a budget may exceed all tokens that were announced.
+    limit = torch.minimum(budget, expected) if grows else torch.where(budget > expected, expected, BEYOND)
     left = limit[:, None] - occupied
     if buffer_room is not None:  # a new token is in full precision, even where the evicted one was coded
         left = torch.minimum(left, buffer_room)
@@ -64,7 +65,7 @@ def may_exceed_plan(expected_len: Sequence[int], budget: Sequence[int]) -> bool:
 
 
 def slots_needed(expected_len: Sequence[int], budget: Sequence[int], held: Sequence[int], *, grows: bool) -> list[int]:
-    """Slots to add per row before the next step; see `growth`.
+    """Slots to add per row before the next step; see `growth`. Free ones that the budget does not use come first.
 
     Args:
         expected_len: Tokens that each row has slots for.
@@ -75,7 +76,10 @@ def slots_needed(expected_len: Sequence[int], budget: Sequence[int], held: Seque
     steps = growth(torch.tensor(held)).tolist()
     rows = zip(expected_len, budget, held, steps, strict=True)
     if grows:
-        return [step if count >= limit else 0 for _, limit, count, step in rows]
+        return [
+            max(0, count + step - expected) if count >= min(limit, expected) else 0
+            for expected, limit, count, step in rows
+        ]
     return [min(step, limit - expected) if expected <= count < limit else 0 for expected, limit, count, step in rows]
 
 

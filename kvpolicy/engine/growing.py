@@ -23,13 +23,14 @@ class LayerGrowth(LayerReading):
         return self._extend(more) if any(more) else 0
 
     def _extend(self, more: list[int]) -> int:
-        """Let each row hold so many tokens more; in a growing cache they raise the budget too."""
+        """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
         old = self.capacity
         self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
         if max(self.expected_len) > self.capacity:
             self.capacity = max(self.expected_len)
             self._lengthen()
-        self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
+        slots = self.budget.new_tensor(self.expected_len)
+        self._set_budget(torch.maximum(self.budget, slots) if self.grows else self.budget)
         self.fix_addresses()
         return self.capacity - old
 

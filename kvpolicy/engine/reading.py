@@ -68,7 +68,7 @@ class ReadState(NamedTuple):
     """The tensors of a layer that does not read everything.
 
     Attributes:
-        limit: Entries that each row reads, [B] int64: as many as it would alone.
+        limit: Entries that each row reads, [B] int64: as many as it would alone; see `row_entries`.
         index: The reader's index.
         choice: What the layer chose; the empty tuple if no other layer reads it.
     """
@@ -121,6 +121,11 @@ def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> 
     shape = _chosen_shape(reader, codec, layout) if reads_part(reader, layer_idx) else None
     if shape is None or chooses(reader, layer_idx):
         return shape
+    return _followed_shape(shape)
+
+
+def _followed_shape(shape: ReadShape) -> ReadShape | None:
+    """What a layer with this shape reads if another layer chooses for it; None if it reads everything."""
     # Single tokens: another layer may hold the same tokens in other slots.
     followed = ReadShape(1, shape.slots, shape.parts, shape.page)
     return None if followed.chosen >= followed.entries else followed
@@ -147,16 +152,24 @@ def _chosen_shape(reader: Reader, codec: Codec, layout: Layout) -> ReadShape | N
 def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int]) -> list[int]:
     """Entries that each row reads, as many as it would alone.
 
+    In a layer that follows another one, a row that would read everything alone has more than `shape.chosen`.
+
     Args:
         reader: The reader.
         codec: The codec.
         shape: What is read of the layer.
         tokens: The most tokens that each row may hold.
     """
-    counts = [reader.count(max(_paged_slots(codec.layout(most)), 1)) for most in tokens]
+    layouts = [codec.layout(most) for most in tokens]
+    counts = [reader.count(max(_paged_slots(layout), 1)) for layout in layouts]
     # A layer that follows reads single slots, but as many as fill whole pages of the layer that chooses.
     page = shape.followed or shape.page
-    return [min(-(-count // page) * page // shape.page, shape.chosen) for count in counts]
+    limits = [min(-(-count // page) * page // shape.page, shape.chosen) for count in counts]
+    if not shape.followed:
+        return limits
+    alone = [_chosen_shape(reader, codec, layout) for layout in layouts]
+    restricted = [own is not None and _followed_shape(own) is not None for own in alone]
+    return [limit if follows else shape.chosen + 1 for limit, follows in zip(limits, restricted, strict=True)]
 
 
 def _paged_slots(layout: Layout) -> int:
@@ -338,7 +351,7 @@ def follow(
 
     Args:
         shape: What is read of this layer.
-        limit: Slots that each row reads, [B] int64.
+        limit: Slots that each row reads, [B] int64; everything if they are more than `shape.chosen`.
         choice: What the other layer chose.
         positions: Of all slots of this layer, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
@@ -356,6 +369,8 @@ def follow(
     # An empty slot and a missing token of the choice are both -1, and must not match.
     found = (wanted.gather(-1, place) == held) & (held >= 0)
     rank = order.gather(-1, place).masked_fill(~found, BEYOND)
+    # Last, in a row of few tokens, what the other layer did not choose, or does not hold.
+    rank = torch.where(found | (held < 0) | (limit <= shape.chosen)[:, None, None], rank, BEYOND - 1)
     # Where layers differ in size, the other one may hold it in a codec's full-precision buffer, which it does not show.
     rank = rank.masked_fill((held == length[:, None, None] - 1) & (held >= 0), -1)
     # A head holds a position once, so there are no ties but of slots that are not read.

@@ -44,8 +44,12 @@ class LayerRollback(LayerSlots):
         log = self.undo
         assert log is not None, "the cache checks that there is a mark"
         self.undo = None  # so that what is written back is not recorded
+        digest = None
         while log.before is not None and accepted < log.first:
             assert log.below is not None
+            # A log knows the digests before its steps: the one behind the last step of a log is in the next one.
+            before = log.digest(0)
+            digest = digest if before is None else before
             self._restore(log.before)
             log = log.below
         keep = accepted - log.start
@@ -53,7 +57,8 @@ class LayerRollback(LayerSlots):
             # An index depends on what the slots hold alone, so that it is computed again and not kept.
             self._refresh_slots(slots, None)
         self._set_counters(log.counters[min(accepted, len(log.counters) - 1)])
-        return log.digest(keep)
+        before = log.digest(keep)
+        return digest if before is None else before
 
     def note_counters(self) -> None:
         """Note the counters of the host after a step, or at a mark."""

@@ -143,7 +143,8 @@ class LayerStore(LayerCropping):
             batch = merging.merge_prompt(
                 self.merger, self.merged, batch, selected, joined, coded, self.length, self.ranks
             )
-        self._allocate(pending, budget)
+        # A row that has not begun gets its budget now: its first token may come in a decode step of the others.
+        self._allocate(None if pending.idle is None else pending.idle & (seen_before > 0), budget)
         # By row, since a row may have had nothing but padding in the prompts before this one.
         first = (seen_before == 0) & (self.length > 0)
         if self.limits is not None and bool(first.any()):
@@ -193,9 +194,8 @@ class LayerStore(LayerCropping):
             largest = self.ranks.largest(pending.query_absmax)
             self.limits.query_absmax.copy_(torch.maximum(self.limits.query_absmax, largest))
 
-    def _allocate(self, pending: PendingPrompt, budget: RowBudget) -> None:
-        """Make slots for a budget, and set it."""
-        idle = pending.idle
+    def _allocate(self, idle: Tensor | None, budget: RowBudget) -> None:
+        """Make slots for a budget, and set it, but in rows that are `idle` [B] bool."""
         merged = capacity.merge_expected(
             self.expected_len, budget.expected_len.tolist(), None if idle is None else idle.tolist()
         )

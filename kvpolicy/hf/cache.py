@@ -263,10 +263,20 @@ class PolicyCache(CacheForward):
         self.prompt = longest(self.prompt, prompt)
         # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
         self._end = None
+        if self._continues(prompt):
+            return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.grows:
                 added = layer.store.reserve(new)
                 log_extended(layer.layer_idx, added, layer.store.capacity)
+
+    def _continues(self, prompt: Tensor | None) -> bool:
+        """Whether the cache has seen a part of a prompt, and several tokens follow.
+
+        They are compressed, which makes the slots of all that was announced, within the budget. Slots that are made
+        before would be in addition to it.
+        """
+        return self.is_initialized and prompt is not None and bool((prompt - self.policy_layers[0].length > 1).any())
 
     # the interface of transformers
 

@@ -136,9 +136,9 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
     first = cache.policy_layers[0]
     columns = first.get_seq_length() - removed
     if not columns:
-        prompt = cache.prompt
+        told = cache.prompt, cache.new
         cache.reset()
-        cache.prompt = prompt
+        cache.prompt, cache.new = told
         return
     _crop_rows(cache, columns)
     cache.guard.columns -= removed

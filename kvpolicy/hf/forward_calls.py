@@ -148,6 +148,19 @@ def prompt_columns(model_kwargs: dict[str, Any], generation_config: Any) -> int:
     return int(getattr(generation_config, "_mask_length", 0) or 0)
 
 
+def check_conversation(seen: int, columns: int) -> None:
+    """Raise KVPolicyError if `generate` is not given more than a cache has seen.
+
+    transformers counts the new tokens from there, and would run none of them, or others.
+    """
+    if columns and columns <= seen:
+        raise KVPolicyError(
+            f"generate must be given the whole conversation, of which the cache has seen {seen} tokens, got input_ids "
+            f"or an attention mask of {columns}; try torch.cat([output, new_ids], 1), with a mask of that length, or a "
+            "new cache."
+        )
+
+
 def row_lengths(model_kwargs: dict[str, Any], columns: int) -> Tensor | int | None:
     """Tokens of each row's prompt; `generate` drops a mask without padding."""
     mask = model_kwargs.get("attention_mask")

@@ -78,7 +78,10 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         )
     rows, new = tokens.shape[:2]
     if not rows or not new:
-        raise KVPolicyError(f"The prompt has {rows} row(s) of {new} token(s): pass at least one token.")
+        raise KVPolicyError(
+            f"The prompt must have at least one token, got {rows} row(s) of {new}; try more, or, with a cache that has "
+            "seen some, the whole conversation for generate and the new tokens alone for the model."
+        )
     if cache.batch_size not in (-1, rows):
         raise KVPolicyError(
             f"The cache holds {cache.batch_size} row(s), and this call has {rows}: start a new cache, or choose rows "

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache import PolicyCache
-from kvpolicy.hf.forward_calls import check_asked, check_stock, prompt_columns, row_lengths
+from kvpolicy.hf.forward_calls import check_asked, check_conversation, check_stock, prompt_columns, row_lengths
 from kvpolicy.spec.errors import KVPolicyError
 
 _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
@@ -49,6 +49,7 @@ def offer_cache(model: nn.Module, note: Callable[[PolicyCache], None]) -> list[C
         policy = given.policy if isinstance(given, PolicyCache) else attachment_of(model).policy
         check_asked(policy, generation_config, mode)
         if isinstance(given, PolicyCache):
+            check_conversation(given.get_seq_length(), columns)
             given.expect(row_lengths(model_kwargs, columns), new or 0)
         # First, transformers checks its arguments and decides whether there is a cache at all.
         result = prepare(generation_config, model_kwargs, mode, batch, length, *rest)

@@ -27,7 +27,7 @@ def steps_of_a_head(held: int, budget: int, expected: int, grows: bool, room: in
     for step in range(FOREVER):
         if room is not None and step >= room:
             return step
-        if grows and held >= budget:
+        if grows and held >= min(budget, expected):
             return step
         if not grows and held < budget and held >= expected:
             return step
@@ -77,10 +77,20 @@ def test_slots_are_added_where_the_next_step_has_none(seed: int) -> None:
         # A row that is at its budget evicts, and one with a slot left writes there.
         assert more == (min(step, most - slots) if slots <= count < most else 0)
         assert more >= 0 and slots + more <= max(most, slots)
-    growing = slots_needed(expected, budget, held, grows=True)
-    assert growing == [
-        min(max(count // 8, 16), 256) if count >= most else 0 for count, most in zip(held, budget, strict=True)
-    ]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_growing_row_has_slots_for_the_next_steps(seed: int) -> None:
+    """Whether its budget ends first, as behind a short announcement, or its slots do, as behind a short prompt."""
+    dice = Random(seed)
+    slots, budget = dice.randint(1, 400), dice.randint(1, 400)
+    held = dice.randint(0, min(slots, budget))
+    (added,) = slots_needed([slots], [budget], [held], grows=True)
+    if held < min(slots, budget):
+        assert added == 0
+    else:
+        step = min(max(held // 8, 16), 256)
+        assert slots + added >= held + step and (added == 0 or slots + added == held + step)
 
 
 def test_a_plan_is_exceeded_by_any_row() -> None:

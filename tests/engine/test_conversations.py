@@ -74,6 +74,50 @@ def test_a_reset_cache_is_new(policy: str) -> None:
     assert torch.equal(again, fresh)
 
 
+@pytest.mark.parametrize("spec", ["h2o:decode=grow@9000B", "uniform/even+h2o:decode=grow@9000B", "h2o:decode=grow@9"])
+def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> None:
+    """Slots for generated tokens are those that the budget of the turn contains, also if a turn is one token."""
+    model, (ids, _) = build("llama", layers=LAYERS), make_batch([60], [60])
+    with kvpolicy.attach(model, spec):
+        cache = PolicyCache(model)
+        for columns in (20, 33, 60):
+            model.generate(ids[:, :columns], past_key_values=cache, do_sample=False, max_new_tokens=12, min_new_tokens=12)
+            assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+        seen = cache.get_seq_length()
+        longer = torch.cat([ids, ids], 1)[:, : seen + 1]
+        model.generate(longer, past_key_values=cache, do_sample=False, max_new_tokens=30, min_new_tokens=30)
+        store = cache.policy_layers[0].store
+        assert cache.get_seq_length() == seen + 30 and max(store.expected_len) >= int(store.budget)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "snapkv:window=4:decode=grow@2048",
+        "h2o:decode=grow+merge@60",
+        "h2o:decode=grow+kivi:group_size=4:residual_length=4@60",
+        "squeeze+snapkv:window=4:decode=grow@1MiB",
+        "uniform/even+h2o:decode=grow@60",
+        "h2o:decode=grow@12",
+    ],
+)
+@pytest.mark.parametrize("sizes", [[10] + [1] * 40, [10, 8] + [1] * 40, [20] + [1] * 6 + [5] + [1] * 40], ids=len)
+def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[int]) -> None:
+    """Also where the budget exceeds all that was announced, so that slots run out before it does."""
+    model, (ids, _) = build("llama", layers=LAYERS), make_batch([90], [90])
+    with kvpolicy.attach(model, spec), torch.no_grad():
+        cache, start = PolicyCache(model, new=4), 0
+        for size in sizes:
+            model(ids[:, start : start + size], past_key_values=cache)
+            start += size
+            layer = cache.policy_layers[0]
+            held = layer.store.tokens_by_head().amax(-1)
+            assert bool((held <= layer.budget).all())
+        assert cache.get_seq_length() == start
+        if "@12" not in spec and "squeeze" not in spec:  # whose budgets hold all tokens
+            assert held.tolist() == [start]
+
+
 def test_a_reset_cache_forgets_what_was_announced() -> None:
     model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
     with kvpolicy.attach(model, "h2o:decode=grow@0.5"), torch.no_grad():

@@ -205,6 +205,18 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(forward(model, ids, mask, *step, cache), forward(model, ids, mask, *step, twin))
 
 
+def test_a_crop_of_all_tokens_leaves_what_was_announced() -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT], [PROMPT])
+    with kvpolicy.attach(model, "full"):
+        caches = [PolicyCache(model, prompt=PROMPT, new=50) for _ in range(2)]
+        forward(model, ids, mask, 0, 4, caches[0])
+        caches[0].crop(-4)
+        for cache in caches:
+            forward(model, ids, mask, 0, PROMPT, cache)
+        assert caches[0].nbytes == caches[1].nbytes
+
+
 def test_other_mistakes() -> None:
     model = build("llama")
     ids, mask = make_batch([PROMPT, 7], [PROMPT, 20])

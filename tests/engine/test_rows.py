@@ -83,3 +83,29 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
                     assert torch.equal(limits[0].pins[0], limits[1].pins[row])
             if allocator == "squeeze":
                 assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(words("uniform", selector, budget="8") for selector in SELECTORS),
+        "h2o@0.5",
+        "h2o+kivi:group_size=4:residual_length=4@16",
+        "uniform/even+h2o@8",
+    ],
+)
+@pytest.mark.parametrize("turns", [[16, *[1] * 7, 6, 1], [1] * 20], ids=["chunk", "steps"])
+def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
+    """A row gets its budget before its first token, which comes in a decode step of the others."""
+    lengths, columns = [17, 1], 17
+    model = build("llama")
+    ids, mask = make_batch(lengths, [columns, sum(turns) - columns])
+    with kvpolicy.attach(model, policy):
+        together = PolicyCache(model, prompt=lengths, new=8)
+        logits = talk(model, ids, mask, turns, together)
+        alone = PolicyCache(model, prompt=1, new=8)
+        own = talk(model, ids[1:, 16:], mask[1:, 16:], turns[turns.index(1) if turns[0] > 1 else 16 :], alone)
+    assert (own[0] - logits[1, 16:]).abs().max() < (0.1 if "kivi" in policy else 5e-5)
+    for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
+        assert kept_positions(mine)[0] == kept_positions(ours)[1]
+        assert int(mine.budget) == int(ours.budget[1]) > 0

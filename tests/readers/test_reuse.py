@@ -207,6 +207,28 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
     assert one.store.link.moved == other.store.link.moved
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "h2o+reuse:dense=0:every=2/exact:read=12@0.5",
+        "pyramid+snapkv:window=4+reuse:dense=0:every=2/exact:read=6@0.5",
+        "snapkv:window=4+reuse:dense=0:every=2:full=false/quest:read=6:page=2:dense=0:resort=3@16",
+        "h2o+kivi:group_size=4:residual_length=4+reuse:every=2:dense=0/exact:read=8@0.5",
+    ],
+)
+@pytest.mark.parametrize("short", [4, 10, 13, 20])
+def test_a_short_row_reads_what_it_reads_alone(policy: str, short: int) -> None:
+    """Alone, it may have no more tokens than are read, so that none of its layers follows another one."""
+    model, turns = build("llama", layers=4), [50, *[1] * 6, 4, 1, 1]
+    ids, mask = make_batch([50, short], turns)
+    with kvpolicy.attach(model, policy):
+        together = talk(model, ids, mask, turns, PolicyCache(model, new=sum(turns[1:])))
+        skip = 50 - short
+        cache = PolicyCache(model, new=sum(turns[1:]))
+        alone = talk(model, ids[1:, skip:], mask[1:, skip:], [short, *turns[1:]], cache)
+    assert (alone[0] - together[1, skip:]).abs().max() < (0.05 if "kivi" in policy else 5e-5)
+
+
 @pytest.mark.parametrize("field", [{"every": 1}, {"layers": "2_1"}, {"layers": "2,3"}, {"layers": "1", "dense": 2}])
 def test_what_is_out_of_range_is_refused(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=rf"Reuse\.{next(iter(field))} must"):
