@@ -112,3 +112,11 @@ def test_functions_keep_their_signatures() -> None:
 
 def test_dir_has_public_names_only() -> None:
     assert dir(kvpolicy) == sorted(["__version__", *vars(kvpolicy)["__all__"]])
+
+
+def test_the_name_of_a_bundled_model_is_no_dtype() -> None:
+    wrong: Any = "tiny-4k"
+    with pytest.raises(KVPolicyTypeError, match="dtype must be a torch.dtype, got 'tiny-4k'; try name='tiny-4k'"):
+        kvpolicy.tiny(wrong)
+    with pytest.raises(KVPolicyTypeError, match="got 'bf16'; try torch.bfloat16"):
+        kvpolicy.tiny(dtype="bf16")  # pyright: ignore[reportArgumentType]

@@ -96,6 +96,12 @@ def test_spaces_around_a_whole_policy() -> None:
     assert Policy.parse("tuned : file = plan.json @ 10%") == Policy.parse("tuned:file=plan.json@0.1")
 
 
+@pytest.mark.parametrize("thing", [Policy.parse("snapkv@0.2"), 0.2])
+def test_what_is_no_text_is_told(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"A spec must be a string, got (Policy|float); try Policy\.of"):
+        Policy.parse(thing)
+
+
 @pytest.mark.parametrize("text", ["snap kv@0.2", "snapkv@0.2 0.3", "snapkv kivi@0.2", "snapkv@20%%", "snapkv@200%"])
 def test_other_spaces_and_percents_are_refused(text: str) -> None:
     with pytest.raises(KVPolicyError):

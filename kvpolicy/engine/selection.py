@@ -125,7 +125,7 @@ def finite_priority(priority: Tensor) -> Tensor:
 
 
 def _in_dtypes_of(before: State, state: State) -> State:
-    """A state in the dtypes that were allocated: autocast may compute statistics in half precision."""
+    """A state in the dtypes that were allocated: a statistic may be computed in half precision."""
     dtypes = (t.dtype for t in tensors(before))
     return map_state(lambda t: t.to(next(dtypes)), state)
 

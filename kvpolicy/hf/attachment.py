@@ -131,7 +131,13 @@ def attachment_of(model: nn.Module) -> Attachment:
 
     Raises:
         KVPolicyError: If no policy is attached.
+        KVPolicyTypeError: If it is no model.
     """
+    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise KVPolicyTypeError(
+            f"The model must be a torch.nn.Module with a policy attached, got {type(model).__name__}; try "
+            "kvpolicy.attach(model, policy), then kvpolicy.PolicyCache(model)."
+        )
     found = attachments.get(model)
     if found is None:
         raise KVPolicyError(

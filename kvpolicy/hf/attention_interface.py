@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.host import outside_autocast
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
@@ -111,7 +112,8 @@ def attention_forward(
         out, _ = attend(query, key, value, transform, None, attention_mask, False)
     else:
         layer_idx: Any = module.layer_idx
-        out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
+        with outside_autocast(query.device):
+            out = policy_cache.attend(layer_idx, query, key, value, attention_mask, transform, policy_call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -252,8 +252,8 @@ class PolicyCache(CacheForward):
         `generate` and an uncompiled loop do this by themselves; a loop over `torch.compile(model)` calls it after
         each step. A block that had to be demoted and was not is an error in the next step, never a lost token.
         """
+        self._count_step()
         for layer in self.policy_layers:
-            layer.store.count_step()
             self._ensure_capacity(layer)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
@@ -284,11 +284,7 @@ class PolicyCache(CacheForward):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Pass keys and values to the layer."""
-        if not self.attachment.active:
-            raise KVPolicyError(
-                "The cache's policy must be attached to its model, got a detached one; try to attach a policy, and to "
-                "make a new cache."
-            )
+        self._check_attached()
         self.guard.check_update()
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
@@ -318,7 +314,7 @@ class PolicyCache(CacheForward):
         self._cosines = None if self._cosines is None else fn(torch.tensor(self._cosines)).tolist()
 
     def reset(self) -> None:
-        """Forget everything, so that the cache can be used for another prompt."""
+        """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`."""
         super().reset()
         self.plan = None
         self.prompt = self.new = None

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
-from kvpolicy.engine.host import on_host
+from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
@@ -27,6 +27,7 @@ from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.reporting.logging import log_extended
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class CacheForward(UndoableCache):
@@ -85,7 +86,8 @@ class CacheForward(UndoableCache):
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
     def _ensure_capacity(self, layer: PolicyLayer) -> None:
-        added = layer.store.ensure_capacity()
+        with outside_autocast(layer.store.length.device):
+            added = layer.store.ensure_capacity()
         log_extended(layer.layer_idx, added, layer.store.capacity)
 
     # a forward
@@ -93,6 +95,7 @@ class CacheForward(UndoableCache):
     @on_host
     def begin(self, tokens: Tensor, mask: Tensor | None, position_ids: Tensor | None = None) -> None:
         """Prepare for an eager forward of `tokens` [B, P(, hidden)]; nothing is changed if it is refused."""
+        self._check_attached()
         first = self.policy_layers[0]
         new = tokens.shape[1]
         one_token = new == 1 and first.is_initialized and first.pending is None
@@ -127,6 +130,13 @@ class CacheForward(UndoableCache):
             first.transcript = transcript
         self._first = seen == 0 if starts else None
         self._valid = valid if self.wants_metrics or self.wants_massive else None
+
+    def _check_attached(self) -> None:
+        if not self.attachment.active:
+            raise KVPolicyError(
+                "The cache's policy must be attached to its model, got a detached one; try to attach a policy, and to "
+                "make a new cache."
+            )
 
     def attend(
         self,
@@ -205,8 +215,13 @@ class CacheForward(UndoableCache):
         self._tokens = self._valid = self._first = self._rope_offset = None
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
-        for layer in self.policy_layers if self._one_token else ():
-            layer.store.count_step()
+        if self._one_token:
+            self._count_step()
+
+    def _count_step(self) -> None:
+        for layer in self.policy_layers:
+            with outside_autocast(layer.store.length.device):
+                layer.store.count_step()
 
     def compress_waiting(self) -> None:
         """Divide the budget, and compress every layer whose prompt waits for it."""
@@ -219,7 +234,8 @@ class CacheForward(UndoableCache):
             facts = self._prompt_facts(layer)
             if massive is not None:
                 facts["massive"] = massive
-            layer.store.compress(pending, self._row_budget(layer), **facts)
+            with outside_autocast(pending.keys.device):
+                layer.store.compress(pending, self._row_budget(layer), **facts)
 
     @property
     def _is_complete(self) -> bool:

@@ -34,6 +34,7 @@ def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> 
 
     Raises:
         KVPolicyError: If there is no bundled model of that name.
+        KVPolicyTypeError: If `dtype` is none, such as a name.
 
     Examples:
         >>> model, tokenizer = tiny()
@@ -42,6 +43,9 @@ def tiny(dtype: torch.dtype = torch.float32, *, name: EmbeddedName = "tiny") -> 
         >>> tiny(name="tiny-4k")[0].config.max_position_embeddings
         4736
     """
+    if not isinstance(dtype, torch.dtype):  # pyright: ignore[reportUnnecessaryIsInstance]
+        hint = f"name={dtype!r}" if dtype in EMBEDDED else "torch.bfloat16"
+        raise KVPolicyTypeError(f"dtype must be a torch.dtype, got {dtype!r}; try {hint}.")
     if name not in EMBEDDED:
         raise KVPolicyError(f"The bundled model must be one of {', '.join(EMBEDDED)}, got {name}; try {EMBEDDED[0]}.")
     try:

@@ -117,6 +117,8 @@ def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> Mode
     wanted = dtype or getattr(text, "dtype", None) or getattr(config, "dtype", None) or torch.get_default_dtype()
     if isinstance(wanted, str):
         wanted = getattr(torch, wanted)
+    if not wanted.is_floating_point:
+        raise KVPolicyError(f"dtype must be one of floating-point numbers, got {wanted}; try torch.bfloat16.")
     sizes = {index: _size(layer) for index, layer in enumerate(_layer_configs(text))}
     kept = {sizes[index] for index in evictable}
     values: int | None = getattr(text, "v_head_dim", None)

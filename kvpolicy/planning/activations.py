@@ -221,8 +221,16 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece) -> int:
         # A regression copies the attention of a window in fp64.
         chosen += 32 * scores * min(policy.merger.needs.window_queries, piece.columns)
     # Tokens that are encoded pass through fp32 a few times.
-    placed = joined + vectors + candidates * 64 + piece.batch * prefill.coded * shape.heads * shape.head_dim * 40
+    encoded = piece.batch * _encoded(prefill, policy, piece) * shape.heads * shape.head_dim * 40
+    placed = joined + vectors + candidates * 64 + encoded
     return max(attended, scored, chosen, placed)
+
+
+def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:
+    """The most tokens of a row that are encoded at once: of a later chunk, those that make room for its tokens."""
+    if not piece.past or policy.codec.traits.recode_all:
+        return prefill.coded
+    return min(prefill.coded, prefill.slots - prefill.coded + piece.columns)
 
 
 def _sliding(prefill: Prefill, piece: Piece) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from kvpolicy.planning.activations import Prefill
 from kvpolicy.planning.tokens import largest
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
+from kvpolicy.spec.budget import bytes_of
 from kvpolicy.spec.tables import (
     Cells,
     byte_cells,
@@ -24,6 +25,7 @@ from kvpolicy.spec.tables import (
     size_summary,
 )
 from kvpolicy.spec.text_tables import text_layer_table
+from kvpolicy.spec.validation import check_size
 
 NOT_MEASURED = (
     "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "
@@ -132,20 +134,27 @@ class CachePlan:
                 kinds[kind] = kinds.get(kind, 0) + size
         return kinds | ({"unmanaged": sum(self.unmanaged.values())} if self.unmanaged else {})
 
-    def largest_batch(self, memory: int) -> int:
-        """The most rows like these that fit into `memory` bytes of a rank, while their prompts are prefilled and after.
+    def largest_batch(self, memory: int | str) -> int:
+        """The most rows like these that fit into the memory of a rank, while their prompts are prefilled and after.
 
-        If the plan has counted weights, they and the calibration tensors are subtracted from `memory` first. With a
-        budget in bytes, every row is assumed to take as much as a row of this plan.
+        If the plan has counted weights (`plan(..., backend="hf")`), they and the calibration tensors are subtracted
+        from the memory first. With a budget in bytes, every row is assumed to take as much as a row of this plan.
+
+        Args:
+            memory: Bytes, as a number or as a text such as `24GiB`.
+
+        Raises:
+            KVPolicyError: If it is not an amount of bytes.
         """
         return self._rows(memory, self._needed, self.nbytes)
 
-    def full_largest_batch(self, memory: int) -> int:
+    def full_largest_batch(self, memory: int | str) -> int:
         """The most such rows with the stock cache, which keeps every token."""
         return self._rows(memory, self._full_needed, self.full_nbytes)
 
-    def _rows(self, memory: int, needed: Callable[..., int], nbytes: int) -> int:
-        most = max(memory, 0) * self.batch // max(nbytes, 1)
+    def _rows(self, memory: int | str, needed: Callable[..., int], nbytes: int) -> int:
+        memory = bytes_of(memory) if isinstance(memory, str) else check_size("memory", memory, 0)
+        most = memory * self.batch // max(nbytes, 1)
         return largest(lambda rows: max(needed(rows, prefill=True), needed(rows, prefill=False)) <= memory, 0, most)
 
     def _needed(self, rows: int, *, prefill: bool) -> int:

@@ -94,6 +94,7 @@ class Policy:
 
         Raises:
             KVPolicyError: If the text is not a valid spec.
+            KVPolicyTypeError: If it is no text.
 
         Examples:
             >>> str(Policy.parse("pyramid:beta=20+kivi:bits=4@1.0"))
@@ -101,6 +102,10 @@ class Policy:
             >>> Policy.parse("full") == Policy()
             True
         """
+        if text is not None and not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise KVPolicyTypeError(
+                f"A spec must be a string, got {type(text).__name__}; try Policy.of, which takes policies too."
+            )
         if text is None or text.strip() in _IDENTITY:
             return cls()
         whole = whole_policy(grammar.first_name(text))

@@ -160,7 +160,8 @@ def each_row(prompt: int | Sequence[int], batch: int) -> list[int]:
         >>> each_row(7, 2), each_row([3, 4], 2)
         ([7, 7], [3, 4])
     """
-    lengths: list[int] = list(prompt) if isinstance(prompt, Sequence) else [prompt] * batch
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    lengths: list[int] = list(prompt) if several else [prompt] * batch  # pyright: ignore
     if len(lengths) != batch:
         raise KVPolicyError(f"prompt must be one length or one per row, got {len(lengths)} lengths for {batch} rows.")
     return [check_size("prompt", length, 0) for length in lengths]

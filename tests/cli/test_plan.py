@@ -86,6 +86,8 @@ def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.Capture
     assert found["largest_batch"]["policy"] == 0
     text = " ".join(output(line, capsys).split())
     assert "No row fits in 24 GiB while its prompt is prefilled; with --chunk 16384, the peak is 20.1 GiB." in text
+    text = " ".join(output(f"{line} --chunk 127k", capsys).split())
+    assert "while its prompt is prefilled; with --chunk 16384, the peak is 20.1 GiB." in text
     chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
     assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24 * 2**30
 

@@ -170,13 +170,19 @@ def test_a_cache_outlives_its_policy_only_as_an_error() -> None:
     with pytest.raises(ValueError, match="detached"):
         model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
     again = "must be attached to its model, got a detached one"  # attaching alone does not bring it back
-    with kvpolicy.attach(model, "window"), pytest.raises(ValueError, match=again):
-        model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
+    with kvpolicy.attach(model, "window"):
+        for _ in range(2):  # which a refusal does not change
+            with pytest.raises(ValueError, match=again):
+                model(torch.ones(2, 1, dtype=torch.int64), past_key_values=cache)
 
 
 def test_a_cache_needs_an_attached_model() -> None:
     with pytest.raises(ValueError, match="must have a policy attached"):
         PolicyCache(build("llama"))
+    wrong: Any
+    for wrong in (build("llama").config, "llama", None):
+        with pytest.raises(TypeError, match=r"must be a torch.nn.Module .*, got \w+; try kvpolicy.attach"):
+            PolicyCache(wrong)
 
 
 def test_a_cache_of_another_model_is_refused() -> None:

@@ -118,6 +118,20 @@ def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[in
             assert held.tolist() == [start]
 
 
+@pytest.mark.parametrize("given", [9, 28])
+def test_generate_wants_the_whole_conversation(given: int) -> None:
+    """Of fewer tokens than the cache has seen, transformers would run none, or those behind some offset."""
+    model, (ids, mask) = build("llama", layers=LAYERS), make_batch([24], [24, 10])
+    with kvpolicy.attach(model, "h2o@0.5"):
+        cache = PolicyCache(model)
+        model.generate(ids[:, :24], past_key_values=cache, do_sample=False, max_new_tokens=5, min_new_tokens=5)
+        before = cache.nbytes, cache.get_seq_length()
+        with pytest.raises(kvpolicy.KVPolicyError, match=rf"the cache has seen 28 tokens, got .* of {given}; try"):
+            model.generate(ids[:, :given], attention_mask=mask[:, :given], past_key_values=cache, max_new_tokens=5)
+        assert (cache.nbytes, cache.get_seq_length()) == before
+        assert model.generate(ids, past_key_values=cache, max_new_tokens=5, min_new_tokens=5).shape == (1, 39)
+
+
 def test_a_reset_cache_forgets_what_was_announced() -> None:
     model, (ids, _) = build("llama", layers=LAYERS), make_batch([24], [24])
     with kvpolicy.attach(model, "h2o:decode=grow@0.5"), torch.no_grad():

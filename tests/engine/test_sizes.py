@@ -27,6 +27,8 @@ CONFIG = LlamaConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2,
         ({"batch": 0}, ValueError, "batch must be .*, got 0"),
         ({"new": -1}, ValueError, "new must be .*, got -1"),
         ({"tp": 0}, ValueError, "tp must be .*, got 0"),
+        ({"prompt": "128k"}, TypeError, "prompt must be an integer, got '128k'"),
+        ({"dtype": torch.int8}, ValueError, "dtype must be one of floating-point numbers, got torch.int8; try"),
     ],
 )
 def test_plan(policy: str, sizes: dict[str, Any], error: type[Exception], named: str) -> None:

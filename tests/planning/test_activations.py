@@ -56,7 +56,7 @@ def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch:
 
 
 WHOLE = ["window", "h2o", "snapkv", "scissorhands", "expected", "kvzip", "squeeze+snapkv", "snapkv+regress"]
-CHUNKED = ["full", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
+CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ CHUNKED = ["full", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
 )
 def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
     model = llama()
-    spec = policy if policy == "full" else f"{policy}@0.2"
+    spec = policy if policy in ("full", "tokenwise") else f"{policy}@0.2"
     measured = alive(model, spec, 768, chunk)
     plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, chunk=chunk)
     tiles = TILES if "regress" in policy else 0

@@ -128,7 +128,7 @@ def test_a_cache_is_used_again(policy: str) -> None:
         cache.reset()
         cache.reset()
         again = talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], cache)
-        fresh = PolicyCache(model, new=NEW)
+        fresh = PolicyCache(model)
         assert torch.equal(talk(model, *make_batch([20, 9, 3], [20, *TURNS[1:]]), [20, *TURNS[1:]], fresh), again)
 
 

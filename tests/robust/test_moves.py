@@ -131,3 +131,26 @@ def test_autocast(policy: str) -> None:
         assert {layer.keys.dtype for layer in cache.policy_layers if layer.keys is not None} == {torch.bfloat16}
         with refused("autocast"), torch.no_grad():
             model(prompt(1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "full+quest:read=8:page=2:dense=0",
+        "full+labels:read=8:dense=0",
+        "uniform/even+h2o+turboquant:bits=4@0.5",
+        "uniform/adakv+snapkv:window=4+tokenwise:bits=4@0.5",
+        "squeeze+h2o+gear:group_size=4:residual_length=4@0.5",
+        "expected:sinks=2@0.5",
+    ],
+)
+def test_a_policy_computes_outside_autocast(policy: str, dtype: torch.dtype) -> None:
+    """As for a model in this dtype: its parts are written for the dtypes of their tensors."""
+    model = build("llama")
+    with kvpolicy.attach(model, policy), torch.no_grad():
+        plain, _ = converse(model, [26, 17])
+        with torch.autocast("cpu", dtype):
+            got, cache = converse(model, [26, 17])
+        assert torch.isfinite(got).all() and cache.plan is not None and cache.nbytes == cache.plan.nbytes
+        assert (got - plain)[0, :26].abs().max() < 0.2 * plain.abs().max()

@@ -81,7 +81,7 @@ def plan(
     if json:
         print(as_json("plan", facts))
         return
-    print(render(facts, full, None if chunk else lambda tried: figures(plan_for(tried), capacity)))
+    print(render(facts, full, lambda tried: figures(plan_for(tried), capacity)))
 
 
 def parse_memory(text: str) -> int:
@@ -146,13 +146,13 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
     }
 
 
-def render(facts: dict[str, Any], full: int, with_chunk: Callable[[int], dict[str, Any]] | None = None) -> str:
+def render(facts: dict[str, Any], full: int, with_chunk: Callable[[int], dict[str, Any]]) -> str:
     """Format a plan as text.
 
     Args:
         facts: The output of `plan --json`.
         full: Bytes of the full cache of one layer.
-        with_chunk: The figures of the same plan with a prompt in chunks; None if it is in chunks already.
+        with_chunk: The figures of the same plan with a prompt in chunks of another size.
     """
     ranks = f"on each of {facts['tp']} ranks ({facts['backend']})" if facts["tp"] > 1 else "on one rank"
     head = [
@@ -173,7 +173,7 @@ def _in_chunks(facts: dict[str, Any]) -> str:
     return f", prefilled {facts['chunk']:,} tokens at a time" if facts["chunk"] else ""
 
 
-def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]] | None) -> str:
+def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]]) -> str:
     """Say why not one row fits, and what would help."""
     memory = facts["memory"]
     weights = facts["weights"]["total"]
@@ -186,8 +186,9 @@ def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]]
         why = f"the weights take {size(weights)}, and the cache of a row {size(cache)}; try a smaller budget."
         return f"No row fits in {size(memory)}: {why}"
     text = f"No row fits in {size(memory)} while its prompt is prefilled"
-    for chunk in CHUNKS if with_chunk else ():
-        found = with_chunk(chunk) if with_chunk and chunk < facts["prompt"] else None
+    longest = min(facts["prompt"], facts["chunk"] or facts["prompt"])
+    for chunk in CHUNKS:
+        found = with_chunk(chunk) if chunk < longest else None
         if found and found["largest_batch"]["policy"]:
             peak = size(found["peak"]["prefill"]["policy"])
             return f"{text}; with --chunk {chunk}, the peak is {peak}. Chunks may keep other tokens."
