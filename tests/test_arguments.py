@@ -116,7 +116,7 @@ def test_dir_has_public_names_only() -> None:
 
 def test_the_name_of_a_bundled_model_is_no_dtype() -> None:
     wrong: Any = "tiny-4k"
-    with pytest.raises(KVPolicyTypeError, match="dtype must be a torch.dtype, got 'tiny-4k'; try name='tiny-4k'"):
+    with pytest.raises(KVPolicyTypeError, match=r"dtype must be a torch\.dtype, got 'tiny-4k'; try name='tiny-4k'"):
         kvpolicy.tiny(wrong)
-    with pytest.raises(KVPolicyTypeError, match="got 'bf16'; try torch.bfloat16"):
+    with pytest.raises(KVPolicyTypeError, match=r"got 'bf16'; try torch\.bfloat16"):
         kvpolicy.tiny(dtype="bf16")  # pyright: ignore[reportArgumentType]

@@ -27,7 +27,6 @@ from kvpolicy.reporting import rich_repr
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import expected, longest
 
 

@@ -65,14 +65,15 @@ class ExpectedAttention:
 
     Source:
         Expected Attention (arXiv:2510.00636) and kvpress (ExpectedAttentionPress). Differences: the published results
-        divide budgets over heads, which is `uniform/adakv+expected:decode=grow:moments=prompt` here; the newest token is always kept;
-        moments leave out padding, and each row has its own length; queries are those that attention takes, with their
-        rotation undone (kvpress computes them again from the hidden states); the length of a row counts from its first
-        token in each chunk and while generating (kvpress' wrappers take the length of a chunk or buffer); moments go on
-        with later prompts and generated tokens (kvpress forgets them: `moments=prompt`), in decode all tokens are scored every 512 tokens or half the budget,
-        and one token is evicted for each generated one (kvpress lets the cache grow between); scores are compared as
-        logarithms, so that small ones do not become ties at 0; a cap of the scores (Gemma 2) is left out. With a codec,
-        keys and values that are coded are scored as attention reads them.
+        divide budgets over heads, which is `uniform/adakv+expected:decode=grow:moments=prompt` here; the newest token
+        is always kept; moments leave out padding, and each row has its own length; queries are those that attention
+        takes, with their rotation undone (kvpress computes them again from the hidden states); the length of a row
+        counts from its first token in each chunk and while generating (kvpress' wrappers take the length of a chunk or
+        buffer); moments go on with later prompts and generated tokens (kvpress forgets them: `moments=prompt`), in
+        decode all tokens are scored every 512 tokens or half the budget, and one token is evicted for each generated
+        one (kvpress lets the cache grow between); scores are compared as logarithms, so that small ones do not become
+        ties at 0; a cap of the scores (Gemma 2) is left out. With a codec, keys and values that are coded are scored as
+        attention reads them.
     """
 
     sinks: int = 4

@@ -148,7 +148,7 @@ def test_moments_of_the_newest_prompt_alone(policy: str) -> None:
 
 
 def test_moments_are_only_forgotten_if_no_token_is_scored_while_decoding() -> None:
-    with pytest.raises(KVPolicyError, match="must be 'grow' with moments='prompt', got 'evict'.* try decode='grow'"):
+    with pytest.raises(KVPolicyError, match=r"must be 'grow' with moments='prompt', got 'evict'.* try decode='grow'"):
         ExpectedAttention(moments="prompt")
     assert ExpectedAttention(moments="prompt", decode="grow").needs.rerank_every == 0
 
