@@ -275,7 +275,11 @@ class PolicyCache(CacheForward):
         They are compressed, which makes the slots of all that was announced, within the budget. Slots that are made
         before would be in addition to it.
         """
-        return self.is_initialized and prompt is not None and bool((prompt - self.policy_layers[0].length > 1).any())
+        if not self.is_initialized or prompt is None:
+            return False
+        seen = self.policy_layers[0].length.cpu()
+        # Another number of rows is refused by the forward, or beams are about to repeat the rows.
+        return prompt.shape in ((), seen.shape) and bool((prompt - seen > 1).any())
 
     # the interface of transformers
 

@@ -102,11 +102,7 @@ class Policy:
             >>> Policy.parse("full") == Policy()
             True
         """
-        if text is not None and not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise KVPolicyTypeError(
-                f"A spec must be a string, got {type(text).__name__}; try Policy.of, which takes policies too."
-            )
-        if text is None or text.strip() in _IDENTITY:
+        if text is None or grammar.check_text(text).strip() in _IDENTITY:
             return cls()
         whole = whole_policy(grammar.first_name(text))
         if whole is not None:

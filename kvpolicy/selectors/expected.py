@@ -51,8 +51,8 @@ class ExpectedAttention:
         every: After how many generated tokens all tokens are scored again; at most half the budget. Until then
             generated tokens rank above all others.
         decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
-        moments: Which queries the moments are of: `all` so far, or those of the newest `prompt`, after which they are
-            released. Generated tokens are then kept, with `decode=grow`.
+        moments: Which queries the moments are of: `all` so far, or those of the newest `prompt` or chunk, after which
+            they are released. Generated tokens are then kept, with `decode=grow`.
 
     Raises:
         KVPolicyError: If `sinks` or `epsilon` is below 0, or `horizon` or `every` below 1, or if `moments=prompt` comes

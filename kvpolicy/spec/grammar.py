@@ -31,7 +31,7 @@ from urllib.parse import quote, unquote
 from kvpolicy.registry import Kind, kinds, lookup, name_of, names, suggest
 from kvpolicy.spec.arguments import suggest_option
 from kvpolicy.spec.budget import Budget, format_budget, parse_budget
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
 
 _MAX_TERMS = 8  # of one part: bounds the recursion for hostile input
@@ -81,6 +81,18 @@ def parse(text: str) -> tuple[dict[Kind, Any], Budget | None]:
             )
         parts[kind] = strategy
     return parts, parse_budget(amount) if at else None
+
+
+def check_text(text: object) -> str:
+    """The text of a spec.
+
+    Raises:
+        KVPolicyTypeError: If it is no text.
+    """
+    if not isinstance(text, str):
+        got = type(text).__name__
+        raise KVPolicyTypeError(f"A spec must be a string, got {got}; try Policy.of, which takes policies too.")
+    return text
 
 
 def without_spaces(text: str) -> str:
