@@ -85,16 +85,17 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
                 assert torch.allclose(together.cosines()[row], alone.cosines()[0], atol=1e-6)
 
 
+CHUNK_AND_STEP, ONLY_STEPS = [16, *[1] * 7, 6, 1], [1] * 20
+OTHERS = ["h2o@0.5", "h2o+kivi:group_size=4:residual_length=4@16", "uniform/even+h2o@8"]
+
+
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "turns"),
     [
-        *(words("uniform", selector, budget="8") for selector in SELECTORS),
-        "h2o@0.5",
-        "h2o+kivi:group_size=4:residual_length=4@16",
-        "uniform/even+h2o@8",
+        *((words("uniform", selector, budget="8"), CHUNK_AND_STEP) for selector in SELECTORS),
+        *((policy, turns) for policy in OTHERS for turns in (CHUNK_AND_STEP, ONLY_STEPS)),
     ],
 )
-@pytest.mark.parametrize("turns", [[16, *[1] * 7, 6, 1], [1] * 20], ids=["chunk", "steps"])
 def test_rows_that_begin_in_a_step(policy: str, turns: list[int]) -> None:
     """A row gets its budget before its first token, which comes in a decode step of the others."""
     lengths, columns = [17, 1], 17

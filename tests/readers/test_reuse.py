@@ -216,7 +216,7 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
         "h2o+kivi:group_size=4:residual_length=4+reuse:every=2:dense=0/exact:read=8@0.5",
     ],
 )
-@pytest.mark.parametrize("short", [4, 10, 13, 20])
+@pytest.mark.parametrize("short", [4, 13])
 def test_a_short_row_reads_what_it_reads_alone(policy: str, short: int) -> None:
     """Alone, it may have no more tokens than are read, so that none of its layers follows another one."""
     model, turns = build("llama", layers=4), [50, *[1] * 6, 4, 1, 1]
