@@ -25,7 +25,7 @@ from kvpolicy.spec.tables import (
     size_summary,
 )
 from kvpolicy.spec.text_tables import text_layer_table
-from kvpolicy.spec.validation import check_size
+from kvpolicy.spec.validation import MAX_BYTES, check_size
 
 NOT_MEASURED = (
     "layers are shown with equal budgets, since the allocator measures them in the prompt; a row's tokens add up to "
@@ -153,7 +153,7 @@ class CachePlan:
         return self._rows(memory, self._full_needed, self.full_nbytes)
 
     def _rows(self, memory: int | str, needed: Callable[..., int], nbytes: int) -> int:
-        memory = bytes_of(memory) if isinstance(memory, str) else check_size("memory", memory, 0)
+        memory = bytes_of(memory) if isinstance(memory, str) else check_size("memory", memory, 0, MAX_BYTES)
         most = memory * self.batch // max(nbytes, 1)
         return largest(lambda rows: max(needed(rows, prefill=True), needed(rows, prefill=False)) <= memory, 0, most)
 

@@ -22,6 +22,9 @@ MAX_FIELD = 2**31
 MAX_SIZE = 2**40
 """The largest number of tokens, rows or ranks; larger ones would overflow when multiplied by the bytes of a layer."""
 
+MAX_BYTES = 2**60
+"""The most memory of a rank."""
+
 
 AutoInt = int | Literal["auto"]
 """A number of tokens, or `auto` for a number that depends on the budget."""
@@ -105,13 +108,14 @@ def _normalized(annotation: str, value: Any, name: str) -> Any:
     return kind.convert(value)
 
 
-def check_size(name: str, size: object, least: int) -> int:
+def check_size(name: str, size: object, least: int, most: int = MAX_SIZE) -> int:
     """A number of tokens, rows or ranks as a plain int.
 
     Args:
         name: The name of the argument, for the message.
         size: The argument.
         least: The smallest value allowed.
+        most: The largest, a power of two.
 
     Raises:
         KVPolicyTypeError: If it is not an integer.
@@ -124,8 +128,8 @@ def check_size(name: str, size: object, least: int) -> int:
     if isinstance(size, bool) or not isinstance(size, Integral):
         raise KVPolicyTypeError(f"{name} must be an integer, got {size!r}; try {max(least, 1)}.")
     number = int(size)
-    if not least <= number <= MAX_SIZE:
-        raise KVPolicyError(f"{name} must be between {least} and 2^40, got {number}.")
+    if not least <= number <= most:
+        raise KVPolicyError(f"{name} must be between {least} and 2^{most.bit_length() - 1}, got {number}.")
     return number
 
 

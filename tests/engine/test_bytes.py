@@ -178,6 +178,7 @@ def test_largest_batch() -> None:
     assert plan.largest_batch(plan.prefill_nbytes) == 10
     assert plan.largest_batch(plan.prefill_nbytes - 1) == 9
     assert plan.largest_batch("1GiB") == plan.largest_batch(2**30) > 10
+    assert plan.largest_batch("2TiB") == plan.largest_batch(2**41) > plan.largest_batch("1TiB")
     wrong: Any
     for wrong, named in ((24e9, "must be an integer"), ("24", "must be"), (-1, "must be between 0"), (None, "must be")):
         with pytest.raises(kvpolicy.KVPolicyError, match=named):
