@@ -47,9 +47,7 @@ class LayerRollback(LayerSlots):
         digest = None
         while log.before is not None and accepted < log.first:
             assert log.below is not None
-            # A log knows the digests before its steps: the one behind the last step of a log is in the next one.
-            before = log.digest(0)
-            digest = digest if before is None else before
+            digest = log.digest(0, digest)
             self._restore(log.before)
             log = log.below
         keep = accepted - log.start
@@ -57,8 +55,7 @@ class LayerRollback(LayerSlots):
             # An index depends on what the slots hold alone, so that it is computed again and not kept.
             self._refresh_slots(slots, None)
         self._set_counters(log.counters[min(accepted, len(log.counters) - 1)])
-        before = log.digest(keep)
-        return digest if before is None else before
+        return log.digest(keep, digest)
 
     def note_counters(self) -> None:
         """Note the counters of the host after a step, or at a mark."""

@@ -184,9 +184,13 @@ class UndoLog:
                 tensor.copy_(steps[keep])
         return [self._written[-1].slots[step] for step in undone]
 
-    def digest(self, keep: int) -> Tensor | None:
-        """The digest of the mask after the first `keep` steps of this log; None if it is the newest one."""
-        return None if self._digests is None or keep >= int(self.step) else self._digests[keep]
+    def digest(self, keep: int, later: Tensor | None) -> Tensor | None:
+        """The digest of the mask after the first `keep` steps of this log; `later` if these are all its steps.
+
+        A log has the digests before its steps, so that the one after its last step is the first of the next log, or
+        the newest one.
+        """
+        return later if self._digests is None or keep >= int(self.step) else self._digests[keep]
 
 
 def _steps_of(most: int, tensor: Tensor) -> Tensor:

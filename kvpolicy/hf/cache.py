@@ -24,7 +24,6 @@ from kvpolicy.hf.saved_cache import describe_cache, load_cache
 from kvpolicy.planning.memory import resident_bytes
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr
-from kvpolicy.reporting.logging import log_extended
 from kvpolicy.reporting.report import Report, make_report
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import expected, longest
@@ -253,7 +252,7 @@ class PolicyCache(CacheForward):
         """
         self._count_step()
         for layer in self.policy_layers:
-            self._ensure_capacity(layer)
+            self._make_room(layer)
 
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Announce a prompt and `new` more tokens: a growing cache makes room for them at once."""
@@ -262,14 +261,13 @@ class PolicyCache(CacheForward):
         self.prompt = longest(self.prompt, prompt)
         # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
         self._end = None
-        if self._continues(prompt):
+        if self._prompt_follows(prompt):
             return
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.grows:
-                added = layer.store.reserve(new)
-                log_extended(layer.layer_idx, added, layer.store.capacity)
+                self._make_room(layer, new)
 
-    def _continues(self, prompt: Tensor | None) -> bool:
+    def _prompt_follows(self, prompt: Tensor | None) -> bool:
         """Whether the cache has seen a part of a prompt, and several tokens follow.
 
         They are compressed, which makes the slots of all that was announced, within the budget. Slots that are made

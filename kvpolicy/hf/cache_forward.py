@@ -85,9 +85,10 @@ class CacheForward(UndoableCache):
         """Announce a prompt."""
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
-    def _ensure_capacity(self, layer: PolicyLayer) -> None:
+    def _make_room(self, layer: PolicyLayer, new: int | None = None) -> None:
+        """Add slots to a layer, if it needs them: for the next step, or for `new` tokens."""
         with outside_autocast(layer.store.length.device):
-            added = layer.store.ensure_capacity()
+            added = layer.store.ensure_capacity() if new is None else layer.store.reserve(new)
         log_extended(layer.layer_idx, added, layer.store.capacity)
 
     # a forward
@@ -125,7 +126,7 @@ class CacheForward(UndoableCache):
             if layer.is_initialized and layer.store.is_inference and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
             if one_token:
-                self._ensure_capacity(layer)
+                self._make_room(layer)
         if transcript is not None:
             first.transcript = transcript
         self._first = seen == 0 if starts else None

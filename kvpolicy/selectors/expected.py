@@ -126,10 +126,10 @@ class ExpectedAttention:
         """Add the queries of a prompt, and score every candidate."""
         assert seen.moments is not None
         moments = seen.moments
-        if self.moments == "prompt":
-            return self._scored(state, moments, seen, view)
-        moments = QueryMoments(*(before + new for before, new in zip(_moments(state), moments, strict=True)))
-        return self._scored(state._replace(**moments._asdict()), moments, seen, view)
+        if self.moments == "all":
+            moments = QueryMoments(*(before + new for before, new in zip(_moments(state), moments, strict=True)))
+            state = state._replace(**moments._asdict())
+        return self._scored(state, moments, seen, view)
 
     def rerank(self, state: Expectation, seen: Seen, view: View) -> State:
         """Score every token by the queries so far."""

@@ -187,9 +187,9 @@ def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]]
         return f"No row fits in {size(memory)}: {why}"
     text = f"No row fits in {size(memory)} while its prompt is prefilled"
     longest = min(facts["prompt"], facts["chunk"] or facts["prompt"])
-    for chunk in CHUNKS:
-        found = with_chunk(chunk) if chunk < longest else None
-        if found and found["largest_batch"]["policy"]:
+    for chunk in filter(lambda size: size < longest, CHUNKS):
+        found = with_chunk(chunk)
+        if found["largest_batch"]["policy"]:
             peak = size(found["peak"]["prefill"]["policy"])
             return f"{text}; with --chunk {chunk}, the peak is {peak}. Chunks may keep other tokens."
     return f"{text}, in any chunks; use a shorter prompt, more ranks (--tp) or more memory."
