@@ -30,7 +30,7 @@ def divide_pages(wished: Tensor, least: Tensor, request: HeadRequest) -> Tensor:
     heads = wished.shape[1]
     total = request.pages.cpu()
     # An equal share is always possible, and no selector protects more than that.
-    floor = torch.minimum(-(-least // request.size).clamp_min(1).cpu(), total // heads)
+    floor = torch.minimum((-(-least // request.size)).clamp_min(1).cpu(), total // heads)
     ceiling = torch.maximum(request.most.cpu(), -(-total // heads))
     wished = wished.cpu()
     target = wished * (total / wished.sum(-1).clamp_min(1))[:, None]

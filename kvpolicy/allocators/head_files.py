@@ -274,7 +274,7 @@ def _count(content: dict[str, Any], name: str, least: int, path: str) -> int | N
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
         raise KVPolicyError(
-            f"The head file {path!r} must have an integer of at least {least} as its {name}, got {_shown(value)}; "
+            f"The head file {path!r} must have an integer from {least} to 2^31 - 1 as its {name}, got {_shown(value)}; "
             f"{_REMEDY}."
         )
     return value

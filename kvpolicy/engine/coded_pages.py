@@ -31,7 +31,7 @@ from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.state import join_states, map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
-from kvpolicy.protocols import SINGLE_RANK, Codec, DecodeMode, HeadAllocator, Ranks, Selector, State, View
+from kvpolicy.protocols import SINGLE_RANK, Codec, DecodeMode, HeadAllocator, Layout, Ranks, Selector, State, View
 
 
 class CodedPagedStore(PagedStore):
@@ -122,8 +122,9 @@ class CodedPagedStore(PagedStore):
         codes = (alloc_codes(self.codec, batch, heads, coded, size, dim, nowhere),)
         return super().empty_parts() | {"keys": buffer, "values": buffer, "codes": codes}
 
-    def _set_layout(self) -> None:
-        self.layout = paged_layout(self.keys.shape[2], self._body_owner.shape[1], self.positions.shape[-1], self.heads)
+    def find_layout(self) -> Layout:
+        """The slots of an average head, and those of its buffer."""
+        return paged_layout(self.keys.shape[2], self._body_owner.shape[1], self.positions.shape[-1], self.heads)
 
     # reading and writing
 
@@ -174,6 +175,7 @@ class CodedPagedStore(PagedStore):
     def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, None]:
         """A slot of the buffer for each head's new token, [B, H, 1], after an eviction in heads that are full."""
         size = self.positions.shape[-1]
+        self._require_pages(owned_by(self._body_owner, self.heads), valid)
         held = self.tokens_by_head()
         full = held >= self._pages_by_head() * size  # [B, H]
         if valid is not None:

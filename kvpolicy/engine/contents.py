@@ -287,6 +287,10 @@ class LayerContents:
             "codes": tuple(stage.alloc(batch, heads, size, dim, nowhere) for stage, size in sizes),
         }
 
+    def find_layout(self) -> Layout:
+        """The layout, from the tensors where they determine it."""
+        return self.layout
+
     def numbers(self) -> dict[str, Any]:
         """What the layer keeps on the host, as JSON can hold it; infinity is None."""
         return {

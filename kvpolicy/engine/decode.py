@@ -12,6 +12,7 @@ from kvpolicy.engine.state import map_state, select_rows, tensors
 from kvpolicy.protocols import Seen, Selector, State, View
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
+NO_PAGE = "a head has no page for its new token: its head allocator must give every head at least 1"
 NO_ROOM = "the cache has no room left: call cache.tick() between steps"
 
 

@@ -7,6 +7,7 @@ exactly. What the token's hidden state took from the text before the edit stays 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore
@@ -49,14 +50,24 @@ def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
     positions = store.positions
     if by < 0:
         positions.masked_fill_((positions >= start + by) & (positions < start), -1)
-    moves = positions >= start
     # In full precision only: codes are of unrotated keys, which say nothing of positions.
-    exact = slice(store.keys.shape[-2])
-    here = positions[..., exact].clamp_min(max(0, -by))  # an empty slot is at any position
+    at = _key_positions(store)
+    here = at.clamp_min(max(0, -by))  # an empty slot is at any position
     rotated = rope.rotate(rope.unrotate(store.keys, here), here + by).to(store.keys.dtype)
-    store.keys.copy_(torch.where(moves[..., exact, None], rotated, store.keys))
-    positions.add_(by * moves)
+    store.keys.copy_(torch.where((at >= start)[..., None], rotated, store.keys))
+    positions.add_(by * (positions >= start))
     if store.limits is not None:
         pins = store.limits.pins
         pins.add_(by * (pins >= start))
     store.note_move(by)
+
+
+def _key_positions(store: LayerStore) -> Tensor:
+    """The position that each key of the full-precision buffer is rotated to, [B, H, E], -1 for an empty slot."""
+    positions = store.positions[..., : store.keys.shape[-2]]
+    if not store.reserved or store.limits is None:
+        return positions
+    # Codes refer to the key of a dictionary slot even after its own token was evicted.
+    pins = store.limits.pins
+    first = torch.where(pins >= 0, pins, positions[..., : store.reserved])
+    return torch.cat([first, positions[..., store.reserved :]], -1)

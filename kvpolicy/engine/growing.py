@@ -45,6 +45,10 @@ class LayerGrowth(LayerReading):
             room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
         return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)
 
+    def has_room(self) -> bool:
+        """Whether the steps that are counted as free fit indeed."""
+        return self._free_steps <= self._count_free_steps()
+
     def note_move(self, by: int) -> None:
         """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
         self.length.add_(by)

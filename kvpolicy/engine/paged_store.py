@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpolicy.engine import capacity
 from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.decode import NO_PAGE, NO_SLOT, assert_async
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.page_attention import ExactPages, attend_pages
@@ -138,7 +138,7 @@ class PagedStore(LayerStore):
         smallest = int(rows.size.min())
         counts = pages * (rows.size // smallest).to(device)[:, None]
         self._place_selected(pending, selected, past, counts, smallest)
-        self._set_layout()
+        self.layout = self.find_layout()
         self.fix_addresses()
         self.demote()
 
@@ -193,9 +193,9 @@ class PagedStore(LayerStore):
         self._set_budget(most if idle is None else torch.where(idle.to(most.device), self.budget, most))
         self.complete = self._find_complete()
 
-    def _set_layout(self) -> None:
-        """Note the slots of an average head."""
-        self.layout = Layout(-(-self.positions[0].numel() // max(1, self.heads)))
+    def find_layout(self) -> Layout:
+        """The slots of an average head."""
+        return Layout(-(-self.positions[0].numel() // max(1, self.heads)))
 
     # reading and writing
 
@@ -231,6 +231,7 @@ class PagedStore(LayerStore):
 
     def _free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, None]:
         """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's."""
+        self._require_pages(owned_by(self.owner, self.heads), valid)
         free = (~view.valid & (self.owner < self.heads)[..., None]).to(torch.int32) * BEYOND
         if self.can_run_out:
             has_free = (owned_by(self.owner, self.heads) & free.any(-1)[:, None]).any(-1).all(-1)
@@ -238,6 +239,16 @@ class PagedStore(LayerStore):
             assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
         # An empty slot is taken before any token.
         return best_slot(torch.where(free > 0, free, self._victims(view)), self.owner, self.heads), None
+
+    def _require_pages(self, owned: Tensor, valid: Tensor | None) -> None:
+        """Refuse a step if a head that gets a token has no page: it would write into a page of another head.
+
+        Args:
+            owned: Which pages belong to each head, [B, H, NB] bool.
+            valid: Which rows have a token, [B, 1] bool; None if all have.
+        """
+        has_page = owned.any(-1)
+        assert_async((has_page if valid is None else has_page | ~valid).all(), NO_PAGE)
 
     def _victims(self, view: View) -> Tensor:
         """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted."""
@@ -307,7 +318,7 @@ class PagedStore(LayerStore):
         self._add_pages(wanted)
         self._set_budget(self.budget + self.budget.new_tensor(more) if self.grows else self.budget)
         self.complete = self._find_complete()
-        self._set_layout()
+        self.layout = self.find_layout()
         self.fix_addresses()
         self.demote()
         return self.capacity - old

@@ -30,13 +30,24 @@ class RankSchedule:
         """Select or repeat rows."""
         self.ranked_len = fn(torch.tensor(self.ranked_len)).tolist()
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the steps until the next time are counted, if there is one."""
+        return not self.every or self._steps < math.inf
+
     def numbers(self) -> list[Any]:
         """The lengths of the rows when they were ranked, and the steps left, None for never."""
         return [self.ranked_len, None if self._steps == math.inf else self._steps]
 
     def set_numbers(self, numbers: Sequence[Any]) -> None:
-        """Set what `numbers` returned."""
+        """Set what `numbers` returned.
+
+        Raises:
+            ValueError: If they count steps, and the layer is never ranked again.
+        """
         self.ranked_len, steps = numbers
+        if steps is not None and not self.every:
+            raise ValueError(f"{steps} steps until slots are ranked again")
         self._steps = math.inf if steps is None else steps
 
     def move(self, by: int) -> None:

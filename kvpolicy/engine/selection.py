@@ -15,6 +15,7 @@ from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
 from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
+from kvpolicy.spec.errors import KVPolicyError
 
 
 class Selection(NamedTuple):
@@ -53,9 +54,19 @@ class HeadBudgets(NamedTuple):
     most: Tensor
 
     def divide(self, priority: Tensor, view: View) -> Tensor:
-        """Pages of each head, [B, H]."""
+        """Pages of each head, [B, H].
+
+        Raises:
+            KVPolicyError: If a head gets no page: its next token would be written into a page of another head.
+        """
         ranked = priority.masked_fill(~view.valid, -torch.inf)
-        return self.allocator.divide(HeadRequest(ranked, view, self.pages, self.size, self.most))
+        pages = self.allocator.divide(HeadRequest(ranked, view, self.pages, self.size, self.most))
+        if bool((pages < 1).any()):
+            raise KVPolicyError(
+                f"{self.allocator} must give every head at least 1 page, got {pages.tolist()}; try "
+                "kvpolicy.testing.check on it."
+            )
+        return pages
 
 
 def select_tokens(

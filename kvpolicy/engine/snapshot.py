@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import Ranks, State
 from kvpolicy.spec.errors import KVPolicyError
+
+MOST_CAPACITY = 2
+"""Tokens that a layer was made for, for each of its slots: pages are fewer by rounding."""
 
 
 class Snapshot(NamedTuple):
@@ -50,6 +54,9 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
     Raises:
         KVPolicyError: If the content does not fit the parts of the store.
     """
+    pins = snapshot.tensors.get("limits.pins")
+    if store.codec.stages and (pins is None or pins.shape[-1] != store.codec.traits.pinned):
+        raise _damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
     try:
         batch, heads, dim = snapshot.numbers["shape"]
         store.initialize(
@@ -57,7 +64,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         )
         store.set_numbers(snapshot.numbers)
         expected = store.empty_parts()
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise _damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
     for name, part in expected.items():
         given = iter([_fitting(snapshot.tensors, path, like) for path, like in named_tensors(part, name)])
@@ -67,6 +74,29 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
 
         store.set_part(name, map_state(filled, part))
     store.fix_addresses()
+    _check_numbers(store)
+
+
+def _check_numbers(store: LayerStore) -> None:
+    """Refuse numbers that would let later steps lose tokens, or allocate more than the layer holds."""
+    number = f"of layer {store.layer_idx} that its tensors do not have"
+    if store.layout != store.find_layout():
+        raise _damaged(f"the layout {number}")
+    if not max(store.expected_len, default=0) <= store.capacity <= MOST_CAPACITY * store.layout.slots:
+        raise _damaged(f"the capacity {number}")
+    if store.reserved > store.layout.exact:
+        raise _damaged(f"reserved slots {number}")
+    if store.largest_block > max(store.layout.slots, store.codec.traits.block):
+        raise _damaged(f"a block {number}")
+    if not (store.schedule.is_started or store.is_paged):
+        raise _damaged(f"no steps of layer {store.layer_idx} until slots are ranked again")
+    if not store.has_room():
+        raise _damaged(f"free steps {number}")
+    length = store.length.view(-1, 1, 1)
+    if bool(((store.positions < -1) | (store.positions >= length)).any()):
+        raise _damaged(f"positions in layer {store.layer_idx} of tokens that its rows have not seen")
+    if isinstance(store, PagedStore) and bool(((store.owner < 0) | (store.owner > store.heads)).any()):
+        raise _damaged(f"pages in layer {store.layer_idx} of heads that it does not have")
 
 
 def named_tensors(state: State, name: str) -> Iterator[tuple[str, Tensor]]:

@@ -69,6 +69,7 @@ class HeadAllocator(Protocol):
     def divide(self, request: HeadRequest) -> Tensor:
         """Pages of each of this rank's KV heads, [B, H] int64, at least 1.
 
-        Over the heads of all ranks they sum to `request.pages`. A row does not depend on the others.
+        Over the heads of all ranks they sum to `request.pages`. A head has room for its tokens of priority inf, as far
+        as an equal share has. A row does not depend on the others.
         """
         ...

@@ -23,6 +23,7 @@ from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.streaming import StreamingLLM
 from kvpolicy.spec.errors import KVPolicyTypeError
 from kvpolicy.spec.validation import check_instance
+from kvpolicy.testing.cache_checks import check_cache
 from kvpolicy.testing.part_checks import (
     check_batch,
     check_budgets,
@@ -49,11 +50,12 @@ def check(part: Allocator | HeadAllocator | Selector | Merger | Codec | Reader, 
 
     Every part: it is a frozen dataclass with keyword-only fields; a cache holds the planned number of bytes; no token
     has two slots, and the newest token is kept; no layer holds more than its budget; a padded row keeps the same tokens
-    as on its own; two runs keep the same tokens.
+    as on its own; two runs keep the same tokens. After every step, `check_cache` passes.
 
     Allocators: budgets are int64 [B, L], sum to the total, respect the bounds, and do not depend on other rows.
 
-    Head allocators: pages are int64 [B, H], at least 1, sum to the pages of the layer, and do not depend on other rows.
+    Head allocators: pages are int64 [B, H], at least 1, sum to the pages of the layer, and do not depend on other rows;
+    each head has room for what its selector always keeps, also where all priority is in one head.
 
     Selectors: priorities are fp32 and not NaN; states are [B, H, S]; `min_tokens` is a budget that works; a full budget
     changes no logits.
@@ -209,6 +211,7 @@ def _run(model: Any, policy: Policy, ids: Tensor) -> list[list[set[int]]]:
             assert bool(logits.isfinite().all()), f"{policy}: logits must be finite, got NaN or inf"
             for layer in cache.layers:
                 _check_slots(policy, layer, _PROMPT + step - 1)
+            check_cache(cache)
         planned = cache.plan.nbytes
         assert cache.nbytes == planned, f"{policy}: the cache must hold the planned {planned} bytes, got {cache.nbytes}"
         moved = [layer.moved for layer in cache.plan.layers]

@@ -77,20 +77,27 @@ def _budgets(part: Allocator, metrics: Tensor | None, total: Tensor, ceiling: Te
 def check_divided(part: HeadAllocator, heads: int) -> None:
     """Check the pages that a head allocator gives each of `heads` heads."""
     positions = torch.arange(40, dtype=torch.int32).expand(3, heads, -1)
-    generator = torch.Generator().manual_seed(0)
-    priority = torch.rand(3, heads, 40, generator=generator).masked_fill(positions >= 37, torch.inf)
     length = torch.full((3,), 40)
     pages = torch.tensor([1, 4, 9]) * heads + torch.tensor([0, 0, heads - 1])
-    request = HeadRequest(priority, View(positions, length, 4 * pages // heads, 0), pages, length // 10, pages)
-    divided = _divided(part, request, heads)
-    again = _divided(part, request, heads)
-    assert torch.equal(again, divided), f"{part}: divide must be deterministic, got others in a second call"
-    for row in range(3):
-        one = slice(row, row + 1)
-        view = request.view._replace(positions=positions[one], length=length[one], budget=request.view.budget[one])
-        alone = HeadRequest(priority[one], view, *(column[one] for column in request[2:]))
-        same = torch.equal(_divided(part, alone, heads), divided[one])
-        assert same, f"{part}: the pages of a row must not depend on other rows, got others without them"
+    for priority in _uneven_priorities(heads, 40):
+        priority = priority.expand(3, -1, -1).masked_fill(positions >= 37, torch.inf)
+        request = HeadRequest(priority, View(positions, length, 4 * pages // heads, 0), pages, length // 10, pages)
+        divided = _divided(part, request, heads)
+        again = _divided(part, request, heads)
+        assert torch.equal(again, divided), f"{part}: divide must be deterministic, got others in a second call"
+        for row in range(3):
+            one = slice(row, row + 1)
+            view = request.view._replace(positions=positions[one], length=length[one], budget=request.view.budget[one])
+            alone = HeadRequest(priority[one], view, *(column[one] for column in request[2:]))
+            same = torch.equal(_divided(part, alone, heads), divided[one])
+            assert same, f"{part}: the pages of a row must not depend on other rows, got others without them"
+
+
+def _uneven_priorities(heads: int, tokens: int) -> list[Tensor]:
+    """Priorities [1, H, N]: random ones, equal ones, and those that put everything into one head."""
+    random = torch.rand(1, heads, tokens, generator=torch.Generator().manual_seed(0))
+    of_one_head = [random * (torch.arange(heads) == head)[:, None] for head in (0, heads - 1)]
+    return [random, torch.zeros_like(random), *of_one_head]
 
 
 def _divided(part: HeadAllocator, request: HeadRequest, heads: int) -> Tensor:
@@ -102,6 +109,10 @@ def _divided(part: HeadAllocator, request: HeadRequest, heads: int) -> Tensor:
     total = request.pages.tolist()
     assert pages.sum(-1).tolist() == total, f"{part}: pages must sum to {total}, got {pages.tolist()}"
     assert int(pages.min()) >= 1, f"{part}: every head must have a page, got {pages.tolist()}"
+    protected = (request.priority == torch.inf).sum(-1)
+    fair = (request.pages // heads * request.size)[:, None]
+    has_room = bool((pages * request.size[:, None] >= torch.minimum(protected, fair)).all())
+    assert has_room, f"{part}: a head must have room for what its selector always keeps, got {pages.tolist()} pages"
     return pages
 
 

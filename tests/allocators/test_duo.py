@@ -34,6 +34,12 @@ def test_streaming_heads_are_those_below_the_quantile(sparsity: float) -> None:
         assert [list(row) for row in _lowest(tuple(map(tuple, rows)), sparsity)] == duo.streams(rows, sparsity)
 
 
+def test_a_quantile_that_is_a_score_is_not_rounded_up() -> None:
+    """0.28 * 25 is 7, and slightly more in floating point: the quantile is the score of rank 7, and 7 are below it."""
+    scores = tuple(number / 26 for number in range(26))
+    assert _lowest((scores[:13], scores[13:]), 0.28) == ((True,) * 7 + (False,) * 6, (False,) * 13)
+
+
 def test_of_equal_scores_the_first_heads_retrieve() -> None:
     assert _lowest(((0.5, 0.5), (0.5, 0.5)), 0.5) == ((False, False), (True, True))
 
@@ -51,7 +57,7 @@ def test_every_layer_is_divided_as_by_the_slow_version(tmp_path: Path) -> None:
         pages = [heads * dice.randint(1, 20) + dice.randrange(heads) for _ in range(2)]
         size = [dice.choice([4, 8]) for _ in pages]
         most = [max(count // heads, dice.randint(1, 40)) for count in pages]
-        protected, layer = dice.choice([0, 3]), dice.randrange(3)
+        protected, layer = dice.choice([0, 3, 17]), dice.randrange(3)
         priority = torch.rand(2, heads, 30)
         priority[..., 30 - protected :] = torch.inf
         view = View(torch.arange(30).expand(2, heads, -1), torch.tensor([30, 30]), torch.tensor([9, 9]), layer)

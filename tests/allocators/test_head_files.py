@@ -91,8 +91,9 @@ def test_the_file_of_headkv(tmp_path: Path) -> None:
         ('{"heads": [[1' + "0" * 400 + "]]}", "must have rows of finite numbers, got 1000"),
         ({"heads": [[[1.0]]]}, "must have rows of finite numbers, got list"),
         ({"heads": [[1.0]], "kind": "rank"}, "must have the kind 'score' or 'share', got rank"),
-        ({"heads": [[1.0]], "sink": -1}, "must have an integer of at least 0 as its sink, got -1"),
-        ({"heads": [[1.0]], "recent": 2.5}, "must have an integer of at least 1 as its recent, got 2.5"),
+        ({"heads": [[1.0]], "sink": -1}, "must have an integer from 0 to 2^31 - 1 as its sink, got -1"),
+        ({"heads": [[1.0]], "sink": 2**31}, "integer from 0 to 2^31 - 1 as its sink, got 2147483648"),
+        ({"heads": [[1.0]], "recent": 2.5}, "must have an integer from 1 to 2^31 - 1 as its recent, got 2.5"),
         ({"heads": [[1.0]], "model": {"layers": "x"}}, "must describe its model by sizes and samples of its weights"),
         ({"heads": [[1.0]], "model": {"weights": 1}}, "must describe its model by sizes and samples of its weights"),
         ({"heads": [[1.0]], "format": 2, "kvpolicy": "99.0"}, "must have format 1 or older, got 2, written by"),
@@ -120,7 +121,7 @@ def test_malformed_files(content: Any, message: str, tmp_path: Path) -> None:
         ("0.1\tnan\n", None, "must have rows of finite numbers, got nan"),
         ("\n", None, "must have a row for each layer, got list"),
         ("0.1\n", "[]", "must be a JSON object, got list"),
-        ("0.1\n", '{"sink_size": "many"}', "must have an integer of at least 0 as its sink_size, got many"),
+        ("0.1\n", '{"sink_size": "many"}', "must have an integer from 0 to 2^31 - 1 as its sink_size, got many"),
     ],
 )
 def test_malformed_tables(table: str, config: str | None, message: str, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def test_malformed_tables(table: str, config: str | None, message: str, tmp_path
         (HeadFile(ROWS[:2]), INFO, "must have a row for each of the 3 layers of the model, got 2"),
         (HeadFile(ROWS), INFO._replace(layers=2), "must have a row for each of the 2 layers of the model, got 3"),
         (HeadFile(ROWS), INFO._replace(layers=2, evictable=(1, 5)), "for each of the 6 layers of the model, got 3"),
+        (HeadFile(ROWS), INFO._replace(layers=2, evictable=(1, 3)), "for each of the 4 layers of the model, got 3"),
         (HeadFile(ROWS), INFO._replace(heads=4), "must have a number for each of 4 KV heads, got 2 in layer 0"),
         (HeadFile((*ROWS[:2], ())), INFO, "must have a number for each of 2 KV heads, got 0 in layer 2"),
         (HeadFile(ROWS, model=MODEL), INFO._replace(head_dim=8), "a head dimension of 4 instead of 8"),

@@ -42,6 +42,14 @@ def test_of_equally_good_divisions_the_largest_top_group_wins() -> None:
     assert top_group(torch.full((4,), 0.003, dtype=torch.float64), 2).tolist() == [False, True, True, True]
 
 
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_as_many_groups_as_values(count: int) -> None:
+    """Each is a group of its own; of equal ones, all but the least that other groups need are in the top group."""
+    values = torch.arange(count).roll(2) / 8
+    assert top_group(values, count).tolist() == (values == values.max()).tolist()
+    assert int(top_group(torch.ones(count), count).sum()) == 1
+
+
 def test_close_values_do_not_cancel() -> None:
     values = torch.tensor([0.9, 0.9 + 3e-6, 0.9 + 6e-6, 0.9 + 7e-6, 5.0], dtype=torch.float64)
     assert top_group(values[:4], 3).tolist() == [False, False, True, True]

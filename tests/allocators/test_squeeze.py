@@ -49,6 +49,13 @@ def test_two_groups_as_in_the_abstract() -> None:
     assert got == [160, 160, 40, 40]
 
 
+def test_as_many_distinct_layers_as_groups_are_enough() -> None:
+    assert budgets(torch.tensor([[0.5, 0.7, 0.9, 0.9]]), 400) == [160, 160, 40, 40]
+    every = torch.tensor([[0.2, 0.9, 0.5, 0.7]])
+    assert budgets(every, 400, groups=4) == [120, 40, 120, 120]
+    assert budgets(every, 400, groups=5) == [100, 100, 100, 100]
+
+
 @pytest.mark.parametrize(
     "cosine",
     [

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
+from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
 from kvpolicy.engine.store import LayerStore, RowBudget
@@ -69,6 +70,7 @@ class Bench:
             replays, scores = self._replay(pending, q.shape[1] // k.shape[1])
             pending = pending._replace(replay=scores)
             self.layer.compress(pending, self._budget(), massive=massive)
+        check_invariants(self.layer, keeps_newest=False)  # budgets here may be below those that keep it
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
         turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.budget.tolist()
         turn.coded = coded_positions(self.layer)

@@ -11,6 +11,7 @@ import torch
 import kvpolicy
 from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.testing import check_cache
 from tests.conformance.models import build
 from tests.conformance.play import make_batch
 from tests.conformance.policies import words
@@ -61,6 +62,7 @@ def test_held_planned_and_allowed(seed: int) -> None:
         most = 0
         for start, end in [(0, max(lengths)), *((at, at + 1) for at in range(max(lengths), max(lengths) + new))]:
             model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+            check_cache(cache)
             most = max(most, cache.nbytes)
     assert planned.nbytes == cache.nbytes
     assert planned.resident_nbytes == cache.resident_nbytes

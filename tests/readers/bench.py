@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.invariants import check_invariants
 from kvpolicy.engine.partial_reads import LayerReading
 from kvpolicy.engine.reading import Board, Chosen
 from kvpolicy.engine.store import LayerStore, RowBudget
@@ -55,6 +56,7 @@ class Layer:
         keep = torch.tensor(self.budgets)
         extra = torch.full_like(keep, self.new if self.policy.decode == "grow" else 0)
         self.store.compress(pending, RowBudget(keep, extra, keep + extra))
+        check_invariants(self.store, keeps_newest=False)
         return out
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -80,6 +82,7 @@ class Layer:
         """What the owner does between steps."""
         self.store.count_step()
         self.store.ensure_capacity()
+        check_invariants(self.store, keeps_newest=False)
 
     def positions_read(self, row: int, head: int) -> set[int]:
         """The positions that the last step chose, without a codec's full-precision buffer."""

@@ -1,0 +1,220 @@
+"""Every invariant fails where a layer was broken by hand, and names the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvpolicy.allocators.adakv import AdaKV
+from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.store import LayerStore
+from tests.conformance.bench import Bench, draw
+from tests.engine.paged import Run
+from tests.readers.bench import Layer
+from tests.readers.bench import draw as draw_for_readers
+
+Damage = Callable[[Any], object]
+CODED = "tokenwise:group_size=2:residual_length=3:block_size=4"
+
+
+def slots(policy: str) -> LayerStore:
+    """A layer whose heads have equal budgets, after two prompts of two rows and a step."""
+    bench = Bench(policy, [12, 8])
+    for number, count in enumerate((20, 5, 1)):
+        bench.forward(*draw(count, number, batch=2))
+    return bench.layer
+
+
+def pages(codec: str) -> PagedStore:
+    """A layer whose heads have budgets of their own, after a prompt of two rows."""
+    run = Run("h2o", AdaKV(), [24, 12], codec=codec)
+    run.prompt([40, 33])
+    assert isinstance(run.store, PagedStore)
+    return run.store
+
+
+def read_in_part(reader: str) -> LayerStore:
+    """A layer of which steps read a part, after a prompt."""
+    layer = Layer(f"full+{reader}", [26])
+    layer.prompt(*draw_for_readers(26, 0))
+    return layer.store
+
+
+def repeat_a_position(store: Any) -> None:
+    store.positions[0, 0] = int(store.length[0]) - 1
+
+
+def write_an_unseen_position(store: Any) -> None:
+    store.positions[0, 0, 0] = 999
+
+
+def lose_the_newest(store: Any) -> None:
+    store.positions[store.positions == store.length[:, None, None] - 1] = -1
+
+
+def lower_the_budget(store: Any) -> None:
+    store.budget.fill_(3)
+
+
+def expect_less(store: Any) -> None:
+    store.expected_len[0] = 3
+
+
+def add_a_row(store: Any) -> None:
+    store.expected_len.append(3)
+
+
+def forget_columns(store: Any) -> None:
+    store.columns.fill_(1)
+
+
+def count_steps(store: Any) -> None:
+    """A layer that must wait for a demotion has a limited number of steps."""
+    store._free_steps = 99
+
+
+def rank_later(store: Any) -> None:
+    store.schedule.ranked_len[0] = 999
+
+
+def leave_nan_in_an_empty_slot(store: Any) -> None:
+    store.positions[0, 0, 0] = -1
+    store.keys[0, 0, 0] = torch.nan
+
+
+def leave_nan_in_a_buffer(store: Any) -> None:
+    store.keys[store.positions[..., : store.layout.exact] < 0] = torch.nan
+
+
+def fill_a_buffer(store: Any) -> None:
+    store.limits.flush_threshold.fill_(1)
+
+
+def lower_a_stage(store: Any) -> None:
+    store.limits.stage_capacity.fill_(1)
+
+
+def lower_counts(store: Any) -> None:
+    store.counts[0, 0, 0] = -1.0
+
+
+def raise_counts(store: Any) -> None:
+    store.counts[0, 0, 0] = 9.0
+
+
+def disown_a_page(store: Any) -> None:
+    store.owner[0, 0] = store.heads
+
+
+def own_what_is_no_head(store: Any) -> None:
+    store.owner[0, 0] = store.heads + 1
+
+
+def give_all_pages_to_one_head(store: Any) -> None:
+    store.owner[store.owner < store.heads] = 0
+
+
+def complete_too_early(store: Any) -> None:
+    store.complete[:] = ~store.complete
+
+
+def write_behind_a_buffer(store: Any) -> None:
+    page, slot = (store.positions[0] >= 0).nonzero()[-1].tolist()
+    store.positions[0, -1, -1] = store.positions[0, page, slot].item()
+    store.positions[0, page, slot] = -1
+
+
+def swap_buffers(store: Any) -> None:
+    store.owner[:, -1] = 0
+
+
+def widen_an_index(store: Any) -> None:
+    store.reads.index.bounds[0, 0, 0] += 1
+
+
+def read_more(store: Any) -> None:
+    store.reads.limit.add_(1)
+
+
+CODES = "h2o+kivi:group_size=4:residual_length=3@0.5"
+IN_SLOTS: list[tuple[str, Damage, str]] = [
+    ("h2o@0.5", repeat_a_position, "holds a position once"),
+    ("h2o@0.5", write_an_unseen_position, "of tokens that the row has seen"),
+    ("h2o@0.5", lose_the_newest, "its row's newest token"),
+    ("h2o@0.5", lower_the_budget, "at most its budget"),
+    ("h2o@0.5", expect_less, "has slots for"),
+    ("h2o@0.5", add_a_row, "expected_len has all rows"),
+    ("h2o@0.5", forget_columns, "no more tokens than columns"),
+    ("h2o@0.5", rank_later, "no row was ranked with tokens"),
+    ("h2o@0.5", leave_nan_in_an_empty_slot, "keys of empty slots are finite"),
+    (CODES, leave_nan_in_a_buffer, "keys of empty slots are finite"),
+    (CODES, count_steps, "no step is counted that has no slot"),
+    (CODES, fill_a_buffer, "a full buffer was demoted"),
+    (CODES, lower_a_stage, "no more slots of stage 0"),
+    ("h2o+merge@0.5", lower_counts, "at least one token"),
+    ("h2o+merge@0.5", raise_counts, "tokens that the row has seen"),
+]
+
+
+@pytest.mark.parametrize(("policy", "damage", "rule"), IN_SLOTS)
+def test_slots(policy: str, damage: Damage, rule: str) -> None:
+    store = slots(policy)
+    check_invariants(store)
+    damage(store)
+    with pytest.raises(AssertionError, match=rule):
+        check_invariants(store)
+
+
+@pytest.mark.parametrize(
+    ("codec", "damage", "rule"),
+    [
+        ("plain", repeat_a_position, "holds a position once"),
+        ("plain", lose_the_newest, "its row's newest token"),
+        ("plain", lower_the_budget, "at most the budget of their layer"),
+        ("plain", disown_a_page, "a page without an owner holds nothing"),
+        ("plain", own_what_is_no_head, "the owner of a page is a head, or none"),
+        ("plain", give_all_pages_to_one_head, "holds a position once"),
+        ("plain", complete_too_early, "`complete` equals a recount"),
+        (CODED, write_behind_a_buffer, "nothing stands behind the end of a buffer"),
+        (CODED, swap_buffers, "the pages of a buffer belong to its head"),
+        (CODED, fill_a_buffer, "a full buffer was demoted"),
+    ],
+)
+def test_pages(codec: str, damage: Damage, rule: str) -> None:
+    store = pages(codec)
+    check_invariants(store)
+    damage(store)
+    with pytest.raises(AssertionError, match=rule):
+        check_invariants(store)
+
+
+def test_a_head_without_a_page() -> None:
+    store = pages("plain")
+    mine = store.owner == 1
+    store.positions[mine] = -1
+    store.owner[mine] = store.heads
+    with pytest.raises(AssertionError, match="its row's newest token"):
+        check_invariants(store)
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (widen_an_index, "the index equals a recomputation"),
+        (read_more, "as many entries as it would alone"),
+    ],
+)
+def test_indices(damage: Damage, rule: str) -> None:
+    store = read_in_part("quest:read=8:page=4:dense=0")
+    check_invariants(store)
+    damage(store)
+    with pytest.raises(AssertionError, match=rule):
+        check_invariants(store)
+
+
+def test_a_layer_before_its_first_prompt() -> None:
+    check_invariants(Bench("h2o@0.5", [4]).layer)
