@@ -7,16 +7,21 @@ import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
 
+from kvpolicy.serving.bodies import TOO_LARGE, read_json
 from kvpolicy.serving.generation import Cancelled, Failure, Generation, Job, describe
+from kvpolicy.serving.hosts import HostCheck, Hosts
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.requests import Call, RequestError, parse_chat, parse_completion
 from kvpolicy.serving.stream import error_body, finish, rewrite
+from kvpolicy.serving.threads import begin_in_thread
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.version import __version__
 
@@ -24,7 +29,15 @@ CLIENT_CLOSED = 499
 """The status of a request whose client is gone; nobody reads it."""
 
 
-def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Generation, metrics: Metrics) -> FastAPI:
+def build_app(
+    name: str,
+    policy: str,
+    handlers: tuple[Any, Any],
+    generation: Generation,
+    metrics: Metrics,
+    hosts: Hosts,
+    limit: int,
+) -> FastAPI:
     """Build the app of a server.
 
     Args:
@@ -33,28 +46,37 @@ def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Gen
         handlers: Transformers' handlers for chat and completions.
         generation: What generates.
         metrics: The counters.
+        hosts: The names that the server answers to.
+        limit: The bytes that the body of a request may have.
     """
+    # One thread: tokenizers may have state, and a long prompt leaves the other cores to the model.
+    preparation = ThreadPoolExecutor(1, "kvpolicy-prompts")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
         yield
         await generation.stop_running()
+        preparation.shutdown()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HostCheck, hosts=hosts)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvpolicy", "policy": policy}
     chat, completion = handlers
     watching: set[asyncio.Task[None]] = set()
 
     async def answer(request: Request, kind: str, parse: Callable[[Any, str], Call], handler: Any) -> Response:
         try:
-            call = parse(await _read(request), name)
+            call = parse(await read_json(request, limit), name)
             job = Job(f"{kind}-{uuid.uuid4().hex}", call)
             generation.open(job)
             # Until the response is complete, which uvicorn reports as a disconnect too.
             task = asyncio.create_task(_watch(request, job))
             watching.add(task)
             task.add_done_callback(watching.discard)
-            return await _respond(handler, job, generation)
+            return await _respond(handler, job, generation, preparation)
+        except ClientDisconnect:  # while it sent the body
+            metrics.count("cancelled")
+            return Response(status_code=CLIENT_CLOSED)
         except Cancelled:
             return Response(status_code=CLIENT_CLOSED)
         except Failure as error:
@@ -108,9 +130,10 @@ def build_app(name: str, policy: str, handlers: tuple[Any, Any], generation: Gen
     return app
 
 
-async def _respond(handler: Any, job: Job, generation: Generation) -> Response:
+async def _respond(handler: Any, job: Job, generation: Generation, preparation: Executor) -> Response:
     try:
-        response = await handler.handle_request(job.call.body, job.key)
+        # The template and the tokenizer take seconds for a long prompt.
+        response = await begin_in_thread(preparation, handler.handle_request(job.call.body, job.key))
     except BaseException:
         job.cancelled.set()
         generation.close(job)
@@ -131,19 +154,7 @@ async def _watch(request: Request, job: Job) -> None:
     job.cancelled.set()
 
 
-async def _read(request: Request) -> Any:
-    """Decode the body of a request."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a web page may send other types to a local server without asking
-        raise RequestError(f"The content type must be application/json, got {kind or 'none'}.", 415)
-    try:
-        text = (await request.body()).decode("utf-8")
-        body = json.loads(text)
-        json.dumps(body, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
-        raise KVPolicyError(f"The body of a request must be JSON in UTF-8, got an error: {error}.") from None
-    return body
-
-
 def _error(message: str, status: int, code: str | None = None) -> Response:
-    return JSONResponse(error_body(message, status, code), status_code=status)
+    # Of a body that is too large, the rest is not read.
+    headers = {"Connection": "close"} if status == TOO_LARGE else None
+    return JSONResponse(error_body(message, status, code), status_code=status, headers=headers)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 from kvpolicy.serving import handlers
+from kvpolicy.serving.bodies import positions_of
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.serving.requests import Call
+from kvpolicy.serving.stops import StopStrings
 from kvpolicy.serving.usage import CacheUsage
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -52,6 +54,7 @@ class Job:
         call: The request.
 
     Attributes:
+        loop: The event loop.
         cancelled: Set once the client is gone.
         begun: Done once the first token is generated, or there will be none.
         done: Done once the thread is done with it.
@@ -68,9 +71,9 @@ class Job:
         self.tokens: list[int] = []
         self.usage: CacheUsage | None = None
         self.failure: Failure | None = None
-        self._loop = asyncio.get_running_loop()
-        self.begun: asyncio.Future[None] = self._loop.create_future()
-        self.done: asyncio.Future[None] = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = self.loop.create_future()
+        self.done: asyncio.Future[None] = self.loop.create_future()
 
     def signal(self, future: asyncio.Future[None]) -> None:
         """Complete a future of the event loop from the thread."""
@@ -85,9 +88,9 @@ class Job:
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function in the event loop, unless the loop has ended."""
         try:
-            self._loop.call_soon_threadsafe(function, *args)
+            self.loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
-            if not self._loop.is_closed():
+            if not self.loop.is_closed():
                 raise
 
 
@@ -192,8 +195,7 @@ class Generation(handlers.BaseGeneration):
         """Start to generate, and return the queue of the text and its streamer."""
         job = self._jobs[request_id]
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        streamer = handlers.text_streamer(processor, loop, queue, response_parser, job.cancelled.set)
+        streamer = handlers.text_streamer(processor, job.loop, queue, response_parser, job.cancelled.set)
 
         def after() -> None:
             if job.failure is not None:
@@ -215,6 +217,7 @@ class Generation(handlers.BaseGeneration):
         """
         job = self._jobs[request_id]
         self._start(job, model, processor, inputs, gen_config, None, lambda: None)
+        await asyncio.sleep(0)  # until here in a thread: see `begin_in_thread`
         await job.done
         if job.failure is not None:
             raise job.failure
@@ -255,10 +258,11 @@ class Generation(handlers.BaseGeneration):
         metrics.queue(-1)
         metrics.running = 1
         try:
+            if job.cancelled.is_set():  # also while the server ends: nobody is refused
+                raise Cancelled
             if self._closing.is_set():
                 raise Failure(SHUTTING_DOWN, 503)
-            if not job.cancelled.is_set():
-                self._generate(job, model, arguments, inner)
+            self._generate(job, model, arguments, inner)
         except Cancelled:
             pass
         except Exception as error:
@@ -290,6 +294,8 @@ class Generation(handlers.BaseGeneration):
         watcher = Watcher(
             job, lambda: self._handle.cache if cache is None else cache, self._metrics, self._stopping, inner
         )
+        if job.call.stop:
+            arguments["stopping_criteria"] = [StopStrings(arguments["tokenizer"], job.call.stop)]
         with torch.inference_mode():
             model.generate(**arguments, streamer=watcher)
 
@@ -303,10 +309,9 @@ def _configure(config: Any, call: Call, model: Any, prompt: int, tokenizer: Any)
         config.temperature = config.top_p = config.top_k = None
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    limit: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    has_limit = isinstance(limit, int) and limit > 0
-    new = call.max_tokens or (max(min(DEFAULT_NEW_TOKENS, limit - prompt), 1) if has_limit else DEFAULT_NEW_TOKENS)
-    if has_limit and prompt + new > limit:
+    limit = positions_of(model)
+    new = call.max_tokens or (DEFAULT_NEW_TOKENS if limit is None else max(min(DEFAULT_NEW_TOKENS, limit - prompt), 1))
+    if limit is not None and prompt + new > limit:
         raise KVPolicyError(
             f"The prompt and max_tokens must fit into {limit:,} positions, got {prompt:,} and {new:,}; try a shorter "
             "prompt or a smaller max_tokens."

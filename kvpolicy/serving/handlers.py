@@ -151,6 +151,9 @@ def adapt_tokenizer(tokenizer: Any) -> bool:
             f"The tokenizer must be a fast tokenizer to be streamed, got {type(tokenizer).__name__}; try a model with "
             "a tokenizer.json."
         )
+    # A call of the tokenizer would do so too, while another thread may be using it.
+    tokenizer._tokenizer.no_truncation()
+    tokenizer._tokenizer.no_padding()
     has_template = bool(getattr(tokenizer, "chat_template", None))
     tokenizer.apply_chat_template = _rendering(tokenizer) if has_template else _joining(tokenizer)
     return has_template

@@ -10,7 +10,12 @@ from typing import Any
 from kvpolicy.serving.usage import CacheUsage
 
 OUTCOMES = ("answered", "refused", "cancelled", "failed")
-"""How a request may end."""
+"""How a request to generate ends: exactly one of them for each.
+
+`answered`: its last token was generated. `refused`: it asked for something that it cannot have (status 400 to 415).
+`cancelled`: its client left before, while it sent the body, while it waited, or while the model generated.
+`failed`: the server could not answer (status 500 or 503). A connection that closes without a request is none of them.
+"""
 
 
 @dataclass(eq=False, slots=True)

@@ -38,6 +38,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields that are not supported, with the values that mean the same as leaving them out."""
 
+LEAST_TEMPERATURE = 1e-5
+"""A temperature below it is greedy decoding: logits that are divided by less may be infinite."""
+
+MOST_STOPS = 16
+"""The most stop strings of a request; the OpenAI API has 4."""
+
+LONGEST_STOP = 256
+"""The most characters of a stop string."""
+
 CHAT = {"messages", "tools", "chat_template_kwargs"}
 COMPLETION = {"prompt"}
 SHARED = {
@@ -166,11 +175,12 @@ def _call(fields: Mapping[str, Any], own: dict[str, Any], model: str) -> Call:
     top_p = _number("top_p", fields["top_p"], 0, 1) if "top_p" in fields else None
     if top_p == 0:
         raise KVPolicyError("top_p must be above 0 and at most 1, got 0; try temperature=0 for greedy decoding.")
-    sample = None if temperature is None and top_p is None else temperature != 0
+    sample = None if temperature is None and top_p is None else temperature is None or temperature >= LEAST_TEMPERATURE
     seed = _integer("seed", fields["seed"], -(2**63), 2**63 - 1) if "seed" in fields else None
     stop = _stop(fields.get("stop", []))
-    # Not the seed: transformers would set it at once, while the request before this one is still sampling.
-    passed = {"max_tokens": most, "stop": list(stop) or None, "stream": stream}
+    # Not the seed: transformers would set it at once, while the request before this one is still sampling. Not the stop
+    # strings either: see `StopStrings`.
+    passed = {"max_tokens": most, "stream": stream}
     if sample:
         passed |= {"temperature": temperature, "top_p": top_p}
     body = {**own, "model": model, **{name: value for name, value in passed.items() if value is not None}}
@@ -254,6 +264,12 @@ def _stop(stop: Any) -> tuple[str, ...]:
     found = [stop] if isinstance(stop, str) else stop
     if not isinstance(found, list) or not all(_is_text(part) and part for part in found):
         raise KVPolicyError(f"stop must be a string or a list of strings that are not empty, got {_brief(stop)}.")
+    if len(found) > MOST_STOPS or any(len(part) > LONGEST_STOP for part in found):
+        longest = max(len(part) for part in found)
+        raise KVPolicyError(
+            f"stop must be at most {MOST_STOPS} strings of at most {LONGEST_STOP} characters, got {len(found):,} of up "
+            f"to {longest:,}; try fewer or shorter ones."
+        )
     return tuple(found)
 
 
@@ -281,7 +297,7 @@ def _bool(name: str, value: Any) -> bool:
 
 def _integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise KVPolicyError(f"{name} must be an integer of at least {least}, got {_brief(value)}; try 64.")
+        raise KVPolicyError(f"{name} must be an integer from {least} to {most}, got {_brief(value)}; try 64.")
     return value
 
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,9 @@ import uvicorn
 from kvpolicy.hf.attach import attach
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import build_app
+from kvpolicy.serving.bodies import body_limit, positions_of
 from kvpolicy.serving.generation import Generation
+from kvpolicy.serving.hosts import Hosts
 from kvpolicy.serving.metrics import Metrics
 from kvpolicy.serving.prefix import Prefix
 from kvpolicy.spec.errors import KVPolicyError
@@ -88,6 +90,7 @@ def serving(
     policy: str,
     listener: socket.socket,
     load: Callable[[Any], Prefix] | None = None,
+    allowed_hosts: Sequence[str] = (),
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -98,6 +101,7 @@ def serving(
         policy: The spec of the policy.
         listener: A bound socket.
         load: Loads the cache that every request starts from, given the model with the policy attached; or None.
+        allowed_hosts: Names and addresses that a `Host` header may have, besides those of the listener.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -105,6 +109,7 @@ def serving(
     Raises:
         KVPolicyError: If the policy does not fit the model, or transformers' server is not as expected.
     """
+    hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
     has_template = handlers.adapt_tokenizer(tokenizer)
     with attach(model, policy) as handle:
@@ -112,13 +117,26 @@ def serving(
         metrics = Metrics()
         generation = Generation(handle, metrics, prefix)
         routes = handlers.make_handlers(handlers.OneModel(model, tokenizer, name), generation)
-        app = build_app(name, policy, routes, generation, metrics)
+        app = build_app(name, policy, routes, generation, metrics, hosts, body_limit(positions_of(model)))
         config = uvicorn.Config(app, log_level="warning", lifespan="on")
         # transformers logs each request as a warning.
         logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)
         for line in _notes(name, policy, listener, has_template, prefix):
             print(line, file=sys.stderr, flush=True)
         yield Server(config, generation)
+
+
+@contextmanager
+def log_to_terminal() -> Generator[None, None, None]:
+    """Write the log of the server to stderr meanwhile, with the traceback of each failed request."""
+    log = logging.getLogger("kvpolicy.serving")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 def run(server: uvicorn.Server, listener: socket.socket) -> None:

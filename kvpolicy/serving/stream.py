@@ -3,51 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from kvpolicy.serving.generation import Job
-
-
-class StopFilter:
-    """Cuts a text that arrives in pieces before the first stop string.
-
-    A piece that may be the beginning of a stop string is held back until the next one.
-
-    Args:
-        stop: The strings.
-
-    Examples:
-        >>> stop = StopFilter(["END"])
-        >>> stop.feed("one E"), stop.feed("N"), stop.feed("D two"), stop.flush()
-        ('one ', '', '', '')
-    """
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        """A filter for one text."""
-        self._stop = stop
-        self._held = ""
-        self._ended = False
-
-    def feed(self, text: str) -> str:
-        """Take a piece, and return what is certainly not part of a stop string."""
-        if self._ended:
-            return ""
-        self._held += text
-        places = [place for place in (self._held.find(stop) for stop in self._stop) if place >= 0]
-        if places:
-            self._ended = True
-            return self._release(min(places))
-        sizes = [size for stop in self._stop for size in range(1, len(stop)) if self._held.endswith(stop[:size])]
-        return self._release(len(self._held) - max(sizes, default=0))
-
-    def flush(self) -> str:
-        """Return what was held back, at the end of the text."""
-        return "" if self._ended else self._release(len(self._held))
-
-    def _release(self, end: int) -> str:
-        text, self._held = self._held[:end], self._held[end:]
-        return text
+from kvpolicy.serving.stops import StopFilter
 
 
 def finish(answer: dict[str, Any], job: Job) -> dict[str, Any]:

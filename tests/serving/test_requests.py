@@ -23,13 +23,22 @@ CHAT = {"messages": [{"role": "user", "content": "?"}]}
     [
         ({"stream": 1}, "stream must be true or false, got 1"),
         ({"stream_options": []}, "stream_options must be a JSON object, got a list"),
-        ({"max_tokens": True}, "max_tokens must be an integer of at least 1, got true"),
+        ({"max_tokens": True}, "max_tokens must be an integer from 1 to 2147483647, got true"),
         ({"max_tokens": 2**40}, "max_tokens must be an integer"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens must be an integer of at least 1, got 0"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens must be an integer from 1 to 2147483647, got 0"),
+        ({"max_tokens": 2**31}, "max_tokens must be an integer from 1 to 2147483647, got 2147483648"),
         ({"temperature": float("nan")}, "temperature must be a number from 0 to 100, got NaN"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"seed": "one"}, "seed must be an integer"),
+        ({"temperature": float("inf")}, "temperature must be a number from 0 to 100, got Infinity"),
+        ({"temperature": 10**400}, "temperature must be a number from 0 to 100, got 1000"),
+        ({"temperature": 100.1}, "temperature must be a number from 0 to 100"),
+        ({"top_p": float("nan")}, "top_p must be a number from 0 to 1, got NaN"),
+        ({"presence_penalty": float("nan")}, "got presence_penalty=NaN"),
+        ({"frequency_penalty": 1e308}, "got frequency_penalty=1e+308"),
         ({"stop": [1]}, "stop must be a string or a list of strings"),
+        ({"stop": ["a"] * 17}, "at most 16 strings of at most 256 characters, got 17 of up to 1; try"),
+        ({"stop": "a" * 257}, "at most 16 strings of at most 256 characters, got 1 of up to 257; try"),
         ({"logprobs": 0}, "got logprobs=0; try it without logprobs"),
         ({"logit_bias": {"5": 1}}, 'got logit_bias={"5": 1}'),
         ({"generation_config": "{}"}, "got generation_config="),
@@ -78,7 +87,15 @@ def test_fields_without_effect_are_left_out() -> None:
     assert call.body == {"prompt": "?", "model": "tiny", "max_tokens": 4, "stream": False, "temperature": 0.5}
     assert (call.seed, call.sample, call.max_tokens) == (3, True, 4)
     assert parse_completion({**TEXT, "temperature": 0, "stop": "."}, "tiny").sample is False
+    assert parse_completion({**TEXT, "stop": ["a" * 256] * 16}, "tiny").stop == ("a" * 256,) * 16
     assert parse_completion(TEXT, "tiny").sample is None
+
+
+@pytest.mark.parametrize(("temperature", "sample"), [(1e-320, False), (9e-6, False), (1e-5, True), (100, True)])
+def test_a_temperature_near_zero_is_greedy(temperature: float, sample: bool) -> None:
+    call = parse_completion({**TEXT, "temperature": temperature}, "tiny")
+    assert call.sample is sample and ("temperature" in call.body) is sample
+    assert parse_completion({**TEXT, "top_p": 0.5}, "tiny").sample is True
 
 
 def test_parts_of_text_and_tool_calls_are_passed_on() -> None:

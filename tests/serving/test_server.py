@@ -8,12 +8,10 @@ import re
 import signal
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,43 +28,11 @@ import openai
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving import handlers
-from kvpolicy.serving.prefix import Prefix, PrefixFile
-from kvpolicy.serving.server import bind, run, serving
+from kvpolicy.serving.prefix import PrefixFile
+from kvpolicy.serving.server import bind
+from tests.serving.servers import POLICY, get, metric, running, wait_for
 
 PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
-POLICY = "streaming@0.5"
-
-
-def get(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
-        return response.read().decode()
-
-
-def metric(port: int, name: str) -> float:
-    (found,) = re.findall(rf"^kvpolicy_{re.escape(name)} (\S+)$", get(port, "/metrics"), re.MULTILINE)
-    return float(found)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@contextmanager
-def running(model: tuple[Any, Any], load: Callable[[Any], Prefix] | None = None) -> Generator[int, None, None]:
-    """A server in a thread, and its port."""
-    with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load) as server:
-        thread = threading.Thread(target=run, args=(server, listener))
-        thread.start()
-        wait_for(lambda: server.started)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join(20)
-        assert not thread.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +134,7 @@ def test_there_is_one_model(client: Any, port: int) -> None:
         ({"prompt": ["a", "b"]}, "prompt must be a string, got a list"),
         ({"prompt": "1234567", "max_tokens": 2}, "The budget must be at least"),
         ({"prompt": "1234567", "max_tokens": 2, "stream": True}, "The budget must be at least"),
-        ({"max_tokens": -1}, "max_tokens must be an integer of at least 1, got -1"),
+        ({"max_tokens": -1}, "max_tokens must be an integer from 1 to 2147483647, got -1"),
         ({"max_tokens": 2048}, "must fit into 2,048 positions"),
         ({"temperature": -1}, "temperature must be a number from 0"),
         ({"stop": [""]}, "stop must be a string or a list"),

@@ -24,6 +24,13 @@ def serve(
     host: Annotated[
         str, typer.Option(metavar="HOST", help="Address to listen on. By default only this machine can connect.")
     ] = "127.0.0.1",
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Further names or addresses by which clients may call the server, separated by commas; * for all.",
+        ),
+    ] = "",
     prefix: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
@@ -38,14 +45,16 @@ def serve(
     which are not computed again. SIGTERM ends the server with exit code 0.
     """
     from kvpolicy.policy import Policy
+    from kvpolicy.serving.hosts import check_names
     from kvpolicy.serving.prefix import PrefixFile
-    from kvpolicy.serving.server import bind, run, serving
+    from kvpolicy.serving.server import bind, log_to_terminal, run, serving
 
     parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed)
-    with bind(host, port) as listener:
+    names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
+    with log_to_terminal(), bind(host, port) as listener:
         from kvpolicy.cli.model_loading import load
 
         loaded, tokenizer = load(model, dtype, device)
-        with serving(loaded, tokenizer, model, str(parsed), listener, file and file.load) as server:
+        with serving(loaded, tokenizer, model, str(parsed), listener, file and file.load, (host, *names)) as server:
             run(server, listener)

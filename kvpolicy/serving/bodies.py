@@ -1,0 +1,84 @@
+"""The bodies of requests: their type, their size, and their JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Request
+
+from kvpolicy.serving.requests import RequestError
+from kvpolicy.spec.errors import KVPolicyError
+
+TOO_LARGE = 413
+"""The HTTP status of a body that is too large."""
+
+ENVELOPE = 2**16
+"""Bytes of a body for everything but the tokens of the prompt."""
+
+BYTES_PER_POSITION = 32
+"""Bytes of a body for each position of the model: five characters, each escaped as in `\\u043a`, and a rest."""
+
+DEFAULT_POSITIONS = 2**20
+"""Positions of a model whose config has no limit, for the size of bodies alone."""
+
+
+def positions_of(model: Any) -> int | None:
+    """The positions that a model was trained for, or None if its config has no limit."""
+    found: Any = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def body_limit(positions: int | None) -> int:
+    """The bytes that a body may have.
+
+    Args:
+        positions: The positions of the model, or None if they are not limited.
+
+    Examples:
+        >>> body_limit(2048), body_limit(131072)
+        (131072, 4259840)
+    """
+    return ENVELOPE + BYTES_PER_POSITION * (positions or DEFAULT_POSITIONS)
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """Read and decode the body of a request.
+
+    Args:
+        request: The request.
+        limit: The bytes that its body may have; no more are kept, whether or not the request says how many it has.
+
+    Raises:
+        RequestError: If the body has another type, or is too large.
+        KVPolicyError: If it is not JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page may send other types to a local server without asking
+        raise RequestError(f"The content type must be application/json, got {kind or 'none'}.", 415)
+    data = await _read(request, limit)
+    try:
+        body = json.loads(data.decode("utf-8"))
+        json.dumps(body, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise KVPolicyError(f"The body of a request must be JSON in UTF-8, got an error: {error}.") from None
+    return body
+
+
+async def _read(request: Request, limit: int) -> bytearray:
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > limit:
+        raise _too_large(limit, f"{int(announced[:20]):,}")
+    data = bytearray()
+    async for part in request.stream():
+        if len(data) + len(part) > limit:
+            raise _too_large(limit, "more")
+        data += part
+    return data
+
+
+def _too_large(limit: int, got: str) -> RequestError:
+    return RequestError(
+        f"The body of a request must be at most {limit:,} bytes for this model, got {got}; try a shorter prompt.",
+        TOO_LARGE,
+    )

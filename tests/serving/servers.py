@@ -1,0 +1,50 @@
+"""Servers in a thread, and what tests ask them."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvpolicy.serving.prefix import Prefix
+from kvpolicy.serving.server import bind, run, serving
+
+POLICY = "streaming@0.5"
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        return response.read().decode()
+
+
+def metric(port: int, name: str) -> float:
+    (found,) = re.findall(rf"^kvpolicy_{re.escape(name)} (\S+)$", get(port, "/metrics"), re.MULTILINE)
+    return float(found)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@contextmanager
+def running(
+    model: tuple[Any, Any], load: Callable[[Any], Prefix] | None = None, allowed_hosts: Sequence[str] = ()
+) -> Generator[int, None, None]:
+    """A server in a thread, and its port."""
+    with bind("127.0.0.1", 0) as listener, serving(*model, "tiny", POLICY, listener, load, allowed_hosts) as server:
+        thread = threading.Thread(target=run, args=(server, listener))
+        thread.start()
+        wait_for(lambda: server.started)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(20)
+        assert not thread.is_alive()

@@ -1,0 +1,221 @@
+"""What a client may ask of `kvpolicy serve` is limited, and a long prompt does not keep it from answering others."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+import openai
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.serving.bodies import body_limit
+from kvpolicy.serving.generation import describe
+from kvpolicy.serving.metrics import OUTCOMES
+from kvpolicy.serving.server import log_to_terminal
+from kvpolicy.serving.threads import begin_in_thread
+from tests.serving.servers import POLICY, get, metric, running, wait_for
+
+PROMPT = "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf="
+LIMIT = body_limit(2048)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    """A model whose tokenizer truncates, as some tokenizer.json do."""
+    model, tokenizer = kvpolicy.tiny()
+    tokenizer._tokenizer.enable_truncation(4)
+    return model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def port(tiny: tuple[Any, Any]) -> Iterator[int]:
+    with running(tiny) as number:
+        yield number
+
+
+def post(port: int, body: bytes) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def complete(port: int, **fields: Any) -> tuple[int, dict[str, Any]]:
+    return post(port, json.dumps({"prompt": PROMPT, "max_tokens": 2, "temperature": 0, **fields}).encode())
+
+
+def test_a_body_has_room_for_all_positions_and_no_more(port: int) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+    assert post(port, body + b" " * (LIMIT - len(body)))[0] == 200
+    status, answer = post(port, body + b" " * (LIMIT + 1 - len(body)))
+    assert status == 413
+    assert f"must be at most {LIMIT:,} bytes for this model, got {LIMIT + 1:,};" in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+    escaped = json.dumps({"prompt": "\u043a" * 2049, "max_tokens": 1}).encode()  # refused for its tokens alone
+    assert post(port, escaped)[0] == 400
+
+
+def test_the_official_client_is_told_of_the_limit(port: int) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.APIStatusError, match="at most 131,072 bytes") as caught:
+            client.completions.create(model="tiny", prompt="x" * 2**22)
+        assert caught.value.status_code == 413
+
+
+def test_a_body_of_unknown_length_is_read_up_to_the_limit(port: int) -> None:
+    """The answer comes although the body has no end, and then the connection is closed."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            for _ in range(LIMIT // 2**12 + 1):
+                connection.sendall(b"1000\r\n" + b" " * 2**12 + b"\r\n")
+        except OSError:
+            pass  # the server has closed it already
+        with connection.makefile() as reader:
+            answer = "".join(line for line in reader)
+    assert answer.startswith("HTTP/1.1 413 ") and "connection: close" in answer
+    assert "bytes for this model, got more; try a shorter prompt." in answer
+
+
+@pytest.mark.parametrize("path", ["completions", "chat"])
+def test_other_requests_are_answered_while_a_prompt_is_tokenized(
+    path: str, port: int, tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    release = threading.Event()
+    kind = type(tiny[1])
+    tokenize = kind.__call__
+
+    def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert release.wait(20)
+        return tokenize(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", slow)
+    with (
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        api: Any = client.completions if path == "completions" else client.chat.completions
+        prompt: dict[str, Any] = (
+            {"prompt": PROMPT} if path == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+        )
+        answer = pool.submit(api.create, model="tiny", max_tokens=2, **prompt)
+        try:
+            assert begun.wait(20)
+            assert "ok" in get(port, "/health")
+        finally:
+            release.set()
+        assert answer.result(20).usage.completion_tokens == 2
+
+
+def test_prompts_are_tokenized_whole_at_once(port: int, tiny: tuple[Any, Any]) -> None:
+    """Whatever truncation the tokenizer had is gone before the first request."""
+    assert tiny[1]._tokenizer.truncation is None
+    whole = kvpolicy.tiny()[1]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda size: complete(port, prompt=PROMPT[:size])[1], range(20, 36)))
+    assert [answer["usage"]["prompt_tokens"] for answer in answers] == [
+        len(whole(PROMPT[:size]).input_ids) for size in range(20, 36)
+    ]
+    assert metric(port, "requests_waiting") == 0
+
+
+def test_only_a_pause_may_suspend_a_coroutine_in_a_thread() -> None:
+
+    async def paused() -> int:
+        await asyncio.sleep(0)
+        return 1
+
+    async def waiting() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def waits(future: Any) -> None:
+        await future
+
+    async def both() -> int:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(RuntimeError, match="waits for"):
+                await begin_in_thread(pool, waits(loop.create_future()))
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                await begin_in_thread(pool, waiting())
+            return await begin_in_thread(pool, paused())
+
+    assert asyncio.run(both()) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 9e-6])
+def test_a_temperature_near_zero_is_greedy(temperature: float, port: int) -> None:
+    status, answer = complete(port, temperature=temperature)
+    assert status == 200
+    assert answer["choices"][0]["text"] == complete(port, temperature=0)[1]["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1e-5}, {"temperature": 100}, {"top_p": 1e-320}, {"top_p": 1e-9}])
+def test_extreme_numbers_are_answered(fields: dict[str, float], port: int) -> None:
+    assert complete(port, **{"temperature": 1, **fields})[0] == 200
+
+
+def test_a_stop_string_is_not_compared_with_the_vocabulary(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' own criterion does so, for as long as the strings and the vocabulary are."""
+    whole = complete(port, max_tokens=8)[1]["choices"][0]["text"]
+    monkeypatch.setattr("transformers.generation.stopping_criteria.StopStringCriteria.__init__", None)
+    answer = complete(port, max_tokens=8, stop=[*("x" * 255 + chr(97 + i) for i in range(15)), whole[2:4]])[1]
+    assert answer["choices"][0]["text"] == whole[:2]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 8
+
+
+def test_a_failure_is_logged_with_its_traceback(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*args: Any) -> None:
+        raise ValueError("a secret of the server")
+
+    monkeypatch.setattr("kvpolicy.serving.generation.CacheUsage.of", broken)
+    with log_to_terminal():
+        status, answer = complete(port)
+    logged = capsys.readouterr().err
+    assert status == 500
+    assert answer["error"]["message"] == "The server failed to answer (ValueError); its log says more."
+    assert "ERROR: A request failed.\nTraceback" in logged and "a secret of the server" in logged
+
+
+def test_the_command_logs_to_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(server: Any, listener: Any) -> None:
+        describe(ValueError("what happened"))
+
+    monkeypatch.setattr("kvpolicy.serving.server.run", fail)
+    assert main(["serve", "tiny", POLICY, "--port", "0"]) == 0
+    assert "ValueError: what happened" in capsys.readouterr().err
+
+
+def test_a_client_that_leaves_while_it_sends_the_body_has_not_failed(port: int) -> None:
+    outcomes = {name: metric(port, f'requests_total{{outcome="{name}"}}') for name in OUTCOMES}
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: 99\r\n\r\n"
+    for sent in (b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", head + b"{"):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(sent)
+    wait_for(lambda: metric(port, 'requests_total{outcome="cancelled"}') == outcomes["cancelled"] + 1)
+    assert metric(port, 'requests_total{outcome="failed"}') == outcomes["failed"]
+    assert metric(port, 'requests_total{outcome="refused"}') == outcomes["refused"]
