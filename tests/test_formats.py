@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvpolicy
 from kvpolicy.allocators.profile import load_profile, save_profile
-from kvpolicy.spec.formats import check_format, stamp
+from kvpolicy.protocols import ModelInfo
+from kvpolicy.spec.formats import check_format, replacing, stamp
+from kvpolicy.spec.model_identity import check_same_model
 
 
 def newer(content: dict[str, Any]) -> dict[str, Any]:
@@ -31,6 +34,25 @@ def test_a_stamp_is_read_back() -> None:
 def test_a_strange_number_is_refused(number: object) -> None:
     with pytest.raises(ValueError, match="it must have an integer as its format"):
         check_format({"format": number}, 1, "it")
+
+
+def test_a_write_that_fails_changes_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("before")
+    with pytest.raises(RuntimeError, match="disk"), replacing(path) as temporary:
+        temporary.write_text("half of")
+        raise RuntimeError("disk")
+    assert path.read_text() == "before" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_fine_tuned_model_is_another_one_where_weights_must_be_equal() -> None:
+    weights = torch.linspace(-1, 1, 64)
+    model = ModelInfo(layers=1, heads=1, head_dim=4, weights=weights)
+    tuned = {"weights": (weights * 1.001).tolist()}
+    check_same_model(tuned, "it", model)
+    check_same_model({"weights": weights.tolist()}, "it", model, exact=True)
+    with pytest.raises(ValueError, match="whose weights differ"):
+        check_same_model(tuned, "it", model, exact=True)
 
 
 def test_a_profile(tmp_path: Path) -> None:

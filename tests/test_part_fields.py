@@ -34,6 +34,8 @@ def test_every_field_is_stated_and_a_missing_one_has_its_default() -> None:
         ({"kivi": {"bats": 4}}, "must be among bits, group_size, residual_length, got 'bats'"),
         ({"kivi": {"bits": 3}}, "KIVI.bits must be one of"),
         ({"kivi": 4}, "must be described"),
+        ({"kivi": {"bits": [4]}}, r"'bits' of 'kivi' must be a number, a bool, a string or None, got \[4\]"),
+        ({"csr": {"dictionary": 4}}, "'dictionary' of 'csr' must be a string, got 4"),
     ],
 )
 def test_what_describes_no_codec(content: object, words: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.hf.file_header import check_header, parse_header
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.formats import check_format, replacing, stamp
 
 FORMAT = 1
@@ -28,6 +30,13 @@ KEY = "kvpolicy_cache"
 
 COMPRESSIONS = (None, "zlib")
 """What may be passed as `compress`."""
+
+MOST_INFLATED = 512
+"""Bytes that the compressed tensors of a file may become, for each byte of the file.
+
+A slot without a token compresses to nearly nothing, but its position is stored as it is, in 4 bytes, so that the codes
+of a head dimension of up to 1,024 at 8 bits are within it.
+"""
 
 
 class CacheFile(NamedTuple):
@@ -45,10 +54,17 @@ class CacheFile(NamedTuple):
 def rank_path(path: str | os.PathLike[str], rank: int, size: int) -> Path:
     """The file of one rank: the path itself, or one numbered as transformers numbers the shards of a checkpoint.
 
+    Raises:
+        KVPolicyTypeError: If it is no path.
+
     Examples:
         >>> rank_path("a/doc.safetensors", 0, 2).name
         'doc-00001-of-00002.safetensors'
     """
+    if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise KVPolicyTypeError(
+            f"The path of a cache file must be a string or a Path, got {type(path).__name__}; try 'cache.safetensors'."
+        )
     whole = Path(path).expanduser()
     return whole if size == 1 else whole.with_name(f"{whole.stem}-{rank + 1:05}-of-{size:05}{whole.suffix}")
 
@@ -62,49 +78,66 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
         compress: `zlib` to compress the tensors of codes.
 
     Raises:
-        KVPolicyError: If `compress` is unknown, or the folder does not exist.
+        KVPolicyError: If `compress` is unknown, the path is a folder, its folder does not exist, or a field of the
+            header is of another kind.
     """
     from safetensors.torch import save_file
 
     if compress not in COMPRESSIONS:
         raise KVPolicyError(f"compress must be one of {', '.join(map(repr, COMPRESSIONS))}, got {compress!r}.")
+    if path.is_dir():
+        raise KVPolicyError(
+            f"A cache file must be a file, got the folder {str(path)!r}; try {path / 'cache.safetensors'}."
+        )
     if not path.parent.is_dir():
         raise KVPolicyError(f"The folder of a cache file must exist, got {str(path)!r}; try creating {path.parent}.")
-    packed: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in content.tensors.items():
-        plain = _plain(tensor)
-        small = _deflated(plain) if compress and ".codes." in name else None
-        if small is not None:
-            packed[name] = [str(plain.dtype).removeprefix("torch."), list(plain.shape)]
-        tensors[name] = plain if small is None else small
+    tensors = {name: _plain(tensor) for name, tensor in content.tensors.items()}
+    packed, small = _pack(tensors) if compress else ({}, {})
+    tensors |= small
     header = {**content.header, **stamp(FORMAT), "packed": packed}
     header.pop("sha256", None)
+    check_header(header, str(path))
     header["sha256"] = _digest(header, tensors)
     with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt", KEY: json.dumps(header, allow_nan=False)})
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The header of a file, without reading its tensors, so that it is not verified.
+    """The header of a file, without reading its tensors, so that only its fields are checked and not its hash.
 
     Raises:
-        KVPolicyError: If the file is missing, is no cache file, or has a newer format.
+        KVPolicyError: If the file is missing, is no cache file, has a newer format, or a field is of another kind.
     """
-    return _open(path, tensors=False).header
+    header = _open(path, tensors=False).header
+    check_header(header, str(path))
+    return header
 
 
 def read(path: Path) -> CacheFile:
-    """Read and verify a file.
+    """Read and verify a file; no more than `MOST_INFLATED` times its bytes are allocated.
 
     Raises:
-        KVPolicyError: If the file is missing, is no cache file, has a newer format, or was truncated or edited.
+        KVPolicyError: If the file is missing, is no cache file, has a newer format, was truncated or edited, or a field
+            is of another kind.
     """
     header, tensors = _open(path, tensors=True)
     if header.get("sha256") != _digest({key: value for key, value in header.items() if key != "sha256"}, tensors):
         raise _not_as_written(path)
-    for name, (dtype, shape) in header["packed"].items():
-        tensors[name] = _inflated(tensors[name], getattr(torch, dtype), shape)
+    check_header(header, str(path))
+    packed: dict[str, tuple[str, list[int]]] = header["packed"]
+    if any(name not in tensors or tensors[name].dtype != torch.uint8 for name in packed):
+        raise _not_as_written(path)
+    whole = sum(math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape in packed.values())
+    if whole > MOST_INFLATED * path.stat().st_size:
+        raise KVPolicyError(
+            f"The cache file {str(path)!r} must not become more than {MOST_INFLATED} times its size, got compressed "
+            "tensors that would; save the cache again."
+        )
+    for name, (dtype, shape) in packed.items():
+        try:
+            tensors[name] = _inflated(tensors[name], getattr(torch, dtype), shape)
+        except (zlib.error, ValueError, RuntimeError) as error:  # torch refuses some shapes without elements
+            raise _not_as_written(path) from error
     return CacheFile(header, tensors)
 
 
@@ -115,14 +148,16 @@ def _open(path: Path, *, tensors: bool) -> CacheFile:
         raise KVPolicyError(f"A cache file must exist, got {str(path)!r}; try creating it with kvpolicy cache make.")
     try:
         with safe_open(path, framework="pt") as file:
-            header: Any = json.loads((file.metadata() or {}).get(KEY, "null"))
+            header: Any = parse_header((file.metadata() or {}).get(KEY, "null"))
             if not isinstance(header, dict):
                 raise _no_cache(path)
             check_format(header, FORMAT, f"The cache file {str(path)!r}")
             return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()} if tensors else {})  # noqa: SIM118
-    except (SafetensorError, RecursionError) as error:
+    except KVPolicyError:
+        raise
+    except (SafetensorError, OSError) as error:
         raise _not_as_written(path) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise _no_cache(path) from error
 
 
@@ -145,16 +180,30 @@ def _digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     return found.hexdigest()
 
 
-def _deflated(tensor: Tensor) -> Tensor | None:
-    """The compressed bytes of a tensor, [n] uint8; None if they are not fewer."""
-    blob = zlib.compress(_bytes(tensor))
-    return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if len(blob) < tensor.nbytes else None
+def _pack(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Compress the tensors of codes, unless `read` would refuse the result.
+
+    Returns:
+        The dtype and shape of each compressed tensor, and its bytes, [n] uint8.
+    """
+    small = {name: _deflated(tensor) for name, tensor in tensors.items() if ".codes." in name}
+    blobs = {name: blob for name, blob in small.items() if blob.nbytes < tensors[name].nbytes}
+    stored = sum(blobs.get(name, tensor).nbytes for name, tensor in tensors.items())
+    if sum(tensors[name].nbytes for name in blobs) > MOST_INFLATED * stored:
+        return {}, {}
+    names = {name: [str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape)] for name in blobs}
+    return names, blobs
+
+
+def _deflated(tensor: Tensor) -> Tensor:
+    """The compressed bytes of a tensor, [n] uint8."""
+    return torch.frombuffer(bytearray(zlib.compress(_bytes(tensor))), dtype=torch.uint8)
 
 
 def _inflated(blob: Tensor, dtype: torch.dtype, shape: list[int]) -> Tensor:
     whole = torch.empty(shape, dtype=dtype)
-    # Never more bytes than the header says, whatever the compressed ones would become.
-    found = zlib.decompressobj().decompress(_bytes(blob), whole.nbytes)
+    # Never more bytes than the header says, whatever the compressed ones would become; 0 would mean any number.
+    found = zlib.decompressobj().decompress(_bytes(blob), max(whole.nbytes, 1))
     _bytes(whole)[:] = found
     return whole
 

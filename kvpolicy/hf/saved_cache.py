@@ -16,14 +16,13 @@ from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache_file import CacheFile, rank_path, read, read_header
 from kvpolicy.hf.discovery import find_sites
+from kvpolicy.hf.file_content import TOKENS, check_content
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.model_identity import check_same_model
-
-TOKENS = "tokens"
-"""The name of the token ids in a file, [B, N] int64."""
+from kvpolicy.spec.tables import shorten
 
 
 def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) -> CacheFile:
@@ -92,6 +91,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     sites = {site.layer_idx: site for site in find_sites(model).layers}
     first = sites[cache.policy_layers[0].layer_idx]
     _check_model(header, attachment, what, next(first.attention.parameters()).device)
+    check_content(content, attachment, what)
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
         device = next(sites[index].attention.parameters()).device
@@ -160,13 +160,24 @@ def _check_complete(cache: Any) -> None:
 
 
 def _checked_tokens(tokens: Tensor | Sequence[Sequence[int]], rows: int, columns: int) -> Tensor:
-    ids = torch.as_tensor(tokens, dtype=torch.int64)
+    try:
+        ids = torch.as_tensor(tokens)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise KVPolicyTypeError(
+            f"tokens must be integers in rows of equal length, [{rows}, {columns}], got "
+            f"{shorten(repr(tokens))}; try tokenizer(text, return_tensors='pt').input_ids."
+        ) from error
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise KVPolicyTypeError(
+            f"tokens must be integers, [{rows}, {columns}], got {ids.dtype}; try "
+            "tokenizer(text, return_tensors='pt').input_ids."
+        )
     if ids.shape != (rows, columns):
         raise KVPolicyError(
             f"tokens must be the ids that the cache has seen, padding included, [{rows}, {columns}], got "
             f"{list(ids.shape)}; the newest token of a generation is in no cache yet."
         )
-    return ids
+    return ids.to(torch.int64)
 
 
 def _check_model(header: Mapping[str, Any], attachment: Attachment, what: str, device: torch.device) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.tables import shorten
 from kvpolicy.spec.version import __version__
 
 
@@ -43,11 +44,12 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
     """
     number = content.get("format", 0)
     if not isinstance(number, int) or isinstance(number, bool):
-        raise KVPolicyError(f"{what} must have an integer as its format, got {number!r}; create it again.")
+        raise KVPolicyError(f"{what} must have an integer as its format, got {shorten(repr(number))}; create it again.")
     if number > newest:
-        writer = content.get("kvpolicy", "(a newer version)")
+        writer = shorten(str(content.get("kvpolicy", "(a newer version)")))
         raise KVPolicyError(
-            f"{what} must have format {newest} or older, got {number}, written by kvpolicy {writer}; update kvpolicy."
+            f"{what} must have format {newest} or older, got {shorten(str(number))}, written by kvpolicy {writer}; "
+            "update kvpolicy."
         )
 
 

@@ -32,7 +32,7 @@ def part_to_dict(part: object) -> dict[str, dict[str, Any]]:
         value = getattr(part, key)
         if key in WRAPPING and value is not None:
             content[key] = part_to_dict(value)
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif _is_plain(value):
             content[key] = value
         else:
             raise KVPolicyError(
@@ -40,6 +40,10 @@ def part_to_dict(part: object) -> dict[str, dict[str, Any]]:
                 f"as {key!r} of {name!r}."
             )
     return {name: content}
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def part_from_dict(kind: Kind, content: object) -> Any:
@@ -65,6 +69,8 @@ def part_from_dict(kind: Kind, content: object) -> Any:
     aliases: Mapping[str, str] = getattr(cls, "ALIASES", {})
     former: Mapping[str, Mapping[str, Any]] = getattr(cls, "VALUE_ALIASES", {})
     known = fields_of(cls)
+    # What strategies do with text, such as open a file of that name, would fail otherwise with any error.
+    texts = {key for key, field in known.items() if str(field.type) in ("str", "str | None")}
     options: dict[str, Any] = {}
     for key, value in given.items():
         key = aliases.get(key, key)
@@ -72,6 +78,11 @@ def part_from_dict(kind: Kind, content: object) -> Any:
             raise KVPolicyError(f"The fields of {name!r} must be among {', '.join(known)}, got {shorten(key)!r}.")
         if key in WRAPPING and value is not None:
             value = part_from_dict("head_allocator" if key == "heads" else kind, value)
+        elif not _is_plain(value) or (key in texts and not isinstance(value, str | None)):
+            raise KVPolicyError(
+                f"{key!r} of {name!r} must be {'a string' if key in texts else 'a number, a bool, a string or None'}, "
+                f"got {shorten(repr(value))}."
+            )
         elif isinstance(value, str):
             value = former.get(key, {}).get(value, value)
         options[key] = value

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import shorten
 
 MAX_FIELD = 2**31
 """Integer fields of a strategy are below this: PyTorch operators take no larger ones."""
@@ -129,7 +130,9 @@ def check_size(name: str, size: object, least: int, most: int = MAX_SIZE) -> int
         raise KVPolicyTypeError(f"{name} must be an integer, got {size!r}; try {max(least, 1)}.")
     number = int(size)
     if not least <= number <= most:
-        raise KVPolicyError(f"{name} must be between {least} and 2^{most.bit_length() - 1}, got {number}.")
+        # In decimals, Python writes no integer of thousands of digits.
+        got = str(number) if abs(number) <= most else shorten(hex(number))
+        raise KVPolicyError(f"{name} must be between {least} and 2^{most.bit_length() - 1}, got {got}.")
     return number
 
 

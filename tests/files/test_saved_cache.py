@@ -284,7 +284,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
         cache = start(model, [26])[0]
         cache.save(path)
         content = cache_file.read(path)
-        content.header["ranks"]["size"] = 2
+        content.header["ranks"].update(size=2, queries=[2, 2], heads=[1, 1])
         cache_file.write(cache_file.rank_path(path, 0, 2), content)
         path.unlink()
         with pytest.raises(KVPolicyError, match="as many ranks as it was saved on, got 1 instead of 2"):
