@@ -64,7 +64,7 @@ def speculate_text(
         ids,
         max_new_tokens=options.new,
         gamma=gamma,
-        eos_token_id=tokenizer.eos_token_id if end is None else end,
+        eos_token_id=_known(tokenizer.eos_token_id if end is None else end, model),
         temperature=options.temperature,
         seed=options.seed,
         return_stats=True,
@@ -80,6 +80,13 @@ def speculate_text(
         rounds=stats.rounds,
         seconds=time.perf_counter() - started,
     )
+
+
+def _known(ends: int | list[int] | None, model: Any) -> list[int] | None:
+    """The tokens of a generation config that a model knows; some have -1 for none."""
+    tokens = [ends] if isinstance(ends, int) else ends or []
+    size = model.get_input_embeddings().num_embeddings
+    return [token for token in tokens if 0 <= token < size] or None
 
 
 def speculation_summary(run: SpeculatedText) -> str:

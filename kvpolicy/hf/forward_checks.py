@@ -46,6 +46,12 @@ def check_adapters(model: Any) -> None:
             )
 
 
+def lacks_weights(model: nn.Module) -> bool:
+    """Whether weights are on `meta` that no hook loads; those that accelerate offloads are there too."""
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
+
+
 def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens: Tensor, call: dict[str, Any]) -> None:
     """Refuse a forward that would fail deep inside, or succeed with a wrong answer.
 
@@ -75,6 +81,11 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         raise KVPolicyError(
             "The model is on the meta device, which holds no numbers to choose tokens by: load its weights, or ask "
             "kvpolicy.plan what a cache will hold."
+        )
+    if not cache.is_initialized and lacks_weights(model):
+        raise KVPolicyError(
+            "The model must have its weights for a forward, got some on the device meta; try from_pretrained, or "
+            "kvpolicy.plan(model, policy), which needs none."
         )
     rows, new = tokens.shape[:2]
     if not rows or not new:

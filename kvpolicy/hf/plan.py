@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
@@ -41,7 +42,7 @@ def plan(
         batch: Number of rows.
         prompt: Tokens of each row's prompt, one number or one per row.
         new: Tokens to be generated.
-        dtype: Dtype of keys and values; the config's own by default.
+        dtype: Dtype of keys and values; by default that of a model's weights, or the config's own.
         tp: The tensor parallel size; the plan is of the rank that holds the most.
         backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
         chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
@@ -68,6 +69,8 @@ def plan(
         (480, 461)
     """
     policy = Policy.of(policy)
+    if dtype is None and isinstance(config, nn.Module):
+        dtype = getattr(config, "dtype", None)  # as `attach` does: of the weights, which `to` may have converted
     config = as_config(config)
     batch = check_size("batch", batch, 1)
     new = check_size("new", new, 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -15,7 +17,8 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.policy import Policy
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
-from kvpolicy.spec.validation import MAX_SIZE
+from kvpolicy.spec.tables import shorten
+from kvpolicy.spec.validation import MAX_SIZE, check_size
 
 
 class SpeculationStats(NamedTuple):
@@ -93,13 +96,13 @@ def speculate(
     Args:
         model: A model of transformers, with or without a policy attached.
         policy: The policy of the cache that drafts, or its spec.
-        input_ids: The prompt, [1, P].
+        input_ids: The prompt, [1, P] int64 or int32.
         max_new_tokens: Tokens to generate, unless `eos_token_id` ends the text before.
         gamma: Tokens to draft before each verification.
         eos_token_id: The token or tokens that end the text; None for none.
         temperature: 0 for greedy decoding; else both caches sample at this temperature, and drafts are accepted by the
             rejection rule, so that the text has the distribution of the full cache.
-        seed: Of the random numbers, if the temperature is above 0.
+        seed: Of the random numbers, if the temperature is above 0; from -2^63 to 2^64 - 1.
         return_stats: Whether to return the counts of drafted and accepted tokens too.
 
     Returns:
@@ -107,7 +110,9 @@ def speculate(
         `SpeculationStats`.
 
     Raises:
-        KVPolicyError: If there is more than one row, a number is out of range, or the policy does not suit the model.
+        KVPolicyError: If there is more than one row, a number is out of range, a token is not in the vocabulary, or the
+            policy does not suit the model.
+        KVPolicyTypeError: If an argument is of another type.
 
     Examples:
         >>> import kvpolicy
@@ -127,8 +132,12 @@ def speculate(
         from those of `generate` where two logits are equal but for the last bits.
     """
     policy = Policy.of(policy)
-    _check(input_ids, max_new_tokens=max_new_tokens, gamma=gamma, temperature=temperature)
-    ends = _ends(eos_token_id)
+    size = _vocabulary(model)
+    _check_ids(input_ids, size)
+    max_new_tokens = check_size("max_new_tokens", max_new_tokens, 1)
+    gamma = check_size("gamma", gamma, 1)
+    _check_sampling(temperature, seed)
+    ends = _ends(eos_token_id, size)
     with contextlib.ExitStack() as stack:
         # The drafts' policy is attached, and not `full`: the attached policy must have all hooks that any cache needs.
         if model not in attachments:
@@ -252,10 +261,18 @@ class _Run:
         return torch.tensor([tokens], device=self._device)
 
 
-def _check(input_ids: Any, *, temperature: Any, **numbers: Any) -> None:
-    if not isinstance(input_ids, Tensor) or input_ids.is_floating_point():
+def _vocabulary(model: Any) -> int:
+    """Tokens that a model knows; as many as ids may ever be, where it does not say."""
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return getattr(embeddings, "num_embeddings", MAX_SIZE)
+
+
+def _check_ids(input_ids: Any, size: int) -> None:
+    got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
+    # Smaller integers could not hold the tokens that follow.
+    if got not in (torch.int64, torch.int32):
         raise KVPolicyTypeError(
-            f"input_ids must be a tensor of token ids [1, P], got {type(input_ids).__name__}; try "
+            f"input_ids must be a tensor of token ids [1, P] in int64 or int32, got {got}; try "
             "tokenizer(text, return_tensors='pt').input_ids."
         )
     if input_ids.dim() != 2 or input_ids.shape[0] != 1 or not input_ids.shape[1]:
@@ -263,14 +280,45 @@ def _check(input_ids: Any, *, temperature: Any, **numbers: Any) -> None:
             "input_ids must be one row of at least one token, since rows accept different numbers of drafts, got the "
             f"shape {list(input_ids.shape)}; try one call for each row, without padding."
         )
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < MAX_SIZE:
-            raise KVPolicyError(f"{name} must be an integer from 1, got {number!r}; try {name}=4.")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise KVPolicyError(f"temperature must be a number from 0, got {temperature!r}; try temperature=0.7.")
+    outside = input_ids[(input_ids < 0) | (input_ids >= size)]
+    if len(outside):
+        raise KVPolicyError(
+            f"input_ids must be between 0 and {size - 1}, the last token of the model, got {int(outside[0])}; try the "
+            "model's own tokenizer."
+        )
 
 
-def _ends(eos_token_id: int | Iterable[int] | None) -> frozenset[int]:
+def _check_sampling(temperature: Any, seed: Any) -> None:
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not 0 <= temperature <= sys.float_info.max:
+        raise KVPolicyError(
+            f"temperature must be a number from 0, and finite, got {shorten(repr(temperature))}; try temperature=0.7."
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise KVPolicyTypeError(f"seed must be an integer, got {shorten(repr(seed))}; try seed=0.")
+    if not -(2**63) <= seed < 2**64:
+        raise KVPolicyError(f"seed must be between -2^63 and 2^64 - 1, got {shorten(hex(seed))}; try seed=0.")
+
+
+def _ends(eos_token_id: Any, size: int) -> frozenset[int]:
+    """The tokens that end a text, of `size` tokens of the model."""
     if eos_token_id is None:
         return frozenset()
-    return frozenset([eos_token_id]) if isinstance(eos_token_id, int) else frozenset(map(int, eos_token_id))
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.tolist()
+    several = isinstance(eos_token_id, Iterable) and not isinstance(eos_token_id, str | bytes)
+    tokens: list[Any] = [*eos_token_id] if several else [eos_token_id]  # pyright: ignore[reportUnknownVariableType]
+    if not tokens:
+        raise KVPolicyError("eos_token_id must be at least one token, or None for none, got an empty list; try None.")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise KVPolicyTypeError(
+                f"eos_token_id must be a token id or a list of them, got {shorten(repr(token))}; try "
+                "tokenizer.eos_token_id."
+            )
+        if not 0 <= int(token) < size:
+            raise KVPolicyError(
+                f"eos_token_id must be between 0 and {size - 1}, the last token of the model, got "
+                f"{shorten(hex(int(token)) if abs(int(token)) > MAX_SIZE else str(token))}; try tokenizer.eos_token_id."
+            )
+    return frozenset(map(int, tokens))

@@ -113,7 +113,7 @@ class UndoableCache(Cache):
             [10]
         """
         if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most < MAX_SIZE:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise KVPolicyError(f"most must be an integer from 1, got {most!r}; try cache.mark(most=8).")
+            raise KVPolicyError(f"most must be an integer from 1 to 2^40 - 1, got {most!r}; try cache.mark(most=8).")
         self._check_idle("mark()")
         first = self.policy_layers[0]
         if not self.has_prompt:

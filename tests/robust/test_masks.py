@@ -174,3 +174,17 @@ def test_the_digest_of_a_mask_follows_rows_and_steps() -> None:
         forward(model, ids, mask, 22, 27, cache)
         assert cache.mask_digest is not None
         assert torch.equal(cache.mask_digest, mask_digest(mask))
+
+
+@pytest.mark.parametrize("pieces", [[1] * 12, [4, 1, 1, 3, 1, 2], [12], [11, 1]])
+def test_a_digest_is_that_of_all_columns_however_they_come(pieces: list[int]) -> None:
+    """Also of a step in which a row has no token."""
+    from kvpolicy.hf.mask_digest import extend_digest, mask_digest
+
+    mask = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) < 0.6
+    digest = torch.zeros(5, dtype=torch.int64)
+    start = 0
+    for size in pieces:
+        extend_digest(digest, mask[:, start : start + size], size)
+        start += size
+        assert torch.equal(digest, mask_digest(mask[:, :start]))
