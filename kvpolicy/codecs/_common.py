@@ -118,5 +118,6 @@ def mix_by_chunks(
         [B, H, G, D] fp32.
     """
     ranges = chunks(weights.shape[-1], group_size)
-    sums = [matmul(weights[..., at], values(store, at).to(weights.dtype)) for at in ranges]
-    return sum(sums[1:], sums[0]).float()
+    # Added in fp32: in half precision, chunks of little weight would be lost beside one of much weight.
+    sums = [matmul(weights[..., at], values(store, at).to(weights.dtype)).float() for at in ranges]
+    return sum(sums[1:], sums[0])

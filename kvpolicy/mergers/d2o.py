@@ -83,11 +83,15 @@ class D2O:
         # Twice over the tiles, since the threshold depends on all tokens.
         total = torch.zeros_like(state.threshold)
         count = torch.zeros_like(state.threshold)
+        largest = torch.full_like(state.threshold, -1)
         for tile in tiles(candidates, "keys"):
             counted = (tile.weights > 0) & (tile.nearest.cosine > -torch.inf)
             total += tile.nearest.cosine.masked_fill(~counted, 0).sum(-1)
             count += counted.sum(-1)
-        self._move(state, total / count.clamp_min(1), count > 0)
+            largest = largest.maximum(tile.nearest.cosine.masked_fill(~counted, -1).amax(-1))
+        # The mean of equal cosines may be rounded up, and then none of them would be at or above it.
+        average = (total / count.clamp_min(1)).minimum(largest)
+        self._move(state, average, count > 0)
         keys = candidates.at_targets(candidates.keys)
         values = candidates.at_targets(candidates.values)
         number = torch.zeros_like(candidates.targets, dtype=torch.float32)

@@ -96,7 +96,9 @@ class ExpectedAttention:
                 "again while decoding; try decode='grow'."
             )
         if not 0 <= self.epsilon < float("inf"):
-            raise KVPolicyError(f"ExpectedAttention.epsilon must be at least 0, got {self.epsilon}; try 0.01.")
+            raise KVPolicyError(
+                f"ExpectedAttention.epsilon must be at least 0 and finite, got {self.epsilon}; try 0.01."
+            )
 
     @property
     def needs(self) -> Needs:

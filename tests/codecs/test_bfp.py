@@ -72,6 +72,14 @@ def test_channels_of_equal_norm_keep_their_order() -> None:
     assert store.codes.order[0, 0, 0].tolist() == sorted(range(300), key=lambda channel: -abs(float(x[channel])))
 
 
+def test_small_keys_count_beside_a_large_one() -> None:
+    """In fp32, 2^24 + 1 + 1 is 2^24, so that both channels would be of equal norm."""
+    store = empty(made(), 4, 2)
+    keys = torch.tensor([[4096.0, 4096.0], [1.0, 1.0], [0.0, 1.0]]).expand(B, H, -1, -1)
+    made().write(store, keys, keys, at(range(3)), flags([True] * 3), flags([False] * 4))
+    assert store.codes.order[0, 0, 0].tolist() == [1, 0]
+
+
 def test_the_order_of_tokens_does_not_matter() -> None:
     stages.check_order(made(), 1500, 256, ("order",))
 

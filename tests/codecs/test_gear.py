@@ -115,6 +115,21 @@ def test_each_part_lowers_the_error() -> None:
         assert errors == sorted(errors, reverse=True)
 
 
+@pytest.mark.parametrize("count", [3, 7, 60])
+def test_what_stands_in_for_outliers_widens_no_range(count: int) -> None:
+    """The mean of equal elements is each of them, however their sum is rounded."""
+    x = torch.randn(100, 1, generator=torch.Generator().manual_seed(0)).expand(-1, count + 1).clone()
+    x[:, 2] = 1e4
+    assert torch.equal(fill(x, x < 1e4, -1), x[:, :1].expand_as(x))
+
+
+def test_nearly_dependent_rows_become_orthogonal() -> None:
+    """A single pass leaves the rounding error of a row, 1e-7, beside what remains of it, 1e-4."""
+    row, *others = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).unbind()
+    found = torch.stack(orthonormal([row, *(row + 1e-4 * other for other in others)]))
+    torch.testing.assert_close(found @ found.T, torch.eye(4), atol=1e-6, rtol=0)
+
+
 def test_a_low_rank_error_is_found() -> None:
     generator = torch.Generator().manual_seed(1)
     parts = torch.randn(B, H, 3, 16, 2, generator=generator) @ torch.randn(B, H, 3, 2, 12, generator=generator)

@@ -101,6 +101,19 @@ def value_formula(x: list[float], calibration: KVQuantCalibration, count: int) -
     return [half(x[channel]) if channel in apart else coded[channel] for channel in range(len(x))]
 
 
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3)])
+def test_a_shard_encodes_its_heads_as_the_whole_model_does(heads: slice, tmp_path: Path) -> None:
+    whole = made(tmp_path)
+    store, keys, values = stages.fill(whole, C, D)
+    shard = StageStore(
+        whole.codec.alloc(B, heads.stop - heads.start, C, D, "cpu"), whole.codec.load_calibration(0, "cpu", heads)
+    )
+    everything = at(range(C))[:, heads], flags([True] * C)[:, heads], flags([False] * C)[:, heads]
+    whole.codec.write(shard, keys[:, heads], values[:, heads], *everything)
+    for got, want in zip(stages.read(whole.codec, shard, C), stages.read(whole, store, C), strict=True):
+        assert torch.equal(got, want[:, heads])
+
+
 def test_it_is_a_codec_and_a_stage() -> None:
     codec = KVQuant(residual_length=32, block_size=32)
     assert isinstance(codec, Codec) and isinstance(codec, Stage) and codec.stages == (codec,)
@@ -190,6 +203,20 @@ def test_ranges_are_percentiles() -> None:
     keys = torch.stack([torch.arange(1001.0), torch.arange(1001.0) * -2], -1)[torch.randperm(1001)][None]
     fitted = fit_kvquant(keys, torch.randn(1, 1001, 2), bits=(2,))
     assert fitted["keys.offset"].tolist() == [[500, -1000]] and fitted["keys.range"].tolist() == [[495, 990]]
+
+
+def test_percentiles_between_two_numbers_are_interpolated() -> None:
+    keys = torch.randn(2, 21, 3, generator=torch.Generator().manual_seed(0))
+    fitted = fit_kvquant(keys, keys, bits=(2,), outliers=0.03)
+    low, high = (keys.quantile(fraction, dim=1) for fraction in (0.015, 0.985))
+    torch.testing.assert_close(fitted["keys.offset"] - fitted["keys.range"], low)
+    torch.testing.assert_close(fitted["keys.offset"] + fitted["keys.range"], high)
+
+
+def test_levels_of_values_leave_out_outliers() -> None:
+    values = torch.tensor([50.0, -1.0, -0.5, 0.5, 1.0]).expand(2, 30, -1)
+    fitted = fit_kvquant(torch.randn(2, 30, 5), values, bits=(1,), outliers=0.2)
+    assert fitted["values.levels.b1"].tolist() == [-0.75, 0.75]
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -123,6 +123,33 @@ def test_of_opposite_atoms_the_first_is_taken() -> None:
         assert index.item() == 0 and coef.item() == 3 * atoms[0, 0]
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("places", [(0, 31), (31, 32), (5, 63), (31, 64), (40, 69), (64, 69), (3, 70), (69, 70)])
+def test_of_equal_atoms_anywhere_the_first_is_taken(places: tuple[int, int], sign: int) -> None:
+    """Two blocks of 32 atoms that are searched together and six more, before two atoms of the head's own."""
+    atoms = torch.zeros(72, 4)
+    atoms[places[0], 1], atoms[places[1], 1] = 1, sign
+    dictionary = Dictionary(atoms[:70], atoms[None, None, 70:])
+    x = torch.tensor([0.0, 3.0, 0.0, 0.0]).expand(1, 1, 100, 4)
+    for count in (1, 100):  # a step for each vector, and products of atoms
+        index, coef = pursue(x[:, :, :count], dictionary, 2)
+        assert index[..., 0].unique().tolist() == [places[0]] and coef[..., 0].unique().tolist() == [3]
+
+
+@pytest.mark.parametrize("solver", ["mp", "refit", "omp"])
+@pytest.mark.parametrize("own", [0, 1])
+def test_more_pairs_than_atoms_and_channels_reconstruct_what_atoms_can(solver: Solver, own: int) -> None:
+    """Two atoms at an angle in a plane: what is outside the plane stays, and all else is found."""
+    atoms = unit(torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]))
+    dictionary = Dictionary(atoms[: 2 - own], atoms[None, None, 2 - own :])
+    x = normal(1, 1, 9, 3, seed=9)
+    index, coef = pursue(x, dictionary, 30, solver)
+    want = torch.cat([x[..., :2], torch.zeros(1, 1, 9, 1)], -1)
+    torch.testing.assert_close(
+        reconstruct(dictionary, dictionary.table(), index, coef), want, atol=1e-3 if solver == "mp" else 1e-5, rtol=0
+    )
+
+
 def test_a_fit_is_no_worse_and_omp_better_still() -> None:
     dictionary, x = random_dictionary(), normal(B, H, 200, D, seed=4)
     errors = [left(x, dictionary, 5, solver) for solver in ("mp", "refit", "omp")]

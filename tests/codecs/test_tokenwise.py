@@ -44,6 +44,18 @@ def test_it_is_a_codec_and_a_stage() -> None:
     codec.check(ModelInfo(1, 1, 7))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_normaliser_of_many_tokens_in_half_precision(dtype: torch.dtype) -> None:
+    """Their sum is far above what the dtype can count, and above the range of fp16."""
+    count = 5000
+    store = empty(made(), count, 4)
+    keys = (draw(count, 4)[0] + 30).to(dtype)
+    made().write(store, keys, keys, at(range(count)), flags([True] * count), flags([False] * count))
+    mean, std = keys.double().mean(2, keepdim=True), keys.double().std(2, correction=0, keepdim=True)
+    torch.testing.assert_close(store.codes.channel_zero.double(), mean, rtol=2**-11, atol=0)
+    torch.testing.assert_close(store.codes.channel_scale.double(), std, rtol=2**-10, atol=0)
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_groups_of_one_token_after_the_normaliser(bits: int | str) -> None:
     codec = made(bits, group_size=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvpolicy import D2O
@@ -30,6 +31,19 @@ def test_two_sources_of_one_target() -> None:
     want = (keys[0] + (cosines[:, None] * keys[1:]).sum(0)) / 3
     torch.testing.assert_close(result.values[0, 0, 0], want)
     torch.testing.assert_close(want, torch.tensor([0.889, 0.0977]), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7, 40])
+def test_equal_cosines_are_at_their_mean(count: int) -> None:
+    """However their mean is rounded: all of them are merged."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        kept, evicted = torch.randn(2, 4, generator=generator)
+        evicted = evicted + 2 * kept
+        keys = torch.stack([kept, *[evicted] * count])
+        result = D2O().merge_prompt(D2O().alloc(1, 1, "cpu"), candidates(keys, keys, [0]))
+        cosine = torch.nn.functional.cosine_similarity(kept, evicted, dim=0)
+        torch.testing.assert_close(result.values[0, 0, 0], (kept + count * cosine * evicted) / (1 + count))
 
 
 def test_the_threshold_follows() -> None:

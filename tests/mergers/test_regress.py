@@ -66,6 +66,28 @@ def test_sinks_and_recent_values_stay() -> None:
     assert changed == [False, False, True, True, True, True, False, False]
 
 
+def test_queries_before_the_window_do_not_count() -> None:
+    """A selector may ask for the attention of more queries."""
+    given = prompt(KEPT)
+    assert given.attention is not None
+    fewer = given._replace(attention=given.attention[:, :, 2:])
+    results = [Regress(window=4, sinks=0, recent=0).merge_prompt((), each).values for each in (given, fewer)]
+    assert torch.equal(results[0], results[1])
+    whole = Regress(window=6, sinks=0, recent=0).merge_prompt((), given).values
+    assert not torch.allclose(results[0], whole, atol=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_fewer_tokens_than_queries(length: int) -> None:
+    """Rows of zeros stand for the queries that there are not, and one token is all that a later one has to change."""
+    given = prompt([0], count=length)
+    assert given.attention is not None
+    rows = given.attention.clone()
+    rows[:, :, : 6 - length] = 0
+    result = Regress(window=6, sinks=0, recent=0).merge_prompt((), given._replace(attention=rows))
+    assert bool(result.values.isfinite().all()) and torch.equal(result.values, given.values[:, :, :1]) == (length == 1)
+
+
 def test_refusals() -> None:
     with pytest.raises(KVPolicyError, match="whose evicted tokens it merges"):
         Policy.parse("full+regress")

@@ -1,0 +1,45 @@
+"""The slot that a victim would be merged into: cosines in every dtype, and limits that hold with equality."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy import CountedMerge
+from kvpolicy.mergers._common import target_of
+from kvpolicy.protocols import Tokens
+from tests.mergers.test_merge import candidates, merged
+
+
+def held(keys: Tensor, positions: list[int], values: Tensor | None = None) -> Tokens:
+    """Tokens of one head with keys [n, D], each of which stands for itself."""
+    count = len(keys)
+    there = torch.ones(1, 1, count, dtype=torch.bool)
+    values = keys if values is None else values
+    return Tokens(keys[None, None], values[None, None], torch.tensor([[positions]]), torch.zeros(1, 1, count), there)
+
+
+@pytest.mark.parametrize("by", ["keys", "position"])
+@pytest.mark.parametrize("length", [1e-3, 1.0, 60.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_length_of_keys_means_nothing(dtype: torch.dtype, length: float, by: str) -> None:
+    """Also where a product of two keys, or the sum of their squares, is beyond the range of fp16."""
+    generator = torch.Generator().manual_seed(0)
+    keys = (torch.randn(9, 64, generator=generator) * length).to(dtype)
+    slots, victim = held(keys[:8], [3, 9, 4, 7, 1, 0, 12, 11]), held(keys[8:], [8])
+    want = torch.cosine_similarity(keys[8:].double(), keys[:8].double(), dim=-1)
+    slot, cosine = target_of(victim, slots, by)
+    assert slot.item() == (int(want.argmax()) if by == "keys" else 3), "of positions 7 and 9, the earlier"
+    torch.testing.assert_close(cosine.double().flatten(), want[slot.flatten()], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-6])
+def test_the_smallest_cosine_itself_is_similar_enough(least: float) -> None:
+    """Keys at a right angle, at a threshold of 0 and just above."""
+    merger = CountedMerge(least=least)
+    keys = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
+    merge = merger.merge_token((), held(keys[1:], [1]), held(keys[:1], [0]))
+    assert merge.write_mask.item() is (least == 0)
+    result = merged(merger, candidates(keys, keys, [0]))
+    assert result.counts is not None and bool(result.counts.any()) is (least == 0)
