@@ -111,6 +111,12 @@ def test_floors_are_taken_from_the_others() -> None:
     assert fill([60, 38, 2], 100, floor=10) == [55, 35, 10]
 
 
+def test_a_full_layer_stays_full_where_floating_point_has_no_fractions() -> None:
+    """The token that float64 cannot hold goes to the layer that can use it, and not to the first one."""
+    ceiling = 2**59
+    assert fill([8.0, 1.0], ceiling + 2**58 + 1, ceiling=ceiling) == [ceiling, 2**58 + 1]
+
+
 def test_more_than_can_be_used_is_split_evenly_on_top() -> None:
     assert fill([20, 5, 1], 26, ceiling=8) == [9, 9, 8]
     assert fill([20, 4, 0], 24, floor=20, ceiling=8) == [8, 8, 8]

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpolicy import registry
+from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
@@ -19,6 +20,7 @@ from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.policy import Policy
 from kvpolicy.selectors.full import KeepAll
+from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.spec import grammar
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -113,6 +115,14 @@ def test_left_wraps_right() -> None:
     assert read("wrap/wrap/every:bits=4") == Wrap(base=Wrap(base=Every(bits=4)))
     assert grammar.show({"codec": Wrap()}, None) == "wrap"
     assert grammar.show({"codec": Wrap(base=Plain(), file="a/b")}, 0.5) == "wrap:file=a%2Fb/plain@0.5"
+
+
+@pytest.mark.parametrize("path", ["a/adakv", "even/adakv/b.json", "/duo", "a/duo:x", "adakv", "a/adakv.json"])
+def test_a_path_may_hold_the_name_of_a_head_allocator(path: str) -> None:
+    """Which behind a slash would be the head allocator."""
+    for heads in (None, Even()):
+        policy = Policy(allocator=SqueezeAttention(profile=path, heads=heads), selector=SnapKV(), budget=0.5)
+        assert Policy.parse(str(policy)) == policy
 
 
 def test_path_holds_what_a_path_may_hold() -> None:

@@ -1,8 +1,17 @@
 """The arithmetic of ranks, on one process; what they ask each other is tested in tests/parallel."""
 
-import torch
+from __future__ import annotations
 
-from kvpolicy.parallel.runtime import sharing_of
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kvpolicy.parallel.runtime import share, sharing_of
+from kvpolicy.parallel.sharding.heads import Heads, aligned, even
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 
 
@@ -47,3 +56,64 @@ def test_a_rank_without_heads_has_a_phantom_one() -> None:
 
 def test_a_whole_model_is_not_shared() -> None:
     assert sharing_of(torch.nn.Linear(2, 2)) is None
+
+
+class Sharded(torch.nn.Linear):
+    """A module with the attributes of a model that transformers sharded."""
+
+    _tp_size = 2
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__(2, 2)
+        self._device_mesh = mesh
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_of_a_mesh_of_several_dimensions_one_divides_heads(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", {"data": 3, "tp": 2, "only": 2}.__getitem__)
+    mesh = SimpleNamespace(ndim=dims, get_group=lambda name="only" if dims == 1 else None: name)
+    sharing = sharing_of(Sharded(mesh))
+    assert sharing is not None and sharing.group == ("only" if dims == 1 else "tp") and sharing.size == 2
+
+
+@pytest.mark.parametrize("rank", range(4, 8))
+def test_twins_are_processes_of_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group need not begin with the first process of the job."""
+    made: list[list[int]] = []
+
+    def new_group(members: list[int]) -> Any:
+        made.append(members)
+        return SimpleNamespace(group_name=str(members))
+
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 6, 7])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda *group: rank - 4 if group else rank)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    model = torch.nn.Linear(2, 2)
+    share(model, "some", replicas=2)
+    sharing = sharing_of(model)
+    assert made == [[4, 5], [6, 7]]
+    assert sharing is not None and sharing.twins == ("[4, 5]" if rank < 6 else "[6, 7]") and sharing.replicas == 2
+
+
+SIZES = [*product((1, 2, 3, 4, 8), (1, 2, 3, 7), (1, 2, 3, 4, 8))]
+
+
+def test_every_query_head_is_beside_its_key() -> None:
+    for keys, group, size in SIZES:
+        shards = [Heads.shard(keys * group, keys, 4, rank=rank, size=size) for rank in range(size)]
+        assert [head for shard in shards for head in shard.queries] == [*range(keys * group)]
+        for shard in shards:
+            assert all(head // group in shard.keys for head in shard.queries)
+        each = [head for shard in shards for head in shard.keys]
+        assert sorted(each) == sorted([*range(keys)] * shards[0].replicas)
+        if shards[0].replicas > 1:  # which twins must agree on, so that each has as many queries
+            assert len({len(shard.queries) for shard in shards}) == 1
+
+
+def test_rows_are_divided_without_gaps() -> None:
+    for total, size in product((1, 4, 8, 12, 24, 32, 60, 100), (1, 2, 3, 4, 8)):
+        for divide in (even, aligned):
+            assert [row for rank in range(size) for row in divide(total, rank, size)] == [*range(total)]
+    assert [aligned(24, rank, 2) for rank in range(2)] == [range(0, 16), range(16, 24)]
+    assert [aligned(12, rank, 2) for rank in range(2)] == [range(0, 8), range(8, 12)]

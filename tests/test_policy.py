@@ -11,18 +11,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.pyramid import Pyramid
 from kvpolicy.allocators.squeeze import SqueezeAttention
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.kivi import KIVI
 from kvpolicy.codecs.plain import Plain
+from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DecodeMode, Needs, Seen, Selector, State, View
+from kvpolicy.protocols import (
+    DecodeMode,
+    Layout,
+    ModelInfo,
+    Needs,
+    Seen,
+    Selector,
+    Stage,
+    State,
+    Traits,
+    View,
+)
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.selectors.h2o import H2O
 from kvpolicy.selectors.kvcrush import KVCrush
 from kvpolicy.selectors.snapkv import SnapKV
 from kvpolicy.selectors.streaming import StreamingLLM
+from kvpolicy.spec.validation import longest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,3 +225,63 @@ def test_keep_all_keeps_all() -> None:
     assert keep.priority((), view).tolist() == [[[0.0] * 3] * 2]
     assert keep.statistic(Seen(None, None), view) is None
     assert not any(keep.needs) and keep.min_tokens == 1 and keep.decode == "grow"
+
+
+def test_layers_together_are_what_one_of_them_is() -> None:
+    """A step reads a part if any layer does; the smallest budget of any layer is that of the least selector."""
+    policy = Policy.by_layer(["streaming:sinks=7@0.5", "h2o+exact:read=4@0.5", "h2o@0.5"], budget=0.5)
+    assert policy.reads_part and policy.min_tokens == 1 and not policy.keeps_whole
+    assert not Policy.by_layer(["h2o@0.5", "snapkv@0.5"], budget=0.5).reads_part
+    assert Policy.by_layer(["streaming:sinks=7@0.5", "streaming:sinks=5@0.5"], budget=0.5).min_tokens == 6
+    assert not Policy.by_layer(["full", "h2o:decode=grow@0.5"], budget=0.5).keeps_whole
+    assert Policy.by_layer(["full", "kivi"], budget=0.5).keeps_whole
+
+
+def test_a_layer_reads_what_one_of_the_same_codec_chose() -> None:
+    reuse = "reuse:every=2:dense=0/exact:read=4"
+    Policy.by_layer([f"kivi:bits=4+{reuse}"] * 2 + [f"kivi:bits=8+{reuse}"] * 2, budget=0.5)
+    with pytest.raises(ValueError, match=r"must have its reader and codec, got .* for layer 1 and .* for layer 0"):
+        Policy.by_layer([f"kivi:bits=4+{reuse}", f"kivi:bits=8+{reuse}"], budget=0.5)
+
+
+def test_the_longer_of_two_expected_prompts() -> None:
+    """Row by row; after a beam search with another number of beams, the newer one."""
+    told = torch.tensor([5, 9])
+    for prompt, want in (
+        (None, [5, 9]),
+        (torch.tensor(7), [7, 9]),
+        (torch.tensor([6, 2]), [6, 9]),
+        (torch.tensor([1, 2, 3]), [1, 2, 3]),
+    ):
+        found = longest(told, prompt)
+        assert found is not None and found.tolist() == want
+    assert longest(None, None) is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """A codec whose tokens are encoded one by one, in some stages."""
+
+    count: int
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(block=4, per_head=())
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return (TokenWise(),) * self.count
+
+    def layout(self, tokens: int) -> Layout:
+        return Layout(tokens, (tokens,) * self.count)
+
+    def check(self, model: ModelInfo) -> None:
+        return None
+
+
+def test_head_budgets_need_a_codec_of_one_stage() -> None:
+    """Pages of heads are moved between the buffer and one stage."""
+    parts: dict[str, Any] = {"allocator": Uniform(heads=Even()), "selector": H2O(), "budget": 0.5}
+    assert Policy(**parts, codec=Stages(count=1)).heads == Even()
+    with pytest.raises(ValueError, match=r"must encode every token by itself to be combined with Even\(\)"):
+        Policy(**parts, codec=Stages(count=2))

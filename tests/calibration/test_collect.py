@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import FalconConfig, FalconForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 import kvpolicy
 from kvpolicy.calibration import calibrate_kvquant, collect, identity, model_info, read_texts, token_windows
@@ -29,7 +36,7 @@ def windows(count: int = 3, length: int = 20) -> list[Tensor]:
     return [torch.randint(3, 40, (length,), generator=generator) for _ in range(count)]
 
 
-def projected(model: LlamaForCausalLM, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+def projected(model: LlamaForCausalLM | SmolLM3ForCausalLM, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     """What each layer's projections give, [H, n, D]."""
     found: list[tuple[Tensor, Tensor]] = []
 
@@ -77,7 +84,7 @@ def test_memory_is_bounded_and_the_draw_is_fixed() -> None:
 def test_squared_gradients_are_those_of_the_loss() -> None:
     """Against finite differences of what the values projection adds."""
     model, ids = llama(initializer_range=0.5), windows(1, 6)[0]
-    layer, head, token, channel = 1, 1, 2, 3
+    layer, head, token, channel = 1, 1, 2, 0  # the first channel of a key turns by two radians up to this token
     fisher = collect(model, [ids], fisher=True).fisher[layer]
     assert fisher.shape == (2, 2, 6, 8)
 
@@ -96,6 +103,20 @@ def test_squared_gradients_are_those_of_the_loss() -> None:
     for which, side in enumerate(("k_proj", "v_proj")):
         slope = (loss(1e-2, side) - loss(-1e-2, side)) / 2e-2
         assert float(fisher[which, head, token, channel]) == pytest.approx(slope**2, rel=0.02, abs=1e-12)
+
+
+def test_layers_without_an_embedding_are_not_unrotated() -> None:
+    """SmolLM3 has an embedding in some layers alone."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = SmolLM3Config(
+        num_hidden_layers=2, intermediate_size=32, vocab_size=40, no_rope_layers=[1, 0], pad_token_id=0, **sizes
+    )  # fmt: skip
+    model, ids = SmolLM3ForCausalLM(config).eval(), windows(1)[0]
+    samples = collect(model, [ids], tokens=1000)
+    for layer, (keys, _) in enumerate(projected(model, ids)):
+        torch.testing.assert_close(samples.unrotated[layer], keys, rtol=1e-4, atol=1e-5)
+        assert torch.equal(samples.unrotated[layer], samples.rotated[layer]) is (layer == 1)
 
 
 def test_heads_that_the_stock_cache_repeats_are_counted_once() -> None:

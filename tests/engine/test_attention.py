@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, ScoreTransform, attend
+from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, largest_queries
 
 HEADS, GROUP, DIM = 2, 3, 8
 PADDINGS = {
@@ -16,6 +17,7 @@ PADDINGS = {
     "right": ["111100", "111111", "100000"],
     "both": ["011110", "011110", "001100"],
     "between": ["101101", "110011", "011111"],
+    "every other row": ["001111", "000000", "001111"],
     "empty row": ["000000", "001111", "000000"],
     "nothing": ["000000", "000000", "000000"],
     "everything": ["111111", "111111", "111111"],
@@ -64,6 +66,35 @@ def test_prompts_with_padding(name: str, sum_weights: bool) -> None:
     if total is not None:
         torch.testing.assert_close(total.double(), expected_total, atol=1e-6, rtol=1e-5)
     assert (total is not None) == sum_weights
+
+
+@pytest.mark.parametrize("held", [0, 3])
+def test_several_tiles_are_those_of_one(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding at any place, in the first tile and in later ones; slots before the prompt are seen by all of them."""
+    monkeypatch.setattr("kvpolicy.engine.attention.TILE_ELEMENTS", 1)  # tiles of 16 queries
+    size = 37
+    q, k, v = _tensors(held + size)
+    valid = torch.rand(3, held + size, generator=torch.Generator().manual_seed(0)) < 0.7
+    valid[1, held + 16 :] = False
+    transform = ScoreTransform(0.3)
+    past = Past(k[:, :, :held], v[:, :, :held], valid[:, None, :held].expand(-1, HEADS, -1)) if held else None
+    own = slice(held, None)
+    out, total = attend(q[:, :, own], k[:, :, own], v[:, :, own], transform, past, valid[:, own], True)
+    # Queries of the slots have no part in the sums.
+    expected, sums = _expected(q, k, v, valid, transform)
+    _, before = _expected(q[:, :, :held], k[:, :, :held], v[:, :, :held], valid[:, :held], transform)
+    sums = sums - F.pad(before, (0, size))
+    torch.testing.assert_close(out.double(), expected[:, :, own], atol=1e-6, rtol=1e-5)
+    assert total is not None
+    torch.testing.assert_close(total.double(), sums, atol=1e-6, rtol=1e-5)
+
+
+def test_the_largest_queries_are_those_of_tokens() -> None:
+    q = torch.tensor([[[[1.0], [-5], [9]], [[2], [3], [-99]]], [[[4], [0], [0]], [[-6], [7], [8]]]])
+    assert largest_queries(q, 1, None).tolist() == [[[99]], [[8]]]
+    valid = torch.tensor([[True, True, False], [False, False, False]])
+    assert largest_queries(q, 1, valid).tolist() == [[[5]], [[0]]]
+    assert largest_queries(q, 2, valid).tolist() == [[[5], [3]], [[0], [0]]]
 
 
 @pytest.mark.parametrize("transform", [ScoreTransform(1.0, softcap=2.0), ScoreTransform(0.5, sinks=torch.arange(6.0))])
@@ -120,3 +151,15 @@ def test_slots_before_the_prompt_are_seen_by_every_query() -> None:
     assert total is not None
     assert (total[1, :GROUP, 2] == 0).all()
     torch.testing.assert_close(total.sum(-1), torch.full((3, HEADS * GROUP), 5.0))
+
+
+@pytest.mark.parametrize("want_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_counts_of_thousands_are_not_rounded(dtype: torch.dtype, want_weights: bool) -> None:
+    """Of keys that are equal, the slot that stands for a few more tokens has so much more weight."""
+    counts = torch.tensor([[[3074.0, 2981.0, 5000.0]]]).log()
+    occupied = torch.tensor([[[True, True, False]]])
+    q, k = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, 3, 2, dtype=dtype)
+    v = torch.tensor([[[[1.0, 0.0], [-1.0, 1.0], [9.0, 9.0]]]], dtype=dtype)
+    out, _ = attend_slots(q, (k, v), None, occupied, ScoreTransform(1.0), want_weights, counts)
+    assert out[0, 0, 0].tolist() == pytest.approx([93 / 6055, 2981 / 6055], abs=2e-3)

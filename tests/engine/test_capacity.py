@@ -84,7 +84,7 @@ def test_a_growing_row_has_slots_for_the_next_steps(seed: int) -> None:
     """Whether its budget ends first, as behind a short announcement, or its slots do, as behind a short prompt."""
     dice = Random(seed)
     slots, budget = dice.randint(1, 400), dice.randint(1, 400)
-    held = dice.randint(0, min(slots, budget))
+    held = dice.choice([min(slots, budget), dice.randint(0, min(slots, budget))])
     (added,) = slots_needed([slots], [budget], [held], grows=True)
     if held < min(slots, budget):
         assert added == 0

@@ -5,18 +5,24 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.cropping import LayerCropping
+from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf import cropping
 from tests.conformance.access import store_of
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.engine.parts import Ranking
 from tests.engine.test_rollback import same
+from tests.readers.bench import draw
 from tests.sampling import each_once, product
 
 PROMPT = 12
@@ -276,3 +282,17 @@ def test_a_crop_may_run_in_another_mode_than_the_prompt(steps: int, inference: b
             same(cache, twin)
             step = PROMPT - 2, PROMPT - 1
             assert torch.equal(forward(model, ids, mask, *step, cache), forward(model, ids, mask, *step, twin))
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(5, False), (11, False), (12, True), (20, True)])
+def test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all(budget: int, kept: bool) -> None:
+    """Slot n holds token n, as without an eviction, but there are fewer of them than tokens were seen."""
+    selector: Any = Ranking(score=lambda state, seen, view: -view.positions.float())
+    store = LayerStore(0, selector, Plain(), "evict")
+    q, k, v = draw(PROMPT, 0)
+    store.initialize(k)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
+    keep = torch.tensor([budget])
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+    assert store.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
+    assert store.keeps_all == kept

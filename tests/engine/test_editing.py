@@ -101,6 +101,25 @@ def test_behind_a_longer_text(codec: str) -> None:
         assert forward(model, ids, mask, 26, 27, cache).isfinite().all()
 
 
+@pytest.mark.parametrize(("start", "by"), [(FIRST, 4), (LAST, FIRST - LAST), (25, 3), (25, -2)])
+def test_codes_outlast_the_tokens_that_they_refer_to(start: int, by: int) -> None:
+    """Codes are read with the unrotated keys of dictionary slots, which stay after their tokens were evicted."""
+    model = build("llama", layers=1)
+    ids, mask = make_batch([26])
+    with kvpolicy.attach(model, words("full", "csr", budget="1.0")):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 26, cache)
+        store = cache.policy_layers[0].store
+        assert store.positions[0, 0, : store.reserved].tolist() == [25, 24]
+        before = store._atoms()
+        first = torch.zeros(*store.positions.shape[:2], 1, dtype=torch.int64)
+        store.write(first, None, None)
+        cache.shift(start, by)
+        after = store._atoms()
+        assert before is not None and after is not None
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(before, after, strict=True))
+
+
 REFUSED = {
     "snapkv+kivi@0.5": "codec must store unrotated keys",
     "keydiff@0.5": "selector must rank tokens by attention or position",

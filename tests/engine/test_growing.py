@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from kvpolicy.codecs.plain import Plain
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.capacity import UNLIMITED
 from kvpolicy.engine.growing import LayerGrowth
+from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.protocols import Needs
+from tests.engine.parts import Ranking
 from tests.readers.bench import Layer, draw
 
 PROMPT = 12
@@ -61,3 +68,32 @@ def test_reserved_slots_leave_tokens_as_they_are(policy: str, more: int) -> None
     for step in range(more):
         layer.step(*draw(1, 30 + step))
         layer.store.count_step()
+
+
+@pytest.mark.parametrize("by", [5, -3])
+def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
+    selector: Any = Ranking(needs=Needs(rerank_every=4))
+    store = LayerStore(0, selector, Plain(), "evict")
+    q, k, v = draw(PROMPT, 1)
+    store.initialize(k)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
+    keep = torch.tensor([PROMPT])
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
+    store.note_move(by)
+    assert store.length.tolist() == [PROMPT + by] and int(store.columns) == PROMPT + by
+    due = [bool(store.schedule.due(store.length + more, store.budget)) for more in range(6)]
+    assert due == [False] * 4 + [True] * 2
+
+
+def test_more_slots_leave_a_larger_budget_as_it_is() -> None:
+    """A budget may exceed all tokens that were announced: slots follow as they come."""
+    selector: Any = Ranking(decode="grow")
+    store = LayerStore(0, selector, Plain(), "grow")
+    q, k, v = draw(PROMPT, 1)
+    store.initialize(k)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
+    keep, expected = torch.tensor([60]), torch.tensor([PROMPT])
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), expected))
+    for more, budget in ((20, 60), (48, 60), (50, 62)):
+        store.reserve(more)
+        assert store.expected_len == [PROMPT + more] and store.budget.tolist() == [budget]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from kvpolicy.engine.layout import cleared, fix_addresses, grown_codes, grown_layout, grown_slots
+from kvpolicy.engine.layout import cleared, fix_addresses, grown_codes, grown_layout, grown_slots, grown_state
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Layout
 from tests.conformance.fakes import Fake
@@ -50,6 +50,8 @@ def test_slots_are_carried_over(old: Layout, new: Layout, reserved: int) -> None
     carried = want >= 0
     assert got_state.worth.tolist() == want.div(2).where(carried, 0.0).tolist()
     assert got_state.number.tolist() == want.long().mul(3).where(carried, 0).tolist()
+    assert grown_state(positions * 2, old, new, reserved).tolist() == want.mul(2).where(carried, 0).tolist()
+    assert grown_state((), old, new, reserved) == ()
 
 
 def test_codes_are_carried_over() -> None:

@@ -12,8 +12,11 @@ from torch import Tensor
 from kvpolicy.engine import merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend, attend_slots, newest_queries, window_attention
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.state import tensors
 from tests.conformance.bench import Bench, draw
 from tests.conformance.policies import words
+from tests.readers.bench import Layer
+from tests.readers.bench import draw as draw_tokens
 
 SINKS = torch.tensor([0.3, -0.5, 1.0, 0.1])
 
@@ -124,3 +127,21 @@ def test_every_token_is_counted_once(codec: str, decode: str) -> None:
         past: Any = bench.layer.past()
         counts = (past.counts.exp() * past.occupied).sum(-1)
         torch.testing.assert_close(counts, torch.full_like(counts, seen), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("merger", ["merge", "d2o", "compensate"])
+@pytest.mark.parametrize("codec", ["plain", "tokenwise:block_size=3:residual_length=2"])
+def test_a_row_without_a_token_merges_nothing(codec: str, merger: str) -> None:
+    """Neither its slots nor what the merger keeps of it change, while the other row evicts and merges."""
+    layer = Layer(f"h2o+{codec}+{merger}@0.5", [13, 13])
+    layer.prompt(*draw_tokens(26, 0, batch=2))
+    layer.between()
+    for step in range(3):
+        before = {name: [t.clone() for t in tensors(part)] for name, part in layer.store.parts().items()}
+        layer.step(*draw_tokens(1, 10 + step, batch=2), valid=torch.tensor([[True], [False]]))
+        for name, part in layer.store.parts().items():
+            for old, new in zip(before[name], tensors(part), strict=True):
+                assert name == "columns" or torch.equal(new[1:], old[1:]), name
+        layer.between()
+        layer.step(*draw_tokens(1, 20 + step, batch=2))
+        layer.between()

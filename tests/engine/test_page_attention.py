@@ -118,3 +118,17 @@ def test_empty_slots_may_hold_any_number() -> None:
         q, ExactPages(keys.masked_fill(~occupied[..., None], -3.0), values), occupied, owner, HEADS, ScoreTransform(1.0)
     )
     assert torch.equal(out, other)
+
+
+@pytest.mark.parametrize("above", [-200.0, 0.0, 200.0])
+def test_scores_of_a_buffer_may_be_far_from_those_of_pages(above: float) -> None:
+    """Exponentials of their difference would be infinite."""
+    keys, values = torch.ones(1, 1, SIZE, 1), torch.zeros(1, 1, SIZE, 1)
+    buffer = torch.full((1, 1, SIZE, 1), 1 + above), torch.ones(1, 1, SIZE, 1)
+    occupied = torch.ones(1, 2, SIZE, dtype=torch.bool)
+    owner = torch.zeros(1, 2, dtype=torch.int64)
+    pages = ExactPages(keys, values)
+    out, weights = attend_pages(torch.ones(1, 1, 1, 1), pages, occupied, owner, 1, ScoreTransform(1.0), buffer)
+    want = {-200.0: 0.0, 0.0: 0.5, 200.0: 1.0}[above]
+    assert out.flatten().tolist() == [want]
+    assert weights.sum(-1).flatten().tolist() == [1 - want, want]

@@ -55,9 +55,10 @@ def test_pages_of_a_row(keep: int, last: int) -> None:
 
 
 def test_a_batch_has_the_pages_of_its_largest_row_in_the_smallest_size() -> None:
-    rows = row_pages(torch.tensor([512, 33]), torch.tensor([0, 0]), torch.tensor([999, 999]), HEADS)
-    assert rows.size.tolist() == [64, 4]
-    assert rows.allocated(HEADS) == (512 * HEADS // 4, 4)
+    for keep in ([512, 33], [33, 512]):
+        rows = row_pages(torch.tensor(keep), torch.tensor([0, 0]), torch.tensor([999, 999]), HEADS)
+        assert rows.size.tolist() == [64 if tokens == 512 else 4 for tokens in keep]
+        assert rows.allocated(HEADS) == (512 * HEADS // 4, 4)
 
 
 def counts(*pages: int) -> torch.Tensor:

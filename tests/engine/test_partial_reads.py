@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import PolicyCache
+from kvpolicy import DoubleSparsity, PolicyCache
+from kvpolicy.engine import partial_reads
 from kvpolicy.engine.partial_reads import LayerReading
-from kvpolicy.engine.reading import by_entry
-from kvpolicy.engine.state import map_state, tensors
+from kvpolicy.engine.reading import by_entry, row_entries
+from kvpolicy.engine.state import map_state, slot_tensors, tensors
+from kvpolicy.engine.store import LayerStore
 from kvpolicy.registry import names
 from kvpolicy.spec.tables import format_bytes
+from tests.conformance.fakes import Fake
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.conformance.policies import CODECS, RANKED, spec_of, words
@@ -57,6 +60,59 @@ def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str)
     assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
 
 
+@pytest.mark.parametrize("reader", INDEXED)
+@pytest.mark.parametrize("slots", [2, 8, 24])
+def test_an_index_is_the_same_in_tiles(slots: int, reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last tile has a single entry."""
+    layer = Layer(policy("full", reader), [26], new=0)
+    layer.prompt(*draw(26, 1))
+    shape = layer.store.read_shape
+    assert shape is not None
+    assert slots != 8 or shape.entries % max(slots // shape.page, 1) == (1 if shape.page == 2 else 2)
+    whole = live_entries(layer)
+    reads: Any = layer.store.reads
+    for t in tensors(reads.index):
+        if t.shape[2] == shape.entries:
+            t.zero_()
+    monkeypatch.setattr(partial_reads, "REBUILD_SLOTS", slots)
+    layer.store._rebuild_index()
+    assert all(torch.equal(one, other) for one, other in zip(whole, live_entries(layer), strict=True))
+
+
+def test_the_index_of_a_codec_whose_first_stage_has_no_slots() -> None:
+    layer = Layer("full+quest:read=6:page=2:dense=0", [26], new=STEPS)
+    parts = layer.policy
+    layer.store = LayerStore(
+        0, parts.selector, Fake(caps=(0,), block=3), parts.decode, None, parts.merger, parts.reader
+    )
+    layer.prompt(*draw(26, 1))
+    assert layer.store.layout.coded[0] == 0 < layer.store.layout.coded[1]
+    for step in range(STEPS):
+        layer.step(*draw(1, 20 + step))
+        layer.between()
+    kept = live_entries(layer)
+    layer.store._rebuild_index()
+    assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
+
+
+def test_a_row_that_is_given_slots_reads_more() -> None:
+    """Also where the layer has so many slots already, for another row."""
+    layer = Layer("full+exact:read=0.25", [40, 12], new=2)
+    q, k, v = draw(40, 1, batch=2)
+    layer.prompt(q, k, v, torch.arange(40) >= torch.tensor([[0], [28]]))
+    reads: Any = layer.store.reads
+    limits = set[int]()
+    for step in range(16):
+        layer.step(*draw(1, 20 + step, batch=2), valid=torch.tensor([[False], [True]]))
+        layer.between()
+        shape = layer.store.read_shape
+        assert shape is not None and layer.store.layout.slots == 42
+        want = row_entries(layer.policy.reader, layer.policy.codec, shape, layer.store.expected_len)
+        assert reads.limit.tolist() == want
+        limits.add(want[1])
+    assert len(limits) > 1
+
+
 @pytest.mark.parametrize("base", ["full", "snapkv"])
 def test_an_evicted_key_leaves_the_bounds(base: str) -> None:
     layer = Layer(policy(base, "quest"), [13 if base == "snapkv" else 26], new=40)
@@ -91,6 +147,25 @@ def test_slots_are_sorted_again_and_nothing_else_changes(base: str) -> None:
     for a, b in zip(past[0][:2], past[1][:2], strict=True):
         sides = [t.gather(2, o[..., None].expand(-1, -1, -1, DIM)) for t, o in zip((a, b), order, strict=True)]
         assert torch.equal(*sides)
+    before = [t.clone() for t in slot_tensors((other.store.state, other.store.counts))]
+    other.store._sort_slots()
+    for old, new in zip(before, slot_tensors((other.store.state, other.store.counts)), strict=True):
+        assert torch.equal(new, old.gather(-1, order[1]))
+
+
+def test_slots_that_are_sorted_take_their_counts_along() -> None:
+    layer = Layer("h2o+merge+quest:read=6:page=2:dense=0@0.5", [13])
+    q, k, v = draw(26, 3)
+    layer.prompt(q, k + 3, v)  # keys that are similar enough to be merged
+    store = layer.store
+    held = [t.clone() for t in (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts)))]
+    assert store.log_counts is not None and len(store.log_counts.unique()) > 2
+    assert torch.equal(held[2], held[2].sort(-1).values)
+    for tensor in (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts))):
+        tensor.copy_(tensor.flip(2))
+    store._sort_slots()
+    after = (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts)))
+    assert all(map(torch.equal, held, after))
 
 
 def test_the_channels_are_those_of_the_first_prompt() -> None:
@@ -106,6 +181,26 @@ def test_the_channels_are_those_of_the_first_prompt() -> None:
     layer.prompt(q, k, v)
     reads = layer.store.reads
     assert reads.index.channels.tolist() == [[[1, 5]] * HEADS]
+
+
+def test_a_row_is_fitted_to_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not to a prompt in which it has nothing but padding."""
+    layer = Layer("full+labels:read=6:channels=2:dense=0", [10, 10], new=60)
+    fit, fitted = DoubleSparsity.fit, list[list[bool]]()
+
+    def noted(self: DoubleSparsity, index: Any, salience: Tensor, first: Tensor) -> None:
+        fitted.append(first.tolist())
+        fit(self, index, salience, first)
+
+    monkeypatch.setattr(DoubleSparsity, "fit", noted)
+    q, k, v = draw(20, 4, batch=2)
+    k[1, ..., [3, 4]] *= 50
+    for columns, there in ((slice(10), [True, False]), (slice(10, 20), [True, True])):
+        valid = torch.tensor(there)[:, None].expand(-1, 10)
+        layer.prompt(q[:, :, columns], k[:, :, columns], v[:, :, columns], valid)
+    assert fitted == [[True, False], [False, True]]
+    reads: Any = layer.store.reads
+    assert reads.index.channels[1].tolist() == [[3, 4]] * HEADS
 
 
 def test_channels_outlast_a_layer_that_was_too_short_to_be_indexed() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform
+from kvpolicy.engine.attention import QueryWindow, ScoreTransform, largest_queries, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.protocols import Forward
+from kvpolicy.engine.state import tensors
+from kvpolicy.protocols import Forward, QueryMoments
+from tests.engine.parts import generator
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
 VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False, False]]
@@ -51,6 +53,91 @@ def test_what_reads_the_slots_before_it() -> None:
     forward = Forward(nn.Identity(), torch.zeros(3, 5, 16), {})
     for more in ({"window": WINDOW}, {"probes": WINDOW}, {"forward": forward}):
         assert prompt(**more).reads_past
+
+
+CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0, 1]]
+
+
+@pytest.mark.parametrize("width", [1, 3, 5, 9])
+@pytest.mark.parametrize("first", [1, 4, 6])
+def test_chunks_are_joined_to_the_whole_prompt(first: int, width: int) -> None:
+    """Rows begin and end in any chunk, and have padding between their tokens."""
+    valid = torch.tensor(CHUNKED).bool()
+    q = torch.randn(4, 4, 7, 8, generator=generator(0))
+    keys = torch.randn(4, 2, 7, 8, generator=generator(1))
+
+    def chunk(columns: slice) -> PendingPrompt:
+        own = newest_queries(q[:, :, columns], valid[:, columns], width)
+        return PendingPrompt(
+            keys[:, :, columns],
+            -keys[:, :, columns],
+            valid[:, columns],
+            ScoreTransform(1.0),
+            window=own,
+            probes=own,
+            below_mean=own,
+            query_absmax=largest_queries(q[:, :, columns], 2, valid[:, columns]),
+        )
+
+    whole, joined = chunk(slice(None)), chunk(slice(first)).joined(chunk(slice(first, None)), width, width)
+    for name in ("keys", "values", "valid", "query_absmax"):
+        assert torch.equal(getattr(joined, name), getattr(whole, name)), name
+    for name in ("window", "below_mean"):
+        want, got = getattr(whole, name), getattr(joined, name)
+        assert got.at.tolist() == want.at.tolist()
+        for b, h, w in (want.at >= 0)[:, None].expand(-1, 4, -1).nonzero().tolist():
+            assert torch.equal(got.queries[b, h, w], want.queries[b, h, w])
+    # Probes of both chunks are kept, wherever the absent ones stand.
+    assert joined.probes is not None
+    for b, row in enumerate(joined.probes.at.tolist()):
+        for place, column in enumerate(row):
+            assert column < 0 or torch.equal(joined.probes.queries[b, :, place], q[b, :, column])
+        chunks = (range(first), range(first, 7))
+        newest = [[column for column in part if CHUNKED[b][column]][-width:] for part in chunks]
+        assert [column for column in row if column >= 0] == newest[0] + newest[1]
+
+
+def test_salience_is_that_of_the_chunk_in_which_a_row_begins() -> None:
+    salience = [torch.full((3, 2, 8), float(number)) for number in range(3)]
+    chunks = [[[1] * 5, [0] * 5, [0] * 5], [[1] * 5, [0, 0, 0, 0, 1], [0] * 5], [[0] * 5, [1] * 5, [1] * 5]]
+    parts = [prompt(valid, salience=each)._replace() for valid, each in zip(chunks, salience, strict=True)]
+    parts = [part._replace(valid=part.valid.bool()) for part in parts if part.valid is not None]
+    joined = parts[0].joined(parts[1], 1, 1).joined(parts[2], 1, 1)
+    assert joined.salience is not None
+    assert joined.salience[:, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_rows_are_selected_everywhere() -> None:
+    """Every tensor has the row in its numbers, and follows it."""
+    rows = torch.arange(3.0)
+
+    def of(*shape: int) -> torch.Tensor:
+        return rows.view(3, *[1] * len(shape)).expand(3, *shape).clone()
+
+    window = QueryWindow(of(4, 2, 8), of(2).long())
+    pending = PendingPrompt(
+        of(2, 5, 8),
+        of(2, 5, 8),
+        torch.tensor([[True] * 5, [False] * 5, [True] * 5]),
+        ScoreTransform(1.0),
+        attn_sum=of(4, 5),
+        window=window,
+        probes=QueryWindow(*(t + 10 for t in window)),
+        below_mean=QueryWindow(*(t + 20 for t in window)),
+        moments=QueryMoments(of(), of(2, 2, 8), of(2, 2, 8, 8)),
+        query_absmax=of(2, 8),
+        replay=of(2, 5),
+        salience=of(2, 8),
+    )
+    index = torch.tensor([2, 0, 2, 1])
+    moved = pending.map_rows(lambda t: t[index])
+    found = 0
+    for before, after in zip(pending, moved, strict=True):
+        if isinstance(before, torch.Tensor | QueryWindow | QueryMoments):
+            for old, new in zip(tensors(before), tensors(after), strict=True):
+                assert torch.equal(new, old[index])
+                found += 1
+    assert found == 16
 
 
 def test_it_owns_its_memory_without_copying_twice() -> None:

@@ -23,16 +23,24 @@ def rope(**more: Any) -> Rope:
 
 
 @pytest.mark.parametrize("tile", [1, 1 << 20])
-def test_moments_leave_out_padding_and_the_first(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("first", "side"), [(3, "left"), (0, "left"), (3, "right"), (0, "right")])
+def test_moments_leave_out_padding_and_the_first(
+    first: int, side: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In tiles of sixteen queries, of which the first or the last ones may have padding."""
     monkeypatch.setattr("kvpolicy.engine.query_moments.TILE_ELEMENTS", tile)
     q = draw(40, 0, batch=2)[0]
-    positions = torch.stack([torch.arange(40), torch.arange(-13, 27).clamp_min(-1)])
-    q[1, :, :13] = torch.nan
+    padding = torch.full((13,), -1)
+    tokens = torch.arange(27)
+    row = torch.cat([padding, tokens] if side == "left" else [tokens, padding])
+    positions = torch.stack([torch.arange(40), row])
+    q[1, :, row < 0] = torch.nan
     table = rope()
-    got = sum_moments(q, 2, positions, 3, table)
-    assert got.queries.tolist() == [37, 24]
-    for b, start in ((0, 3), (1, 16)):
-        plain = table.unrotate(q[b : b + 1, :, start:], positions[b, start:].expand(1, 4, -1))[0].double()
+    got = sum_moments(q, 2, positions, first, table)
+    assert got.queries.tolist() == [40 - first, 27 - first]
+    for b in range(2):
+        columns = (positions[b] >= first).nonzero()[:, 0]
+        plain = table.unrotate(q[b : b + 1, :, columns], positions[b, columns].expand(1, 4, -1))[0].double()
         torch.testing.assert_close(got.total[b].flatten(0, 1).double(), plain.sum(1), atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(got.product[b].flatten(0, 1).double(), plain.mT @ plain, atol=1e-3, rtol=1e-4)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -49,3 +51,19 @@ def test_rows_are_selected_and_repeated() -> None:
     schedule.note(torch.tensor([False, True]), torch.tensor([3, 7]), torch.tensor([20, 20]))
     schedule.map_rows(lambda t: t[[1, 0, 1]])
     assert schedule.ranked_len == [7, 0, 7]
+
+
+@pytest.mark.parametrize("every", [0, 4])
+@pytest.mark.parametrize("steps", range(5))
+def test_a_restored_schedule_asks_at_the_same_steps(every: int, steps: int) -> None:
+    one, other = RankSchedule(every), RankSchedule(every)
+    for schedule in (one, other):
+        schedule.start(2)
+    length, budget = torch.tensor([10, 7]), torch.tensor([20, 6])
+    one.note(None, length, budget)
+    asked = [one.count_step() for _ in range(steps)]
+    other.set_numbers(json.loads(json.dumps(one.numbers())))
+    assert other.ranked_len == one.ranked_len
+    asked += [other.count_step() for _ in range(5)]
+    # The second row is due after half of its budget.
+    assert asked == [bool(every) and step >= 3 for step in range(1, steps + 6)]

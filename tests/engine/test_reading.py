@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvpolicy import KIVI, DoubleSparsity, ExactTopK, Plain, Quest, ReadAll, TokenWise
 from kvpolicy.engine.reading import (
+    Choice,
     ReadShape,
     by_entry,
     channel_salience,
     choose,
     entries_of,
     entry_slots,
+    follow,
+    largest_counts,
     need_of,
     read_shape,
     row_entries,
@@ -68,6 +73,18 @@ def test_a_short_row_reads_what_it_would_alone() -> None:
     shape = read_shape(reader, Plain(), Layout(40), 0)
     assert shape is not None and shape.chosen == 10
     assert row_entries(reader, Plain(), shape, [40, 12, 0]) == [10, 3, 1]
+    pages = Quest(read=0.25, page=4, dense=0)
+    shape = read_shape(pages, Plain(), Layout(40), 0)
+    assert shape is not None and shape.chosen == 3
+    # Tokens that are read, in whole pages.
+    assert row_entries(pages, Plain(), shape, [40, 32, 20, 12]) == [3, 2, 2, 1]
+
+
+def test_a_short_row_reads_all_entries_that_hold_what_it_reads_alone() -> None:
+    """Alone, it would have pages of 4 slots: 20 slots are five of these, and two of 16."""
+    reader = Quest(read=20)
+    shape = ReadShape(16, 2, ((0, 5008),))
+    assert row_entries(reader, Plain(), shape, [5000, 100]) == [2, 2]
 
 
 def test_the_newest_the_first_and_recent_ones_come_first() -> None:
@@ -121,3 +138,47 @@ def test_salience_is_a_mean_over_all_pairs_and_ignores_padding() -> None:
             assert torch.allclose(found[row, head], pairs.abs().mean((0, 1, 2)), atol=1e-6)
     alone = channel_salience(q[1:, :, 2:], k[1:, :, 2:], None, SINGLE_RANK)
     assert torch.equal(found[1:], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_salience_of_thousands_of_tokens_is_not_rounded(dtype: torch.dtype) -> None:
+    q, k = (torch.ones(1, heads, 3001, 2, dtype=dtype) for heads in (2, 1))
+    valid = torch.arange(3001)[None] > 0
+    for given in (None, valid):
+        assert channel_salience(q, k, given, SINGLE_RANK).flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
+
+
+def test_the_count_of_an_empty_slot_does_not_matter() -> None:
+    positions = torch.arange(16, dtype=torch.int32).masked_fill(torch.arange(16) % 3 == 0, -1)[None, None]
+    counts = torch.arange(16.0)[None, None]
+    assert largest_counts(TWO, counts, positions).tolist() == [[[7, 10, 11, 14, 0]]]
+
+
+class Beside:
+    """Another rank, whose query heads need the last entry most."""
+
+    def largest(self, need: Tensor) -> Tensor:
+        other = torch.full_like(need, -9.0)
+        other[..., -1] = -0.01
+        return torch.maximum(need, other)
+
+
+def test_query_heads_of_other_ranks_decide_too() -> None:
+    ranks: Any = Beside()
+    positions = torch.arange(8, dtype=torch.int32)[None, None]
+    score = torch.tensor([[[[0.0, 5, 0, 0, 0, 0, 0, 0]]]])
+    shape = ReadShape(1, 2, ((0, 8),))
+    # Position 8 is the newest, and in none of the slots.
+    found = choose(shape, torch.tensor([2]), score, positions, torch.tensor([9]), 0, ranks)
+    assert sorted(found.slots[0, 0].tolist()) == [0, 7], "the first token, and that of the other rank"
+    alone = choose(shape, torch.tensor([2]), score, positions, torch.tensor([9]), 0, SINGLE_RANK)
+    assert sorted(alone.slots[0, 0].tolist()) == [0, 1]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_layer_that_follows_reads_the_newest_token_besides_what_was_chosen(limit: int) -> None:
+    """Even if the layer that chooses does not show it; and of the chosen tokens, those that it holds."""
+    positions = torch.tensor([[[6, 2, -1, 9, 4, 0]]], dtype=torch.int32)
+    choice = Choice(torch.tensor([[[4, 7, -1, 2]]], dtype=torch.int32), torch.zeros(1, 1, 4, dtype=torch.int32))
+    found = follow(ReadShape(1, 3, ((0, 6),), 1), torch.tensor([limit]), choice, positions, torch.tensor([10]), False)
+    assert positions[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist() == [9, 4, 2][:limit]

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from kvpolicy.engine.rotary import Rope, SlotRotary
+from kvpolicy.engine.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
@@ -138,3 +138,19 @@ def test_queries_at_a_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     some = turn.keys(before.gather(2, index[..., None].expand(-1, -1, -1, before.shape[-1])), index)
     assert torch.allclose(some, after[:, :, [3, 0, 9]], atol=2e-6)
     assert torch.allclose(turn.keys(before[:, :, 2:6], slice(2, 6)), after[:, :, 2:6], atol=2e-6)
+
+
+def test_offsets_of_rows_with_padding() -> None:
+    """What a model adds to the positions of a row is known from its first token on, which may come in any chunk."""
+    nothing = torch.zeros(3, dtype=torch.int64)
+    first = torch.tensor([[True, True], [False, True], [False, False]])
+    known = rope_offset(None, first, 0, nothing, 2, None)
+    assert known[:2].tolist() == [0, 1]
+    second = torch.tensor([[False, True, True], [True, False, True], [False, True, True]])
+    seen = torch.tensor([2, 1, 0])
+    at = torch.tensor([[9, 2, 3], [2, 9, 3], [9, 7, 8]])  # of padding, any
+    assert rope_offset(at, second, 2, seen, 3, known).tolist() == [0, 1, 7]
+    assert rope_offset(None, None, 5, torch.tensor([5, 4, 3]), 1, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
+    for wrong in ([[9, 3, 4], [2, 9, 3], [9, 7, 8]], [[9, 2, 3], [2, 9, 3], [9, 7, 9]]):
+        with pytest.raises(ValueError, match="positions do not go on by one"):
+            rope_offset(torch.tensor(wrong), second, 2, seen, 3, known)

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform, newest_queries
+from kvpolicy.engine.below_mean import below_mean_counts
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
 from tests.engine.parts import Ranking, Worth, generator, shuffled
@@ -136,13 +138,18 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
     pending = pending._replace(
         attn_sum=wide.float() * 3,
         window=newest_queries(q, pending.valid, 2),
+        below_mean=newest_queries(q, pending.valid, 3),
+        replay=every[..., slots:].float() * 5,
         forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
     )
+    assert pending.below_mean is not None
+    ignored = below_mean_counts(pending.below_mean, pending.keys, pending.transform, past, pending.valid)
     selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True))
     select(selector, positions, pending, [3, 3, 3], past)
     (seen,), (view,) = selector.seen, selector.views
     assert seen.attn_sum is not None and seen.window_attn is not None
     assert seen.keys is not None and seen.values is not None
+    assert seen.below_mean is not None and seen.replay is not None
     assert torch.equal(seen.attn_sum, view.positions.repeat_interleave(GROUP, 1).float() * 3)
     for b in range(ROWS):
         for h in range(HEADS):
@@ -150,6 +157,9 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
                 if position < 0:
                     continue
                 source = every[b, h].tolist().index(position)
+                queries = slice(h * GROUP, (h + 1) * GROUP)
+                assert seen.below_mean[b, queries, place].tolist() == ignored[b, queries, source].tolist()
+                assert float(seen.replay[b, h, place]) == (NOT_REPLAYED if source < slots else position * 5)
                 key = past_keys[b, h, source] if source < slots else pending.keys[b, h, source - slots]
                 assert torch.equal(seen.keys[b, h, place], key)
                 value = 2 * key if source < slots else pending.values[b, h, source - slots]

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.token_batch import SlotData
-from kvpolicy.protocols import Layout
+from kvpolicy.protocols import Layout, traits_for
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Worth, generator
 
@@ -123,6 +124,8 @@ def test_a_layer_that_grows_keeps_its_tokens() -> None:
             assert layer.positions[b, h].tolist() == want
             assert layer.keys[b, h, :exact, 0].tolist() == [*range(exact)]
             assert layer.state.number[b, h, start] == 50
+            assert layer.state.number[b, h, :exact].tolist() == [*range(exact)]
+            assert layer.state.worth[b, h, :exact].tolist() == [position / 2 for position in range(exact)]
     past = layer.past()
     assert past is not None and past.keys[..., start, 0].tolist() == [[50.0] * HEADS] * ROWS
 
@@ -154,6 +157,22 @@ def test_every_tensor_is_counted() -> None:
     parts += [*tensors(layer.state), *tensors(layer.codes), *layer.limits]
     assert layer.nbytes == sum(t.nbytes for t in parts)
     assert sum(layer.nbytes_by_kind().values()) == layer.nbytes
+
+
+@pytest.mark.parametrize("budgets", [[1000, 1000], [8, 300], [300, 8]], ids=str)
+def test_limits_are_those_of_the_tokens_that_a_row_may_hold(budgets: list[int]) -> None:
+    """A budget beyond the tokens that are announced changes nothing; a block is as large as that of the longest row."""
+    codec = TokenWise()
+    layer = slots(codec, 0)
+    layer.expected_len = [10, 300]
+    layer._set_budget(torch.tensor(budgets))
+    want = [traits_for(codec, min(pair)) for pair in zip(budgets, layer.expected_len, strict=True)]
+    assert layer.limits is not None
+    assert layer.limits.block.flatten().tolist() == [traits.block for traits in want]
+    assert layer.limits.residual.flatten().tolist() == [traits.residual for traits in want]
+    assert layer.largest_block == max(traits.block for traits in want)
+    if budgets[0] > 300:
+        assert want[0].block < want[1].block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

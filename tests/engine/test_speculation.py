@@ -86,7 +86,7 @@ def test_an_end_token_ends_the_text() -> None:
     model = build("llama")
     ids = prompt(3, 48)
     text = kvpolicy.speculate(model, "h2o@0.5", ids, max_new_tokens=12)[0, PROMPT:].tolist()
-    for end in (text[0], text[4], [99, text[7]]):
+    for end in (text[0], text[4], [47, text[7]]):
         stop = min(text.index(token) for token in (end if isinstance(end, list) else [end]) if token in text)
         out = kvpolicy.speculate(model, "h2o@0.5", ids, max_new_tokens=12, eos_token_id=end)
         assert out[0, PROMPT:].tolist() == text[: stop + 1]
@@ -99,7 +99,29 @@ def test_an_end_token_ends_the_text() -> None:
         ({"input_ids": torch.ones(1, 0, dtype=torch.int64)}, "one row of at least one token"),
         ({"input_ids": torch.ones(1, 4)}, "tensor of token ids"),
         ({"input_ids": [[1, 2]]}, "tensor of token ids"),
-        ({"gamma": 0}, "gamma must be an integer from 1"),
+        ({"gamma": 0}, "gamma must be between 1 and"),
+        ({"gamma": 2**50}, r"gamma must be between 1 and 2\^40"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
+        ({"temperature": 10**400}, "temperature must be a number from 0, and finite"),
+        ({"seed": "0"}, "seed must be an integer, got '0'"),
+        ({"seed": True}, "seed must be an integer, got True"),
+        ({"seed": 2**64}, "seed must be between"),
+        ({"seed": -(2**64)}, "seed must be between"),
+        ({"seed": 10**5000}, "seed must be between"),
+        ({"eos_token_id": []}, "eos_token_id must be at least one token, or None"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a token id or a list of them, got '2'"),
+        ({"eos_token_id": True}, "eos_token_id must be a token id"),
+        ({"eos_token_id": 2.5}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be a token id"),
+        ({"eos_token_id": -1}, "eos_token_id must be between 0 and 47"),
+        ({"eos_token_id": [2, 48]}, "eos_token_id must be between 0 and 47"),
+        ({"eos_token_id": 10**5000}, "eos_token_id must be between 0 and 47"),
+        ({"input_ids": torch.tensor([[1, 2]], dtype=torch.uint8)}, "in int64 or int32, got torch.uint8"),
+        ({"input_ids": torch.tensor([[True]])}, "in int64 or int32, got torch.bool"),
+        ({"input_ids": torch.tensor([[1.0]])}, "in int64 or int32, got torch.float32"),
+        ({"input_ids": torch.tensor([[1, 48]])}, "input_ids must be between 0 and 47, .* got 48"),
+        ({"input_ids": torch.tensor([[1, -1]])}, "input_ids must be between 0 and 47, .* got -1"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "at least one token"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer"),
         ({"temperature": -1.0}, "temperature must be a number from 0"),
     ],

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy import StreamingLLM
+from kvpolicy import H2O, StreamingLLM
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.conformance.fakes import Fake
 from tests.engine.parts import Ranking, Uncoded, generator
@@ -115,6 +117,7 @@ class Pair:
         self.check()
 
     def check(self) -> None:
+        check_invariants(self.store)
         past = self.store.past()
         assert past is not None
         assert int(self.store.columns) == self.columns, "padding counts"
@@ -262,3 +265,42 @@ def test_buffers_stay_below_their_thresholds() -> None:
         now = int((pair.store.positions[0, 0, pair.store.layout.exact :] >= 0).sum())
         blocks.add(now - coded)
     assert max(blocks) > 1, "a block was demoted at once"
+
+
+def test_the_largest_queries_are_those_of_all_prompts() -> None:
+    store = LayerStore(0, StreamingLLM(sinks=SINKS), Fake(query_absmax=True), "evict")
+    largest = torch.zeros(ROWS, HEADS, DIM)
+    for seed, sharp in enumerate([1.0, 5.0, 0.5]):
+        q, k, v = draw(6, seed)
+        if not seed:
+            store.initialize(k, group=GROUP)
+        _, pending = store.attend_prompt(q * sharp, k, v, None, SCALE)
+        keep = torch.tensor([12, 12])
+        store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+        largest = torch.maximum(largest, (q * sharp).abs().amax(2).unflatten(1, (HEADS, GROUP)).amax(2))
+        assert store.limits is not None and torch.equal(store.limits.query_absmax, largest)
+
+
+def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
+    """Every tensor of a row whose buffer is not full, while that of the other row is."""
+    codec = Exact(block=3, residual=0, recode_all=True)
+    store = LayerStore(0, H2O(), codec, "evict")
+    q, k, v = draw(12, 0)
+    store.initialize(k, group=GROUP)
+    _, pending = store.attend_prompt(q, k, v, None, SCALE)
+    keep = torch.tensor([9, 9])
+    store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
+    recoded = [0, 0]
+    for seed in range(1, 14):
+        q, k, v = draw(1, seed)
+        store.append(q, k, v, torch.tensor([[seed % 3 > 0], [seed % 2 > 0]]), SCALE)
+        assert store.limits is not None
+        due = (store._buffered() >= store.limits.flush_threshold).any(-1)
+        before = {name: [t.clone() for t in tensors(part)] for name, part in store.parts().items()}
+        store.count_step()
+        for row in (~due).nonzero()[:, 0].tolist():
+            for name, part in store.parts().items():
+                for old, new in zip(before[name], tensors(part), strict=True):
+                    assert not new.dim() or not len(new) or torch.equal(new[row], old[row]), name
+        recoded = [count + now for count, now in zip(recoded, (due & ~due.all()).tolist(), strict=True)]
+    assert min(recoded) > 0, "each row was recoded while the other one was not"

@@ -118,7 +118,10 @@ def test_what_stays_comes_after_the_dictionary(seed: int) -> None:
 def test_a_dictionary_keeps_what_it_holds() -> None:
     new, held = batch(5, 4).data, batch(5, 5).data
     open_slots = torch.tensor([[False, False, True, True, True], [True] * 5])[:, None]
+    new, held = (each._replace(counts=each.positions.float().log()) for each in (new, held))
     data = with_dictionary(new, held, 2, open_slots)
+    assert isinstance(data.counts, Tensor)
+    assert torch.equal(data.counts, data.positions.float().log())
     for b, h in heads():
         want = new.positions[b, h].tolist()
         check(data, b, h, held.positions[b, h, :2].tolist() + want[2:] if b == 0 else want)

@@ -1,4 +1,4 @@
-"""Compiled code multiplies one row by other means, and computes the same."""
+"""Products of half precision are exact enough, and compiled code computes the same by other means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.products import matmul, products, thin_products
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -35,3 +35,16 @@ def test_one_row_is_no_sum_in_compiled_code() -> None:
 
     torch.compile(matmul, backend=backend)(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 4, 3))
     assert any("baddbmm" in name for name in names)
+
+
+def test_products_of_fp16_may_exceed_its_range() -> None:
+    queries = torch.tensor([[128.0, -128.0, 128.0, 128.0]]).half()
+    keys = torch.tensor([[512.0, -512.0, 512.0, 512.0], [-512.0, 512.0, -512.0, 512.0]]).half()
+    assert products(queries, keys).tolist() == [[262_144.0, -131_072.0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_queries_are_not_rounded_to_the_dtype_of_an_index_on_a_cpu(dtype: torch.dtype) -> None:
+    queries = torch.tensor([[1.0, 2.0**-13]])
+    keys = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
+    assert thin_products(queries, keys).tolist() == [[1 + 2.0**-13, 1 - 2.0**-13]]

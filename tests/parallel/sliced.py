@@ -6,7 +6,7 @@ What a linear layer's rounding would add is so left out: N ranks must keep what 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,12 +93,14 @@ def divided(heads: Heads, rank: int, world: int) -> Generator[None]:
 def play(model: Any, policy: str | Policy, file: Path | None = None) -> tuple[PolicyCache, list[Tensor]]:
     """A padded batch, some steps, more of a prompt, which one row has no part in, and more steps; cache and logits.
 
-    With a file, the cache is saved to it between the two prompts, and the rest runs on what is loaded.
+    With a file, the cache is saved to it between the two prompts, and the rest runs on what is loaded, under a policy
+    that is attached anew, as in another process.
     """
     draw = torch.Generator().manual_seed(3)
     found: list[Tensor] = []
     seen = torch.zeros(3, 0, dtype=torch.int64)
-    with torch.no_grad(), kvpolicy.attach(model, policy):
+    with torch.no_grad(), ExitStack() as stack:
+        handle = stack.enter_context(kvpolicy.attach(model, policy))
         cache = PolicyCache(model)
         for lengths in ([PROMPT, PROMPT // 2, 1], [NEXT, 0, NEXT // 2]):
             columns = max(lengths)
@@ -114,6 +116,8 @@ def play(model: Any, policy: str | Policy, file: Path | None = None) -> tuple[Po
                 own = torch.ones(3, 1)
             if file is not None:
                 cache.save(file)
+                handle.detach()
+                handle = stack.enter_context(kvpolicy.attach(model, policy))
                 cache = PolicyCache.load(model, file)
     return cache, found
 

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from kvpolicy.planning.knapsack import Option, choose
+from kvpolicy.planning.knapsack import UNITS, Option, choose
 from tests.reference.knapsack import least_loss
 
 
@@ -59,6 +59,30 @@ def test_within_one_percent_of_the_optimum_for_many_options(seed: int) -> None:
         best = least_loss(items, limit)
         assert chosen is not None and best is not None
         assert loss(items, chosen) <= 1.01 * best
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_costs_of_more_units_than_are_counted(seed: int) -> None:
+    """Costs are then rounded up, so that what is chosen fits; the optimum of the exact costs is near."""
+    dice = Random(seed)
+    items = draw(dice, 8, 8)
+    # Just above a multiple of the scale, so that a cost that is rounded down is too small by a whole unit.
+    large = [[Option(option.cost * 1000 + dice.randint(1, 9), option.loss) for option in options] for options in items]
+    for limit in (120, 200, 300):
+        chosen = choose(large, limit * 1000)
+        best = least_loss(items, limit - 1)
+        assert best is not None and chosen is not None
+        assert cost(large, chosen) <= limit * 1000 and loss(large, chosen) <= 1.05 * best
+
+
+@pytest.mark.parametrize("scale", [1, 1000, UNITS + 1])
+def test_the_whole_limit_is_used(scale: int) -> None:
+    """By an option on the hull, and by one beside it that its rounded cost leaves out."""
+    items = [[Option(scale, 9.0), Option(3 * scale, 1.0)], [Option(scale, 2.0), Option(2 * scale, 1.5)]]
+    assert choose(items, 4 * scale) == [1, 0]
+    assert choose(items, 5 * scale) == [1, 1]
+    beside = [Option(scale, 10.0), Option(2 * scale, 8.0), Option(4 * scale, 1.0)]
+    assert choose([beside], 2 * scale) == [1] and choose([beside], 2 * scale - 1) == [0]
 
 
 def test_ties_and_equal_options() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy import Policy
+from kvpolicy.codecs._files import save
 from kvpolicy.registry import lookup, name_of, names
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers import chosen
@@ -148,7 +150,8 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
 @pytest.mark.parametrize("base", ["full", "snapkv", "tokenwise"])
 def test_an_index_that_holds_all_reads_as_exact(same: str, base: str) -> None:
     at = "@0.5" if base == "snapkv" else ""
-    one, exact = (Layer(f"{BASES[base]}+{reader}:read=6{at}", [13], new=STEPS) for reader in (same, "exact"))
+    budget = [13] if at else [26]
+    one, exact = (Layer(f"{BASES[base]}+{reader}:read=6{at}", budget, new=STEPS) for reader in (same, "exact"))
     for layer in (one, exact):
         layer.prompt(*draw(26, 8))
     for step in range(STEPS):
@@ -228,6 +231,56 @@ def test_pages_out_of_order_are_refused(policy: str, why: str) -> None:
 def test_a_codec_that_searches_is_refused() -> None:
     with pytest.raises(ValueError, match="must not choose the slots"):
         Policy.parse("csr:key_space=unrotated:read_top_k=4+labels")
+
+
+@pytest.mark.parametrize("heads", [slice(0, 1), slice(1, 3), slice(None)])
+def test_a_shard_has_the_salience_of_its_heads(heads: slice, tmp_path: Path) -> None:
+    salience = torch.rand(3, DIM, generator=torch.Generator().manual_seed(0))
+    save(tmp_path, "channels", {"model": None, "head_dim": DIM}, {"salience.0": salience})
+    reader = lookup("labels")[1](calibration=str(tmp_path))
+    assert torch.equal(reader.load_salience(0, heads), salience[heads])
+
+
+@pytest.mark.parametrize(
+    ("read", "slots", "page", "count"),
+    [
+        (0.07, 100, 1, 7),
+        (0.05, 1000, 4, 52),
+        (1, 100, 16, 16),
+        (64, 1000, 16, 64),
+        (65, 1000, 16, 80),
+        (99, 100, 16, 100),
+        (1.0, 30, 4, 30),
+        (0.001, 10, 4, 4),
+    ],
+)
+def test_whole_pages_are_read(read: float, slots: int, page: int, count: int) -> None:
+    """Rounded up, but not by the rounding of a fraction, and at most to all slots."""
+    assert lookup("quest")[1](read=read, page=page).count(slots) == count
+
+
+def test_labels_of_empty_slots_are_zero() -> None:
+    """Whatever stands there: a product with a number that is none would be none."""
+    reader = lookup("labels")[1](channels=2)
+    index = reader.alloc(1, 1, 3, 4, torch.float32, "cpu")
+    occupied = torch.tensor([[[[True], [False], [True]]]])
+    keys = torch.where(occupied[..., None], torch.ones(4), torch.full((4,), torch.nan))
+    reader.refresh(index, torch.arange(3)[None, None], keys, occupied)
+    assert index.labels.tolist() == [[[[1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]]]
+
+
+def test_pages_are_long_from_4096_slots_on() -> None:
+    assert [lookup("quest")[1]().page_size(slots) for slots in (4095, 4096)] == [4, 16]
+
+
+def test_channels_are_chosen_in_the_rows_that_begin() -> None:
+    reader = lookup("labels")[1](channels=2)
+    index = reader.alloc(2, 1, 3, 4, torch.float32, "cpu")
+    first, later = torch.tensor([[[0.0, 1.0, 1.0, 3.0]]]), torch.tensor([[[5.0, 4.0, 0.0, 0.0]]])
+    reader.fit(index, torch.cat([first, first]), torch.tensor([True, False]))
+    assert index.channels.tolist() == [[[1, 3]], [[0, 1]]]
+    reader.fit(index, torch.cat([later, first]), torch.tensor([False, True]))
+    assert index.channels.tolist() == [[[1, 3]], [[1, 3]]]
 
 
 @pytest.mark.parametrize("value", ["0", "1.5", "0.0"])

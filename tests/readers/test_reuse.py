@@ -235,6 +235,14 @@ def test_what_is_out_of_range_is_refused(field: dict[str, Any]) -> None:
         Reuse(**field)
 
 
+def test_layers_that_read_everything() -> None:
+    """Two, or as many as the base has; the first layer that chooses may be the next one."""
+    dense = [Reuse().traits.dense, Reuse(base=ExactTopK(dense=5)).traits.dense, Reuse(dense=0).traits.dense]
+    assert dense == [2, 5, 0] and Reuse(base=ExactTopK(dense=5), dense=3).traits.dense == 5
+    assert Reuse(layers="2_9", dense=2).traits.dense == 2 and Reuse(layers="4").traits.dense == 4
+    assert Reuse(layers="0_1").traits.source(0) == 0
+
+
 @pytest.mark.parametrize("base", ["all", "reuse"])
 def test_a_base_that_does_not_choose_everywhere_is_refused(base: str) -> None:
     with pytest.raises(ValueError, match=r"Reuse\.base must be a reader that chooses"):

@@ -101,3 +101,20 @@ def test_of_many_policies_the_best_on_some_windows_are_scored_on_all(monkeypatch
     assert found.spec == "streaming:sinks=1" and len(found.table) == 12
     assert seen == {spec: [4, 16] if int(spec.partition("=")[2]) <= 8 else [4] for spec in specs}
     assert best_rival(MODEL, windows, 0.5, specs=specs[:8]).spec == "streaming:sinks=5"
+
+
+def test_windows_of_the_first_round_have_their_own_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = [window(seed, 9) for seed in range(16)]
+    reference = [torch.full((1 + len(one.follow), 1), number) for number, one in enumerate(windows)]
+    rounds: list[list[int]] = []
+
+    def made(model: object, some: list[Window], spec: str, **given: list[torch.Tensor]) -> Score:
+        numbers = [next(number for number, one in enumerate(windows) if one is each) for each in some]
+        assert [int(logits[0]) for logits in given["reference"]] == numbers
+        rounds.append(numbers)
+        worth = torch.ones(len(some))
+        return Score(worth, worth, worth, 1.0)
+
+    monkeypatch.setattr("kvpolicy.tuning.rivals.score", made)
+    best_rival(MODEL, windows, 0.5, specs=[f"streaming:sinks={n}" for n in range(12)], reference=reference)
+    assert rounds == [[*range(0, 16, 4)]] * 12 + [[*range(16)]] * 8

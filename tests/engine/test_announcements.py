@@ -1,0 +1,204 @@
+"""What a cache was told of a text, and what it measured, through edits, turns and selected rows.
+
+Budgets of a growing cache tell what it expects: a share of the prompt so far, and room up to the announced end.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy import KVPolicyError, KVPolicyWarning, PolicyCache
+from kvpolicy.hf.model_spec import describe
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+
+GROWING = "h2o:decode=grow@0.5"
+
+
+def budget(cache: PolicyCache) -> list[int]:
+    """The budget of each row, which all layers have."""
+    found = [layer.budget.tolist() for layer in cache.policy_layers]
+    assert all(rows == found[0] for rows in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("by", [4, -4])
+def test_a_shift_moves_the_announced_end(by: int) -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20], [20, 20])
+    with kvpolicy.attach(model, GROWING):
+        cache = PolicyCache(model, new=8)
+        forward(model, ids, mask, 0, 20, cache)
+        assert budget(cache) == [10 + 8]
+        cache.shift(10, by)
+        seen = 20 + by
+        forward(model, ids, mask, seen, seen + 3, cache)
+        assert budget(cache) == [(seen + 3) // 2 + 5]
+
+
+def test_a_shift_counts_in_the_trained_length() -> None:
+    """Tokens that are moved behind the last trained position are remarked on at the next one."""
+    model = build("llama", layers=2)
+    limit = model.config.max_position_embeddings
+    ids, mask = make_batch([20], [20])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 20, cache)
+        cache.shift(10, limit - 20)
+        assert cache.get_seq_length() == limit
+        with torch.no_grad(), pytest.warns(KVPolicyWarning, match="was trained for"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("rows", [[1], [1, 0, 1], [0, 0, 1, 1]])
+def test_the_announced_end_of_selected_rows(rows: list[int]) -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20, 9], [20, 3])
+    with kvpolicy.attach(model, GROWING):
+        cache = PolicyCache(model, new=8)
+        forward(model, ids, mask, 0, 20, cache)
+        assert budget(cache) == [10 + 8, 4 + 8]
+        if rows == [0, 0, 1, 1]:
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor(rows))
+        forward(model, ids[rows], mask[rows], 20, 23, cache)
+        assert budget(cache) == [(11 + 5, 6 + 5)[row] for row in rows]
+
+
+def test_what_was_measured_of_selected_rows() -> None:
+    model = build("llama", layers=4)
+    ids, mask = make_batch([20, 9], [20, 3])
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 20, cache)
+        before = cache.cosines()
+        cache.batch_select_indices(torch.tensor([1, 0, 1]))
+        assert torch.equal(cache.cosines(), before[[1, 0, 1]])
+        cache.batch_repeat_interleave(2)
+        assert torch.equal(cache.cosines(), before[[1, 1, 0, 0, 1, 1]])
+
+
+def test_a_later_turn_does_not_move_the_announced_end() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20], [20, 1, 1, 4])
+    with kvpolicy.attach(model, GROWING):
+        cache = PolicyCache(model, new=8)
+        for start, stop in ((0, 20), (20, 21), (21, 22), (22, 26)):
+            forward(model, ids, mask, start, stop, cache)
+        assert budget(cache) == [13 + 2]
+
+
+@pytest.mark.parametrize(("policy", "wanted"), [(GROWING, 15), ("window@0.9", 27), ("pyramid+window@0.9", 27)])
+def test_a_text_that_is_longer_than_announced(policy: str, wanted: int) -> None:
+    """The announcement counts for nothing then, in the mean layer and in the one with the most."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20], [20, 10])
+    with kvpolicy.attach(model, policy):
+        cache = PolicyCache(model, new=2)
+        forward(model, ids, mask, 0, 20, cache)
+        forward(model, ids, mask, 20, 30, cache)
+        budgets = [int(layer.budget) for layer in cache.policy_layers]
+        assert sum(budgets) == 2 * wanted and all(
+            layer.store.capacity >= most for layer, most in zip(cache.policy_layers, budgets, strict=True)
+        )
+        assert policy != "pyramid+window@0.9" or max(budgets) == 30
+
+
+@pytest.mark.parametrize("rows", [None, [1], [1, 0, 1]])
+def test_massive_tokens_of_a_prompt_that_waits_in_chunks(rows: list[int] | None) -> None:
+    """A row's are found in its first chunk; later chunks have none, and selected rows have their own."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20, 12], [20])
+    with kvpolicy.attach(model, "kvzip:chunk=9:sinks=2+rotate@0.7"):
+        cache = PolicyCache(model, prompt=[20, 12])
+        forward(model, ids, mask, 0, 11, cache)
+        flags = [layer.massive for layer in cache.policy_layers]
+        assert all(some is not None and some.shape == (2, 11) and bool(some.any(1).all()) for some in flags)
+        picked = [0, 1] if rows is None else rows
+        if rows is not None:
+            cache.batch_select_indices(torch.tensor(rows))
+        forward(model, ids[picked], mask[picked], 11, 17, cache)
+        for layer, some in zip(cache.policy_layers, flags, strict=True):
+            assert some is not None and layer.massive is not None
+            assert torch.equal(layer.massive, torch.nn.functional.pad(some[picked], (0, 6)))
+        forward(model, ids[picked], mask[picked], 17, 20, cache)
+        assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
+
+
+def test_a_row_is_measured_once() -> None:
+    """When another row begins, only that one is measured."""
+    model = build("llama", layers=4)
+    ids, mask = make_batch([12, 12], [12, 9])
+    mask[1, :12] = 0
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache, alone = PolicyCache(model), PolicyCache(model)
+        forward(model, ids, mask, 0, 12, cache)
+        first = cache.cosines()[0]
+        forward(model, ids, mask, 12, 21, cache)
+        forward(model, ids[1:, 12:], mask[1:, 12:], 0, 9, alone)
+        assert torch.equal(cache.cosines()[0], first)
+        torch.testing.assert_close(cache.cosines()[1], alone.cosines()[0], atol=1e-5, rtol=0)
+
+
+def test_learned_positions_end_where_the_longest_row_does() -> None:
+    """Positions are those of a row's own tokens, so that padding takes none."""
+    model = build("opt")
+    limit = model.config.max_position_embeddings
+    ids, mask = make_batch([limit, 5], [limit, 1])
+    with kvpolicy.attach(model, "window@8"), torch.no_grad():
+        cache = PolicyCache(model)
+        model(ids[:, :limit], attention_mask=mask[:, :limit], past_key_values=cache)
+        with pytest.raises(KVPolicyError, match=f"has learned {limit} positions"):
+            model(ids[:, limit:], attention_mask=mask, past_key_values=cache)
+        padded = torch.nn.functional.pad(mask[:1, :limit], (3, 0))
+        model(
+            torch.nn.functional.pad(ids[:1, :limit], (3, 0)), attention_mask=padded, past_key_values=PolicyCache(model)
+        )
+
+
+def test_a_budget_of_bytes_holds_once_windows_are_full() -> None:
+    """Nobody said how many tokens follow a prompt that is shorter than the windows of other layers."""
+    model = build("gemma3")
+    shape = describe(model.config)
+    windows = sum(shape.unmanaged_bytes(1, 1000).values())
+    most = windows + 10 * shape.token_bytes() * len(shape.evictable)
+    ids, mask = make_batch([6], [6, 30])
+    with kvpolicy.attach(model, f"window@{most}B"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 6, cache)
+        for column in range(6, 36):
+            forward(model, ids, mask, column, column + 1, cache)
+            assert cache.nbytes <= most
+        assert cache.nbytes > 0.8 * most and sum(cache.unmanaged_bytes().values()) == windows
+
+
+def test_what_attention_changes_is_measured_in_full_precision() -> None:
+    """The difference of two numbers in half precision is not rounded to half precision again."""
+    model = build("gemma2", torch.bfloat16)
+    ids, mask = make_batch([26], [26])
+    streams: dict[int, list[torch.Tensor]] = {}
+    hooks = [
+        part.register_forward_pre_hook(
+            lambda _, args, at=at: streams.setdefault(at, []).append(args[0][0].double()),
+        )
+        for at, block in enumerate(model.model.layers)
+        for part in (block, block.pre_feedforward_layernorm)
+    ]
+    with kvpolicy.attach(model, "squeeze+window@0.5"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 26, cache)
+    for hook in hooks:
+        hook.remove()
+    wanted = [torch.cosine_similarity(*streams[layer.layer_idx], dim=-1).mean() for layer in cache.policy_layers]
+    torch.testing.assert_close(cache.cosines()[0].double(), torch.stack(wanted), atol=1e-6, rtol=0)
+
+
+def test_generate_announces_all_new_tokens() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([12, 7], [12])
+    with torch.no_grad(), kvpolicy.attach(model, GROWING) as handle:
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert handle.cache is not None and handle.cache.new == 6 and budget(handle.cache) == [6 + 6, 3 + 6]

@@ -1,0 +1,87 @@
+"""Defects in calibrations."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutation
+
+DICTIONARY = ("tests/calibration/test_dictionary.py", "tests/calibration/test_curvature.py")
+CHANNELS = ("tests/readers/test_readers.py", "tests/cli/test_calibrate.py")
+
+MUTATIONS = (
+    Mutation(
+        name="principal directions go through the origin",
+        file="kvpolicy/calibration/grouping.py",
+        old="spread = (a.moment + b.moment) / count - torch.outer(mean, mean)",
+        new="spread = (a.moment + b.moment) / count",
+        tests=("tests/calibration/test_grouping.py",),
+    ),
+    Mutation(
+        name="only neighbors of a group must be similar",
+        file="kvpolicy/calibration/grouping.py",
+        old="all(between(other, layer) <= pair for other in groups[-1])",
+        new="step <= pair",
+        tests=("tests/calibration/test_grouping.py",),
+    ),
+    Mutation(
+        name="a training stops one epoch late",
+        file="kvpolicy/calibration/dictionary.py",
+        old="len(losses) - 1 - losses.index(min(losses)) >= patience",
+        new="len(losses) - 1 - losses.index(min(losses)) > patience",
+        tests=DICTIONARY,
+    ),
+    Mutation(
+        name="the best atoms are the last ones",
+        file="kvpolicy/calibration/dictionary.py",
+        old="best = atoms if loss < min(state.losses) else state.best",
+        new="best = atoms",
+        tests=DICTIONARY,
+    ),
+    Mutation(
+        name="the mean of curvatures starts too small",
+        file="kvpolicy/calibration/curvature.py",
+        old="self._sum.view(self._count, self._count) / (1 - _MEMORY**self._batches)",
+        new="self._sum.view(self._count, self._count) / (1 - _MEMORY)",
+        tests=DICTIONARY,
+    ),
+    Mutation(
+        name="percentiles of channels are not interpolated",
+        file="kvpolicy/calibration/kvquant.py",
+        old="return torch.lerp(neighbors[:, 0], neighbors[:, 1], position - below)",
+        new="return neighbors[:, 0]",
+        tests=(
+            "tests/codecs/test_kvquant.py::test_percentiles_between_two_numbers_are_interpolated",
+            "tests/codecs/test_kvquant.py::test_ranges_are_percentiles",
+        ),
+    ),
+    Mutation(
+        name="levels of values cover outliers",
+        file="kvpolicy/calibration/kvquant.py",
+        old=".scatter(-1, places, False)",
+        new=".scatter(-1, places, True)",
+        tests=(
+            "tests/codecs/test_kvquant.py::test_levels_of_values_leave_out_outliers",
+            "tests/codecs/test_kvquant.py::test_levels_are_where_numbers_are",
+        ),
+    ),
+    Mutation(
+        name="gradients of unrotated keys stay rotated",
+        file="kvpolicy/calibration/collect.py",
+        old="of_keys = {layer: self._unrotate(layer, g) for layer, g in of_keys.items()}",
+        new="of_keys = dict(of_keys)",
+        tests=("tests/calibration/test_collect.py::test_squared_gradients_are_those_of_the_loss",),
+    ),
+    Mutation(
+        name="short windows weigh as much as long ones",
+        file="kvpolicy/calibration/channels.py",
+        old="(len(ids) / tokens)",
+        new="(1 / len(windows))",
+        tests=("tests/calibration/test_channels.py",),
+    ),
+    Mutation(
+        name="products of heads are not capped",
+        file="kvpolicy/calibration/heads.py",
+        old="    if softcap is not None:\n",
+        new="    if softcap is not None and scale < 0:\n",
+        tests=("tests/calibration/test_heads.py",),
+    ),
+)

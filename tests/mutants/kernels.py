@@ -1,0 +1,64 @@
+"""Defects in the kernels."""
+
+from __future__ import annotations
+
+from tests.mutants import Mutation
+
+MUTATIONS = (
+    Mutation(
+        name="fp16 queries are not scaled down",
+        file="kvpolicy/kernels/products.py",
+        old="QUERY_SCALE = 2.0**-4",
+        new="QUERY_SCALE = 1.0",
+        tests=("tests/kernels/test_products.py",),
+    ),
+    Mutation(
+        name="products of fp16 are scaled back before they are fp32",
+        file="kvpolicy/kernels/products.py",
+        old="keys.transpose(-1, -2)).float().div_(QUERY_SCALE)",
+        new="keys.transpose(-1, -2)).div_(QUERY_SCALE).float()",
+        tests=("tests/kernels/test_products.py",),
+    ),
+    Mutation(
+        name="thin products are rounded to the dtype of the index",
+        file="kvpolicy/kernels/products.py",
+        old="return queries.float() @ keys.float().transpose(-1, -2)",
+        new="return (queries.to(keys.dtype) @ keys.transpose(-1, -2)).float()",
+        tests=("tests/kernels/test_products.py",),
+    ),
+    Mutation(
+        name="compiled products of one row mix heads and rows",
+        file="kvpolicy/kernels/products.py",
+        old="return product.unflatten(0, rows.shape[:2])",
+        new="return product.unflatten(0, rows.shape[:2][::-1]).transpose(0, 1)",
+        tests=("tests/kernels/test_products.py", "tests/engine/test_compile.py"),
+    ),
+    Mutation(
+        name="slots are counted from the first head of each row",
+        file="kvpolicy/kernels/slot_writes.py",
+        old="first = torch.arange(0, heads * size, size, device=slots.device)",
+        new="first = torch.arange(0, heads * size, size, device=slots.device) % (slots.shape[1] * size)",
+        tests=("tests/engine/test_slots.py",),
+    ),
+    Mutation(
+        name="a head without a token to write overwrites a slot",
+        file="kvpolicy/kernels/slot_writes.py",
+        old="is_written = write_mask.any(-1).reshape(",
+        new="is_written = write_mask.any(-1).fill_(True).reshape(",
+        tests=("tests/engine/test_pages.py", "tests/engine/test_coded_pages.py"),
+    ),
+    Mutation(
+        name="masked tokens write their own data to the slot of another",
+        file="kvpolicy/kernels/slot_writes.py",
+        old="torch.where(is_written, gather_slots(data, token), gather_slots(target, slots))",
+        new="torch.where(is_written, data, gather_slots(target, slots))",
+        tests=("tests/engine/test_pages.py", "tests/engine/test_coded_pages.py"),
+    ),
+    Mutation(
+        name="data is gathered for the slots of the first head",
+        file="kvpolicy/kernels/slot_writes.py",
+        old="return t.gather(2, index.expand(*slots.shape, *t.shape[3:]))",
+        new="return t.gather(2, index[:, :1].expand(*slots.shape, *t.shape[3:]))",
+        tests=("tests/kernels/test_slot_writes.py",),
+    ),
+)

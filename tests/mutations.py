@@ -1,0 +1,164 @@
+"""Put small defects into the code, one at a time, and see which of them the tests find.
+
+    python tests/mutations.py                       # all of tests/mutants, two at a time
+    python tests/mutations.py --only engine codecs  # those whose file or name contains one of the words
+    python tests/mutations.py --log mutations.jsonl # skip what the log already has, and add to it
+
+Each defect is put into a copy of the repository, and the tests that claim the behavior run there. A defect is found if
+one of them fails. The command fails if a defect survives without a reason, or if one with a reason is found after all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.mutants import Mutation, all_mutations  # noqa: E402
+
+LIMIT = 240
+"""Seconds after which the tests of a defect are stopped: twice what they may take where nothing else runs."""
+VERDICTS = {0: "survived", 1: "found"}
+"""Exit codes of pytest; any other one means that the tests did not run."""
+
+
+def run_tests(tests: tuple[str, ...], folder: Path) -> tuple[str, str]:
+    """Run tests in a copy of the repository; returns the verdict and the end of their output."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_search_path(folder))}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, timeout=LIMIT, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "timed out", ""
+    return VERDICTS.get(done.returncode, f"exit {done.returncode}"), done.stdout[-2000:]
+
+
+def _search_path(folder: Path) -> list[str]:
+    """Where processes that tests start find the copy, before an editable install of the original."""
+    return [str(folder), str(folder / "integrations"), str(folder / "eval")]
+
+
+def try_mutation(mutation: Mutation, folder: Path) -> dict[str, Any]:
+    """Put one defect into the copy at `folder`, run its tests, and take it out again."""
+    path = folder / mutation.file
+    source = path.read_text(encoding="utf-8")
+    started = time.monotonic()
+    try:
+        _write(path, mutation.apply(source))
+        verdict, output = run_tests(mutation.tests, folder)
+    finally:
+        _write(path, source)
+    seconds = round(time.monotonic() - started, 1)
+    return {"name": mutation.name, "file": mutation.file, "verdict": verdict, "seconds": seconds, "output": output}
+
+
+def _write(path: Path, source: str) -> None:
+    path.write_text(source, encoding="utf-8")
+    # A compiled file is taken to be current if size and time agree, and times are whole seconds.
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def copy_repository(folder: Path) -> Path:
+    """A copy of the tracked and new files of the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def check_unchanged(mutations: list[Mutation], folder: Path, jobs: int) -> None:
+    """Stop unless the tests pass without any defect: only then does a failure mean something."""
+    tests = sorted({test for mutation in mutations for test in mutation.tests})
+    print(f"{len(tests)} tests or files of tests on the code as it is ...", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(jobs), *tests]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(_search_path(folder))}
+    if subprocess.run(command, cwd=folder, env=environment, check=False).returncode:
+        sys.exit("The tests must pass without a defect, see above.")
+
+
+def try_all(mutations: list[Mutation], jobs: int, log: Path | None, *, baseline: bool) -> list[dict[str, Any]]:
+    """The verdicts of the mutations, `jobs` at a time; a log is read first and written as they come."""
+    known = {} if log is None or not log.exists() else {item["name"]: item for item in _read_log(log)}
+    todo = [mutation for mutation in mutations if mutation.name not in known]
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
+        folders: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            folders.put(copy_repository(Path(work) / str(number)))
+        if baseline and todo:
+            check_unchanged(todo, Path(work) / "0", jobs)
+
+        def one(mutation: Mutation) -> dict[str, Any]:
+            folder = folders.get()
+            try:
+                return try_mutation(mutation, folder)
+            finally:
+                folders.put(folder)
+
+        for result in pool.map(one, todo):
+            known[result["name"]] = result
+            print(f"{result['verdict']:>9}  {result['seconds']:6.1f} s  {result['file']}: {result['name']}", flush=True)
+            if log is not None:
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result) + "\n")
+    return [known[mutation.name] for mutation in mutations]
+
+
+def _read_log(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def summarize(mutations: list[Mutation], results: list[dict[str, Any]]) -> int:
+    """Print what survived; returns the exit status."""
+    wrong = 0
+    for mutation, result in zip(mutations, results, strict=True):
+        expected = "survived" if mutation.equivalent else "found"
+        if mutation.equivalent and result["verdict"] == "survived":
+            print(f"equivalent: {mutation.file}: {mutation.name}: {mutation.equivalent}")
+        elif result["verdict"] != expected:
+            wrong += 1
+            print(f"{result['verdict'].upper()}: {mutation.file}: {mutation.name}\n{result['output']}")
+    counted = [result for mutation, result in zip(mutations, results, strict=True) if not mutation.equivalent]
+    found = sum(result["verdict"] == "found" for result in counted)
+    print(f"{found} of {len(counted)} defects found, {len(mutations) - len(counted)} equivalent")
+    return int(wrong > 0)
+
+
+def main() -> int:
+    """Parse the command line, and run."""
+    parser = argparse.ArgumentParser(description="Put small defects into the code, and see which the tests find.")
+    parser.add_argument("--only", nargs="+", default=[], help="words of the files or names of the defects to try")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many to try at a time")
+    parser.add_argument("--log", type=Path, help="a JSON-lines file of verdicts, which is resumed")
+    parser.add_argument("--list", action="store_true", help="print the defects, and run nothing")
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a defect first")
+    given = parser.parse_args()
+    mutations = [m for m in all_mutations() if not given.only or any(w in f"{m.file} {m.name}" for w in given.only)]
+    if given.list:
+        print(*(f"{mutation.file}: {mutation.name}" for mutation in mutations), sep="\n")
+        return 0
+    return summarize(mutations, try_all(mutations, given.jobs, given.log, baseline=not given.no_baseline))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
