@@ -6,17 +6,21 @@ reducers (a sum over all queries, the rows of the newest ones) are applied to it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.kernels.products import matmul, products
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
+
+MASK_ELEMENTS = 1 << 24
+"""Elements of the mask of one call of fused attention: 16 MiB of bool."""
 
 
 class Past(NamedTuple):
@@ -98,16 +102,83 @@ def attend(
     Returns:
         The output [B, Hq, P, D], and the sums [B, Hq, S + P] fp32 over past slots and new tokens, or None.
     """
-    # Fused causal attention aligns the first query with the first key, which is right only without a past, and it
-    # neither caps scores nor returns weights.
-    fused = past is None and transform.softcap is None and transform.sinks is None and not sum_weights
-    if not fused:
-        return _attend_tiled(q, k, v, transform, past, valid, sum_weights)
+    if past is None and _is_fusable(transform) and not sum_weights:
+        if valid is None:
+            return _attend_fused(q, k, v, transform.scale), None
+        if torch.compiler.is_compiling():
+            return _attend_masked(q, k, v, transform.scale, valid), None
+        return _attend_rows(q, k, v, transform.scale, valid), None
+    keys = k if past is None else torch.cat([past.keys, k], 2)
+    values = v if past is None else torch.cat([past.values, v], 2)
+    sums = q.new_zeros(*q.shape[:2], keys.shape[2], dtype=torch.float32) if sum_weights else None
+    return _attend_scores(q, keys, values, transform, past, valid, sums), sums
+
+
+def attend_tile(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    transform: ScoreTransform,
+    past: Past | None,
+    valid: Tensor | None,
+    sums: Tensor | None,
+) -> Tensor:
+    """Attend from the newest tokens of a prompt to the slots before it, to its earlier tokens and to each other.
+
+    Args:
+        q: Their queries, [B, Hq, T, D].
+        keys: Keys of the slots and of the prompt so far, [B, H, S + N, D], of which the last T are those of `q`.
+        values: Values, likewise.
+        transform: From products to attention weights.
+        past: The S slots that come first, or None.
+        valid: Which of the N tokens are not padding, [B, N] bool; None if all are.
+        sums: The attention weights are added to it, [B, Hq, S + N or more] fp32; None if they are not needed.
+
+    Returns:
+        [B, Hq, T, D].
+    """
+    if past is not None or not _is_fusable(transform) or sums is not None:
+        return _attend_scores(q, keys, values, transform, past, valid, sums)
     if valid is None:
-        return _attend_fused(q, k, v, transform.scale), None
-    if torch.compiler.is_compiling():
-        return _attend_masked(q, k, v, transform.scale, valid), None
-    return _attend_rows(q, k, v, transform.scale, valid), None
+        return _attend_behind(q, keys, values, transform.scale)
+    out = torch.zeros_like(q)
+    start = keys.shape[2] - q.shape[2]
+    for rows, columns in _rows_by_columns(valid):
+        # As these rows would attend alone; see `_attend_rows`. Their last columns are those of the tile.
+        queries = q[rows][:, :, _from(columns, start)]
+        if queries.shape[2]:
+            mine, mixed = (t[rows][:, :, columns] for t in (keys, values))
+            out[rows, :, _from(columns, start)] = _attend_behind(queries, mine, mixed, transform.scale)
+    return out
+
+
+def _is_fusable(transform: ScoreTransform) -> bool:
+    """Whether fused attention computes these weights: it neither caps scores nor knows sinks."""
+    return transform.softcap is None and transform.sinks is None
+
+
+def _from(columns: slice | Tensor, start: int) -> slice | Tensor:
+    """Those of some columns that are not before `start`, counted from there."""
+    if isinstance(columns, slice):
+        return slice(max(columns.start - start, 0), max(columns.stop - start, 0))
+    return columns[columns >= start] - start
+
+
+def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of queries [B, Hq, T, D] that belong to the last T of the keys [B, H, N, D]."""
+    new = q.shape[2]
+    before = keys.shape[2] - new
+    if not before:
+        return _attend_fused(q, keys, values, scale)
+    # On a CPU, each call makes a mask of all its pairs; other devices have kernels that need none.
+    rows = max(MASK_ELEMENTS // keys.shape[2], 16) if q.device.type == "cpu" else new
+    out = torch.empty_like(q)
+    for start in range(0, new, rows):
+        stop = min(start + rows, new)
+        seen = before + stop
+        mask: Any = causal_lower_right(stop - start, seen)
+        out[:, :, start:stop] = _attend_fused(q[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen], scale, mask)
+    return out
 
 
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -162,27 +233,27 @@ def _as_slice(rows: list[int]) -> slice | list[int]:
     return slice(rows[0], rows[-1] + 1) if neighbors else rows
 
 
-def _attend_tiled(
+def _attend_scores(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
     transform: ScoreTransform,
     past: Past | None,
     valid: Tensor | None,
-    sum_weights: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """See `attend`: a tile is a few queries against the keys that they may see."""
-    batch, heads, new, dim = k.shape
+    sums: Tensor | None,
+) -> Tensor:
+    """See `attend_tile`: scores are computed of a few queries at a time, against the keys that they may see."""
+    batch, heads, total, dim = keys.shape
     group = q.shape[1] // heads
-    held = 0 if past is None else past.keys.shape[2]
-    keys = k if past is None else torch.cat([past.keys, k], 2)
-    values = v if past is None else torch.cat([past.values, v], 2)
-    hidden = _hidden_columns(past, valid, new)
-    mass = q.new_zeros(batch, heads, group, held + new, dtype=torch.float32) if sum_weights else None
+    new = q.shape[2]
+    held = total - new
+    hidden = _hidden_columns(past, valid, total)
+    mass = None if sums is None else sums.unflatten(1, (heads, group))
+    is_query = None if valid is None else valid[:, valid.shape[1] - new :]
     out = torch.empty_like(q)
     grouped = q.unflatten(1, (heads, group))
     grouped_out = out.unflatten(1, (heads, group))
-    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * (held + new)), 16), 256)
+    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * total), 16), 256)
     future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, new, rows):
         stop = min(start + rows, new)
@@ -197,25 +268,26 @@ def _attend_tiled(
         if hidden is not None:
             score.masked_fill_(hidden[:, :, None, None, :seen], -torch.inf)
         weights = transform.weights(score)
-        if valid is not None:  # padding queries produce no output and no statistics
+        if is_query is not None:  # padding queries produce no output and no statistics
             # Not in place with a graph, because the backward of softmax needs its output. The fill also replaces the
             # NaN of padding queries that see nothing.
             fill = weights.masked_fill if weights.requires_grad else weights.masked_fill_
-            weights = fill(~valid[:, None, None, start:stop, None], 0)
+            weights = fill(~is_query[:, None, None, start:stop, None], 0)
         if mass is not None:
             mass[..., :seen] += weights.detach().sum(3)
-        mixed = weights.flatten(2, 3).to(v.dtype) @ values[:, :, :seen]
+        mixed = weights.flatten(2, 3).to(values.dtype) @ values[:, :, :seen]
         grouped_out[:, :, :, start:stop] = mixed.unflatten(2, (group, count))
-    return out, None if mass is None else mass.flatten(1, 2)
+    return out
 
 
-def _hidden_columns(past: Past | None, valid: Tensor | None, new: int) -> Tensor | None:
-    """Columns that no query may see, [B, H or 1, S + P]; None if there are none to hide."""
+def _hidden_columns(past: Past | None, valid: Tensor | None, total: int) -> Tensor | None:
+    """Which of `total` columns no query may see, [B, H or 1, S + N]; None if there are none to hide."""
     if past is None:
         return None if valid is None else ~valid[:, None]
+    occupied = past.occupied
     if valid is None:
-        valid = past.occupied.new_ones(past.occupied.shape[0], new)
-    return torch.cat([~past.occupied, ~valid[:, None].expand(-1, past.occupied.shape[1], -1)], -1)
+        valid = occupied.new_ones(occupied.shape[0], total - occupied.shape[2])
+    return torch.cat([~occupied, ~valid[:, None].expand(-1, occupied.shape[1], -1)], -1)
 
 
 class QueryWindow(NamedTuple):
@@ -225,17 +297,33 @@ class QueryWindow(NamedTuple):
     at: Tensor
 
 
-def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
-    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
-    batch, heads, new, dim = q.shape
+def newest_columns(valid: Tensor | None, shape: tuple[int, int], width: int, device: torch.device) -> Tensor:
+    """Columns of the newest `width` tokens of each row, [B, W] int64, the newest last; -1 where a row has fewer.
+
+    Args:
+        valid: Which of P tokens are not padding, [B, P] bool; None if all are.
+        shape: B and P.
+        width: How many.
+        device: Where the result is made.
+    """
+    batch, new = shape
     width = min(width, new)
     if valid is None:
-        index = torch.arange(new - width, new, device=q.device).expand(batch, -1)
-        return QueryWindow(q[:, :, new - width :].clone(), index)  # a view would keep all of q alive
+        return torch.arange(new - width, new, device=device).expand(batch, -1)
     # Valid queries last, in their order, so that a fixed width from the end takes the newest ones.
     order = valid.to(torch.uint8).argsort(dim=-1, stable=True)[:, new - width :]
-    queries = q.gather(2, order[:, None, :, None].expand(-1, heads, -1, dim))
-    return QueryWindow(queries, torch.where(valid.gather(1, order), order, -1))
+    return torch.where(valid.gather(1, order), order, -1)
+
+
+def take_queries(q: Tensor, at: Tensor) -> Tensor:
+    """The queries [B, Hq, W, D] of q [B, Hq, P, D] in the columns [B, W]; any where a column is -1."""
+    return q.gather(2, at.clamp_min(0)[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
+
+
+def newest_queries(q: Tensor, valid: Tensor | None, width: int) -> QueryWindow:
+    """The newest `width` valid queries of q [B, Hq, P, D], the newest last."""
+    at = newest_columns(valid, (q.shape[0], q.shape[2]), width, q.device)
+    return QueryWindow(take_queries(q, at), at)
 
 
 def window_attention(
@@ -253,7 +341,7 @@ def window_attention(
     held = keys.shape[2] - new
     future = torch.arange(new, device=k.device) > window.at[..., None]  # [B, W, P]
     score[..., held:].masked_fill_(future[:, None, None], -torch.inf)
-    hidden = _hidden_columns(past, valid, new)
+    hidden = _hidden_columns(past, valid, keys.shape[2])
     if hidden is not None:
         score.masked_fill_(hidden[:, :, None, None], -torch.inf)
     # An absent query sees no new token, and without a past nothing at all: its softmax is NaN.

@@ -13,6 +13,7 @@ from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.merging import merges_in_steps
 from kvpolicy.engine.reading import (
+    AbsoluteSums,
     Board,
     Choice,
     Chosen,
@@ -300,17 +301,23 @@ class LayerReading(LayerRollback):
         if self.read_shape is not None and self.reads:
             self._set_limit(self.read_shape, self.reads)
 
-    def _salience(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
-        """The salience of the channels in a prompt, [B, H, D] fp32, if the reader needs it."""
-        traits = self.reader.traits
-        if not (self.reads and self.reads.index and traits.salience):
+    @property
+    def measures_salience(self) -> bool:
+        """Whether the reader needs the salience of the channels in a prompt."""
+        return (
+            bool(self.reads and self.reads.index) and self.reader.traits.salience and not self.reader.traits.calibrated
+        )
+
+    def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
+        """The salience of the channels in a prompt of `count` [B] tokens, [B, H, D] fp32, if the reader needs it."""
+        if sums is not None:
+            return channel_salience(sums, count, self.ranks)
+        if not (self.reads and self.reads.index and self.reader.traits.salience):
             return None
-        if not traits.calibrated:
-            return channel_salience(q, k.detach(), valid, self.ranks)
         # `load_salience` is no part of the protocol, since only readers with `ReaderTraits.calibrated` have it.
         reader: Any = self.reader
         salience: Tensor = reader.load_salience(self.layer_idx, self.ranks.held)
-        return salience.to(q.device).expand(q.shape[0], -1, -1)
+        return salience.to(count.device).expand(count.shape[0], -1, -1)
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""

@@ -57,10 +57,7 @@ class PendingPrompt(NamedTuple):
 
     def positions(self, seen: Tensor) -> Tensor:
         """Position of each token in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
-        if self.valid is None:
-            return (seen[:, None] + torch.arange(self.keys.shape[2], device=seen.device)).to(torch.int32)
-        count = seen[:, None] + self.valid.long().cumsum(-1) - 1
-        return count.where(self.valid, -1).to(torch.int32)
+        return token_positions(self.valid, self.keys.shape[2], seen)
 
     @property
     def idle(self) -> Tensor | None:
@@ -164,6 +161,14 @@ class PendingPrompt(NamedTuple):
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
+
+
+def token_positions(valid: Tensor | None, columns: int, seen: Tensor) -> Tensor:
+    """Position of each of `columns` tokens in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
+    if valid is None:
+        return (seen[:, None] + torch.arange(columns, device=seen.device)).to(torch.int32)
+    count = seen[:, None] + valid.long().cumsum(-1) - 1
+    return count.where(valid, -1).to(torch.int32)
 
 
 def _both(first: QueryWindow | None, second: QueryWindow | None, columns: int) -> QueryWindow | None:

@@ -7,7 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, Past, QueryWindow, ScoreTransform, window_attention
+from kvpolicy.engine.attention import (
+    TILE_ELEMENTS,
+    Past,
+    QueryWindow,
+    ScoreTransform,
+    take_queries,
+    window_attention,
+)
 from kvpolicy.protocols import Probes
 
 
@@ -21,14 +28,25 @@ def draw_probes(length: int, probes: Probes) -> Tensor:
     return torch.cat([drawn, torch.arange(length - recent, length)]).sort().values
 
 
-def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> QueryWindow:
-    """The probes among the valid queries of q [B, Hq, P, D]."""
-    batch, heads, new, dim = q.shape
+def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: Probes, device: torch.device) -> Tensor:
+    """Columns of each row's probes, [B, W] int64, ascending, then -1 where a row has fewer.
+
+    Args:
+        valid: Which of P tokens are not padding, [B, P] bool; None if all are.
+        shape: B and P.
+        probes: How many, and which.
+        device: Where the result is made.
+    """
+    batch, new = shape
     rows = [torch.arange(new)] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
     chosen = [row[draw_probes(len(row), probes)] for row in rows]
-    at = torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(q.device)
-    index = at.clamp_min(0)[:, None, :, None].expand(batch, heads, -1, dim)
-    return QueryWindow(q.gather(2, index), at)
+    return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
+
+
+def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> QueryWindow:
+    """The probes among the valid queries of q [B, Hq, P, D]."""
+    at = probe_columns(valid, (q.shape[0], q.shape[2]), probes, q.device)
+    return QueryWindow(take_queries(q, at), at)
 
 
 def probe_sums(

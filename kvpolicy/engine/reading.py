@@ -379,25 +379,45 @@ def follow(
     return Chosen(slots.flatten(2), inside.flatten(2) & (top.values < BEYOND) & within)
 
 
-def channel_salience(q: Tensor, k: Tensor, valid: Tensor | None, ranks: Ranks) -> Tensor:
-    """Mean absolute query times mean absolute key of each channel, over all pairs of a prompt, [B, H, D] fp32.
+class AbsoluteSums(NamedTuple):
+    """Sums of the absolute queries and keys of a prompt in each channel, padding left out.
 
-    Args:
-        q: [B, Hq, P, D].
-        k: [B, H, P, D].
-        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-        ranks: The ranks that hold the other query heads of these KV heads.
+    Attributes:
+        queries: [B, Hq, D] fp64.
+        keys: [B, H, D] fp64.
     """
-    count = torch.tensor(q.shape[2]) if valid is None else valid.sum(-1).clamp_min(1)[:, None, None]
 
-    def mean(x: Tensor) -> Tensor:
+    queries: Tensor
+    keys: Tensor
+
+    def __add__(self, other: AbsoluteSums) -> AbsoluteSums:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The sums of both."""
+        return AbsoluteSums(self.queries + other.queries, self.keys + other.keys)
+
+
+def absolute_sums(q: Tensor, k: Tensor, valid: Tensor | None) -> AbsoluteSums:
+    """Sum the absolute queries [B, Hq, P, D] and keys [B, H, P, D] of the tokens that are `valid` [B, P], or of all."""
+
+    def total(x: Tensor) -> Tensor:
         if valid is not None:
             x = x.masked_fill(~valid[:, None, :, None], 0)
         # In fp64, so that padding, which changes the order of the sum, does not change the order of the channels.
-        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64) / count.to(x.device)
+        return torch.linalg.vector_norm(x, 1, dim=2, dtype=torch.float64)
 
-    queries = ranks.group_mean(mean(q).unflatten(1, (k.shape[1], -1)))
-    return (queries * mean(k)).float()
+    return AbsoluteSums(total(q), total(k))
+
+
+def channel_salience(sums: AbsoluteSums, count: Tensor, ranks: Ranks) -> Tensor:
+    """Mean absolute query times mean absolute key of each channel, over all pairs of a prompt, [B, H, D] fp32.
+
+    Args:
+        sums: The sums of the prompt.
+        count: Its tokens in each row, [B] int64.
+        ranks: The ranks that hold the other query heads of these KV heads.
+    """
+    tokens = count.clamp_min(1)[:, None, None]
+    queries = ranks.group_mean((sums.queries / tokens).unflatten(1, (sums.keys.shape[1], -1)))
+    return (queries * (sums.keys / tokens)).float()
 
 
 def count_step(

@@ -14,11 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, Past, ScoreTransform, attend
+from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS, Past, ScoreTransform, attend
 from kvpolicy.protocols import Replay
-
-MASK_ELEMENTS = 1 << 24
-"""Elements of the mask of one tile of fused attention: 16 MiB of bool."""
 
 NOT_REPLAYED = -1.0
 """The score of a token that was not replayed; others have at least 0."""

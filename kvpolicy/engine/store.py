@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
-from kvpolicy.engine.attention import ScoreTransform, attend, largest_queries, newest_queries
+from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.cropping import LayerCropping
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.probing import probe_queries
-from kvpolicy.engine.query_moments import mean_rotation, new_token, sum_moments
+from kvpolicy.engine.prompt_statistics import PromptStatistics, prompt_needs, see_prompt
+from kvpolicy.engine.prompt_tiles import PromptTiles
+from kvpolicy.engine.query_moments import mean_rotation, new_token
 from kvpolicy.engine.row_limits import RowBudget as RowBudget
 from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
@@ -59,40 +60,35 @@ class LayerStore(LayerCropping):
         Returns:
             The output [B, Hq, P, D], and the prompt, earlier chunks included.
         """
-        needs = self.selector.needs | self.merger.needs
         past = self.past() if held is None else held.after(self.past())
-        out, attn_sum = attend(q, k, v, transform, past, valid, needs.attn_sum)
-        self.columns.add_(q.shape[2])
-        self.scale = transform.scale
-        pending = self.note_prompt(q, k, v, valid, transform, forward)._replace(attn_sum=attn_sum)
-        return out, pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
+        out, attn_sum = attend(q, k, v, transform, past, valid, prompt_needs(self).attn_sum)
+        pending = see_prompt(self, q, k, v, valid, transform, forward, held)
+        return out, self.end_prompt(pending._replace(attn_sum=attn_sum), held)
 
-    def note_prompt(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform, forward: Forward | None
-    ) -> PendingPrompt:
-        """All that must be seen of a prompt but sums of its attention; see `attend_prompt`, which attends to it too."""
-        needs = self.selector.needs | self.merger.needs
-        want_absmax = self.limits is not None and self.codec.traits.query_absmax
-        q = q.detach()
-        if forward is not None:
-            forward = forward._replace(queries=q, valid=valid, **transform._asdict())
-        pending = PendingPrompt(
-            keys=k.detach(),
-            values=v.detach(),
-            valid=valid,
-            transform=transform,
-            window=newest_queries(q, valid, needs.window_queries) if needs.window_queries else None,
-            probes=probe_queries(q, valid, needs.probes) if needs.probes else None,
-            below_mean=newest_queries(q, valid, needs.below_mean_queries) if needs.below_mean_queries else None,
-            query_absmax=largest_queries(q, k.shape[1], valid) if want_absmax else None,
-            salience=self._salience(q, k, valid),
-            forward=forward,
-            wants_vectors=needs.vectors,
-        )
-        if needs.query_moments is not None:
-            moments = sum_moments(q, k.shape[1], pending.positions(self.length), needs.query_moments, self.query_rope)
-            pending = pending._replace(moments=moments, mean_rotation=mean_rotation(self.query_rope))
-        return pending
+    @on_host
+    def begin_tiles(
+        self, q: Tensor, k: Tensor, columns: int, valid: Tensor | None, held: PendingPrompt | None = None
+    ) -> PromptTiles:
+        """Prepare for a prompt whose tiles are attended to by `PromptTiles.attend`; `end_prompt` must follow.
+
+        Args:
+            q: The queries of the first tile, [B, Hq, T, D].
+            k: Its keys, [B, H, T, D].
+            columns: Tokens of the prompt.
+            valid: Which of them are not padding, [B, P] bool; None if all are.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
+        """
+        past = self.past() if held is None else held.after(self.past())
+        statistics = PromptStatistics(self, valid, columns, held)
+        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, prompt_needs(self).attn_sum)
+
+    @on_host
+    def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
+        """Count a prompt's columns, and join it with the chunks before; `compress` must follow."""
+        self.columns.add_(pending.keys.shape[2])
+        self.scale = pending.transform.scale
+        needs = prompt_needs(self)
+        return pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
 
     @on_host
     def compress(

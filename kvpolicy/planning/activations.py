@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpolicy.engine.attention import TILE_ELEMENTS
-from kvpolicy.engine.replay import MASK_ELEMENTS
+from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 

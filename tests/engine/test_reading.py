@@ -13,6 +13,7 @@ from kvpolicy import KIVI, DoubleSparsity, ExactTopK, Plain, Quest, ReadAll, Tok
 from kvpolicy.engine.reading import (
     Choice,
     ReadShape,
+    absolute_sums,
     by_entry,
     channel_salience,
     choose,
@@ -127,16 +128,21 @@ def test_a_broken_number_chooses_slots_that_exist(broken: float) -> None:
     assert sorted(found.slots[0, 0].tolist()) == [0, 1, 7] and bool(found.chosen.all())
 
 
+def salience(q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor:
+    count = torch.full((len(q),), q.shape[2]) if valid is None else valid.sum(-1)
+    return channel_salience(absolute_sums(q, k, valid), count, SINGLE_RANK)
+
+
 def test_salience_is_a_mean_over_all_pairs_and_ignores_padding() -> None:
     q = torch.randn(2, 4, 5, 3, generator=generator(1))
     k = torch.randn(2, 2, 5, 3, generator=generator(2))
     valid = torch.tensor([[True] * 5, [False, False, True, True, True]])
-    found = channel_salience(q, k.masked_fill(~valid[:, None, :, None], torch.nan), valid, SINGLE_RANK)
+    found = salience(q, k.masked_fill(~valid[:, None, :, None], torch.nan), valid)
     for row, start in ((0, 0), (1, 2)):
         for head in range(2):
             pairs = q[row, 2 * head : 2 * head + 2, start:, None] * k[row, None, head, None, start:]
             assert torch.allclose(found[row, head], pairs.abs().mean((0, 1, 2)), atol=1e-6)
-    alone = channel_salience(q[1:, :, 2:], k[1:, :, 2:], None, SINGLE_RANK)
+    alone = salience(q[1:, :, 2:], k[1:, :, 2:], None)
     assert torch.equal(found[1:], alone)
 
 
@@ -145,7 +151,7 @@ def test_salience_of_thousands_of_tokens_is_not_rounded(dtype: torch.dtype) -> N
     q, k = (torch.ones(1, heads, 3001, 2, dtype=dtype) for heads in (2, 1))
     valid = torch.arange(3001)[None] > 0
     for given in (None, valid):
-        assert channel_salience(q, k, given, SINGLE_RANK).flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
+        assert salience(q, k, given).flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
 def test_the_count_of_an_empty_slot_does_not_matter() -> None:

@@ -1,0 +1,110 @@
+"""A prompt that a layer takes in tiles: its keys, its values and its statistics, up to the newest tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, ScoreTransform, attend_tile
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics
+from kvpolicy.protocols import Forward
+
+
+class PromptTiles:
+    """The tiles of a prompt of P tokens so far. Every tensor is allocated for the whole prompt with the first tile.
+
+    Args:
+        like: The first tile's keys, [B, H, T, D].
+        queries: Query heads.
+        columns: P.
+        valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+        past: What comes before them: slots, and held chunks; None if nothing does.
+        statistics: What is seen of the queries.
+        attn_sum: Whether to sum the attention over the queries.
+
+    Attributes:
+        valid: See above.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        queries: int,
+        columns: int,
+        valid: Tensor | None,
+        past: Past | None,
+        statistics: PromptStatistics,
+        attn_sum: bool,
+    ) -> None:
+        """Allocate; nothing was attended to yet."""
+        batch, heads, _, dim = like.shape
+        self._before = 0 if past is None else past.keys.shape[2]
+        size = self._before + columns
+        self._keys = like.new_empty(batch, heads, size, dim)
+        self._values = like.new_empty(batch, heads, size, dim)
+        if past is not None:
+            self._keys[:, :, : self._before] = past.keys
+            self._values[:, :, : self._before] = past.values
+            # Of the past itself, only which slots it has is still needed.
+            past = past._replace(keys=self._keys[:, :, : self._before], values=self._values[:, :, : self._before])
+        self._past = past
+        self._columns = columns
+        self._seen = 0
+        self.valid = valid
+        self._statistics = statistics
+        self._attn_sum = torch.zeros(batch, queries, size, device=like.device) if attn_sum else None
+        self._forward: Forward | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last tile was attended to."""
+        return self._seen == self._columns
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
+        """Attend from the next tile, [B, Hq, T, D].
+
+        Args:
+            q: [B, Hq, T, D].
+            k: [B, H, T, D].
+            v: [B, H, T, D].
+            transform: From products to attention weights.
+        """
+        start, stop = self._seen, self._seen + q.shape[2]
+        end = self._before + stop
+        self._keys[:, :, self._before + start : end] = k.detach()
+        self._values[:, :, self._before + start : end] = v.detach()
+        self._statistics.add(q.detach(), k.detach(), start)
+        valid = None if self.valid is None else self.valid[:, :stop]
+        self._seen = stop
+        keys, values = self._keys[:, :, :end], self._values[:, :, :end]
+        return attend_tile(q, keys, values, transform, self._past, valid, self._attn_sum)
+
+    def note_forward(self, forward: Forward, queries: Tensor, whole: dict[str, Any]) -> None:
+        """Keep the inputs of the attention module for the newest tile.
+
+        Args:
+            forward: Its arguments.
+            queries: The queries of the tile, [B, Hq, T, D].
+            whole: Its other arguments by name, as they are for the whole prompt.
+        """
+        if self._forward is None:
+            hidden = forward.hidden_states
+            others = {name: whole.get(name, value) for name, value in forward.kwargs.items()}
+            self._forward = forward._replace(
+                hidden_states=hidden.new_empty(hidden.shape[0], self._columns, hidden.shape[2]),
+                queries=queries.new_empty(*queries.shape[:2], self._columns, queries.shape[3]),
+                kwargs=others,
+                valid=self.valid,
+            )
+        at = slice(self._seen - queries.shape[2], self._seen)
+        assert self._forward.queries is not None
+        self._forward.hidden_states[:, at] = forward.hidden_states
+        self._forward.queries[:, :, at] = queries.detach()
+
+    def prompt(self, transform: ScoreTransform) -> PendingPrompt:
+        """The prompt, once the last tile was attended to."""
+        keys, values = (t[:, :, self._before :] for t in (self._keys, self._values))
+        return self._statistics.prompt(keys, values, transform, self._forward, self._attn_sum)
