@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,18 +35,36 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
     return (above > 0) | ((equal > 0) & (earlier < count - above.sum(-1, keepdim=True)))
 
 
-def mean_cosine(before: Tensor, update: Tensor, valid: Tensor | None) -> Tensor:
-    """Cosine similarity of hidden states before and after an update, mean over each row's tokens.
+class CosineSum(NamedTuple):
+    """Cosines of a row's tokens, summed.
+
+    Attributes:
+        total: [B] fp32.
+        tokens: How many, [B] fp32.
+    """
+
+    total: Tensor
+    tokens: Tensor
+
+    def __add__(self, other: CosineSum) -> CosineSum:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The sum over the tokens of both."""
+        return CosineSum(self.total + other.total, self.tokens + other.tokens)
+
+    @property
+    def mean(self) -> Tensor:
+        """[B] fp32; 0 for a row without tokens."""
+        return self.total / self.tokens.clamp_min(1)
+
+
+def sum_cosines(before: Tensor, update: Tensor, valid: Tensor | None) -> CosineSum:
+    """Cosine similarity of hidden states before and after an update, summed over each row's tokens.
 
     Args:
         before: Hidden states, [B, P, hidden].
         update: What is added to them, [B, P, hidden].
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-
-    Returns:
-        [B] fp32; 0 for a row without tokens.
     """
     before = before.detach().float()
     cosine = F.cosine_similarity(before, before + update.detach().float(), dim=-1)
     weight = torch.ones_like(cosine) if valid is None else valid.to(cosine)
-    return (cosine * weight).sum(-1) / weight.sum(-1).clamp_min(1)
+    return CosineSum((cosine * weight).sum(-1), weight.sum(-1))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS, Past, ScoreTransform, attend
+from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS, Past, ScoreTransform, attend_tile
 from kvpolicy.protocols import Replay
 
 NOT_REPLAYED = -1.0
@@ -64,22 +64,22 @@ def chunks(context: Tensor, replay: Replay) -> Iterator[Chunk]:
 def attend_context(
     q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform, past: Past, valid: Tensor | None
 ) -> Tensor:
-    """Attend from a replay to the whole context and causally to itself, [B, Hq, R, D].
+    """Attend from a replay to the whole context and causally to itself, [B, Hq, T, D].
 
     Args:
-        q: [B, Hq, R, D].
+        q: Queries of the last T tokens of the replay, [B, Hq, T, D].
         k: [B, H, R, D].
         v: [B, H, R, D].
         transform: From products to attention weights.
         past: The context.
         valid: Which of the R tokens are not padding, [B, R] bool; None if all are and the past has no empty slot.
     """
-    if transform.softcap is not None or transform.sinks is not None:
-        return attend(q, k, v, transform, past, valid, False)[0]
     keys = torch.cat([past.keys, k], 2)
     values = torch.cat([past.values, v], 2)
-    new = k.shape[2]
-    held = past.keys.shape[2]
+    if transform.softcap is not None or transform.sinks is not None:
+        return attend_tile(q, keys, values, transform, past, valid, None)
+    new = q.shape[2]
+    held = keys.shape[2] - new
     seen = None
     if valid is not None:
         # One head stands for all: nothing was evicted from a held prompt, so that all heads have the same tokens.
@@ -89,14 +89,14 @@ def attend_context(
     parts: list[Tensor] = []
     for start in range(0, new, rows):
         stop = min(start + rows, new)
-        # Query i of the tile is token start + i of the replay: it sees columns up to held + start + i, itself included.
+        # Query i of this part stands in column held + start + i, which it sees as well.
         mask = torch.ones(stop - start, held + stop, dtype=torch.bool, device=q.device).tril(held + start)
         mask = mask if seen is None else mask & seen[..., : held + stop]
         tile = q[:, :, start:stop], keys[:, :, : held + stop], values[:, :, : held + stop]
         parts.append(F.scaled_dot_product_attention(*tile, attn_mask=mask, scale=transform.scale, enable_gqa=gqa))
     out = torch.cat(parts, 2)
     # A padding query may see nothing, and its output is not a number then.
-    return out if valid is None else out.masked_fill(~valid[:, None, :, None], 0)
+    return out if valid is None else out.masked_fill(~valid[:, None, -new:, None], 0)
 
 
 def received(
@@ -111,23 +111,26 @@ def received(
     """The largest attention that each token of a chunk receives from the replay, [B, H, C] fp32.
 
     Args:
-        q: Queries of the replay, [B, Hq, R, D].
-        k: Its keys, [B, H, R, D].
+        q: Queries of the last T tokens of the replay, [B, Hq, T, D].
+        k: The replay's keys, [B, H, R, D].
         keys: Keys of the held prompt, [B, H, P, D].
         transform: From products to attention weights.
         chunk: The chunk that is replayed.
         valid: Which tokens of the replay are not padding, [B, R] bool; None if all are, as then all of the chunk.
         gain: Factors of the attention weights, or None.
     """
-    batch, heads, new, dim = k.shape
+    batch, heads, _, dim = k.shape
+    new = q.shape[2]
     group = q.shape[1] // heads
     before = chunk.sinks.shape[1]
+    scored = before + chunk.columns.shape[1]
     seen = torch.cat([_columns(keys, chunk.sinks), _columns(keys, chunk.columns), k], 2)
-    held = before + chunk.columns.shape[1]
+    held = seen.shape[2] - new
     hidden = None
     if valid is not None:
         # A row that has a token of this chunk has all sinks before it. In any other row, these columns may be padding.
         hidden = ~torch.cat([chunk.chosen.any(-1, keepdim=True).expand(-1, before), chunk.chosen, valid], 1)
+    is_query = None if valid is None else valid[:, valid.shape[1] - new :]
     factor = None if gain is None else gain.of_tokens(chunk.columns).unflatten(1, (heads, group))[:, :, :, None]
     largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
     grouped = q.unflatten(1, (heads, group))
@@ -142,11 +145,11 @@ def received(
         score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
         if hidden is not None:
             score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
-        weights = transform.weights(score)[..., before:held]
+        weights = transform.weights(score)[..., before:scored]
         if factor is not None and gain is not None:
             weights = weights * factor / gain.inputs[:, None, None, start:stop, None]
-        if valid is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
-            weights = weights.masked_fill(~valid[:, None, None, start:stop, None], 0)
+        if is_query is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
+            weights = weights.masked_fill(~is_query[:, None, None, start:stop, None], 0)
         largest = torch.maximum(largest, weights.amax((2, 3)))
     return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
 
@@ -163,7 +166,7 @@ class Gain(NamedTuple):
 
     Attributes:
         outputs: Norm of each token's value behind the output projection, by query head, [B, Hq, P] fp32.
-        inputs: Norm of each replayed token's input of the attention module, [B, R] fp32; never 0.
+        inputs: Norm of the attention module's input for each query, [B, T] fp32; never 0.
     """
 
     outputs: Tensor

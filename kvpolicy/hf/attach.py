@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers.cache_utils import Cache
 
@@ -19,6 +19,7 @@ from kvpolicy.hf.attachment import Attachment, attachments
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
+from kvpolicy.hf.deferred_masks import defer_masks
 from kvpolicy.hf.discovery import Site, Sites, find_sites, is_falcon, sample_weights
 from kvpolicy.hf.forward_calls import (
     bind_cache,
@@ -35,6 +36,8 @@ from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
+from kvpolicy.hf.tile_size import TileSize, check_tile, tile_size
+from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -56,7 +59,7 @@ class Handle:
         cache: The most recent cache that the model made by itself, or None.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, tile: TileSize = None) -> None:
         """Attach; use `kvpolicy.attach`."""
         self.cache: PolicyCache | None = None
         self._model = model
@@ -77,7 +80,7 @@ class Handle:
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained)
+        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained, tile)
         try:
             self._connect(sites)
         except BaseException:
@@ -159,7 +162,18 @@ class Handle:
                 self._undo += measure(site, lambda: self._running)
             if self.policy.at(site.layer_idx).codec.traits.pins == "massive":
                 self._look(site)
+        if self._attachment.tile is not None:
+            check_layers(sites.layers)
+            self._undo += [take_tiles(site) for site in sites.layers]
+            self._undo += [norm_in_tiles(norm, self._tile_size) for norm in last_norms(sites.decoder)]
+            for outer in around(self._model, sites.decoder):
+                self._undo.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True).remove)
+            self._undo.append(sites.decoder.register_forward_hook(_end_masks, always_call=True).remove)
         self._undo += offer_cache(self._model, self._note_cache)
+
+    def _tile_size(self) -> int | None:
+        """The tile size of this thread's forward; None if its layers take all tokens at once, or none runs."""
+        return None if self._running is None else self._running.tile_size
 
     def _note_cache(self, cache: PolicyCache) -> None:
         self.cache = cache
@@ -185,12 +199,14 @@ class Handle:
             return check_step(module, args, kwargs)
         args, kwargs = by_name(self._names, args, kwargs)
         given = cache = kwargs.get("past_key_values")
-        if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes
-            return args, kwargs
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        defer_masks(False)
         if tokens is None:
             return args, kwargs  # the model says so itself
+        if isinstance(cache, PassingCache):  # it stores nothing, and its maker has checked what it passes
+            self._choose_tile(cache, tokens)
+            return args, kwargs
         if cache is None and caches(module, kwargs):
             cache = kwargs["past_key_values"] = self.cache = PolicyCache(self._model)
         elif isinstance(cache, Cache) and not isinstance(cache, PolicyCache):
@@ -210,10 +226,26 @@ class Handle:
             # Dividing a budget makes a new plan, by which `_after` knows that a prompt was compressed.
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
+            self._choose_tile(cache, tokens)
             self._thread.cache, self._thread.plan = cache, plan
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
             note_replaced(given)
         return args, kwargs
+
+    def _before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say how masks are made: a model around the decoder may make them (Gemma-3)."""
+        if torch.compiler.is_compiling():
+            return
+        tokens: Any = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        defer_masks(isinstance(tokens, Tensor) and tile_size(self._attachment, tokens) is not None)
+
+    def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
+        """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""
+        cache.tile = None
+        takes_tiles = not isinstance(cache, PassingCache) or cache.takes_tiles
+        cache.tile_size = tile_size(self._attachment, tokens) if takes_tiles else None
+        defer_masks(cache.tile_size is not None)
 
     def _check_own(self, cache: PolicyCache) -> None:
         if cache.attachment.active and cache.attachment is not self._attachment:
@@ -231,7 +263,9 @@ class Handle:
 
 
 @named_arguments
-def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None) -> Handle:
+def attach(
+    model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None, tile: TileSize = None
+) -> Handle:
     """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 
     Every forward pass with caching enabled goes through the policy: `generate`, a loop of your own, chunks, a second
@@ -241,6 +275,10 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
         model: A decoder-only causal language model of transformers, not compiled yet.
         policy: A policy or its spec.
         budget: The budget, instead of that of the policy.
+        tile: The most tokens of a prompt that a layer takes at a time, at least 1. A layer takes all of them before the
+            next one begins, and is compressed then, so that it keeps the same tokens as without tiles, up to rounding,
+            while the tensors of a forward are those of one tile and two hidden states of the prompt. `"auto"` chooses
+            by the free memory of the device where it can say it, as a GPU can, and None takes a prompt at once.
 
     Returns:
         The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
@@ -265,7 +303,13 @@ def attach(model: nn.Module, policy: Policy | str, *, budget: float | int | str 
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)
-        return Handle(model, policy)
+        return Handle(model, policy, check_tile(tile))
+
+
+def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
+    """Let the next forward of this thread make its masks at once; also after an error."""
+    if not torch.compiler.is_compiling():
+        defer_masks(False)
 
 
 def _rotations(sites: Sites, part: str) -> dict[int, Rope]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.model_spec import ModelShape
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
@@ -30,6 +31,7 @@ class Attachment:
         rotations: Rotary embedding of each layer; empty if it cannot be undone.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
+        tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
         layers: Number of the model's layers.
         active: False once the policy is detached.
     """
@@ -44,6 +46,7 @@ class Attachment:
         sharing: Sharing | None,
         rotary: nn.Module | None = None,
         trained_positions: int | None = None,
+        tile: TileSize = None,
     ) -> None:
         """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
         self.policy = policy
@@ -53,6 +56,7 @@ class Attachment:
         self.rotations = rotations
         self.rotary = rotary
         self.trained_positions = trained_positions
+        self.tile = tile
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing

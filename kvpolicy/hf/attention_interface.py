@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.host import outside_autocast
+from kvpolicy.hf.deferred_masks import DeferredMask, are_deferred
 from kvpolicy.spec.errors import KVPolicyError
 
 PREFIX = "kvpolicy_"
@@ -152,13 +153,17 @@ def policy_mask(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor | None:
+) -> Tensor | DeferredMask | None:
     """Which of the new tokens are no padding, [B, P] bool, or None where all are.
 
-    Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D.
+    Masks of other kinds than the plain causal one (sliding windows) are the stock function's, 4-D; where layers take
+    tiles, each tile makes its own.
     """
     if mask_function is not causal_mask_function:
-        make = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+        make: Any = ALL_MASK_ATTENTION_FUNCTIONS[stock]
+        if not torch.compiler.is_compiling() and are_deferred():
+            given = kwargs | {"mask_function": mask_function, "attention_mask": attention_mask}
+            return DeferredMask(make, given | {"q_length": q_length, "kv_length": kv_length})
         return make(
             q_length=q_length, kv_length=kv_length, mask_function=mask_function, attention_mask=attention_mask, **kwargs
         )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
+from kvpolicy.engine.hidden_stats import CosineSum, massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
@@ -20,12 +20,13 @@ from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
+from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.hf.undoing import UndoableCache
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Forward
+from kvpolicy.protocols import Forward, Ranks
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -54,7 +55,9 @@ class CacheForward(UndoableCache):
         # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._cosines: list[list[float]] | None = None  # the metric of each row and layer
-        self._metrics: dict[int, Tensor] = {}  # the running forward's, [B] by layer
+        self.tile_size: int | None = None  # the most tokens that a layer takes at a time in the running forward
+        self.tile: Tile | None = None  # the one that a layer takes at the moment
+        self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
         self._tokens: Tokens | None = None  # the running forward's budgets
         self._waiting: list[PolicyLayer] = []
         self._valid: Tensor | None = None
@@ -165,7 +168,9 @@ class CacheForward(UndoableCache):
         """
         layer: Any = self.layers[layer_idx]
         store: LayerStore = layer.store
-        self.guard.note_attention(layer_idx)
+        tile = self.tile
+        if tile is None or tile.start == 0:
+            self.guard.note_attention(layer_idx)
         store.check_compatible(k, v)
         ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
@@ -173,7 +178,9 @@ class CacheForward(UndoableCache):
         has_slots = store.layout.slots > 0 or layer.pending is not None
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
-        if store.is_initialized and q.shape[2] == 1 and layer.pending is None:
+        if tile is not None:
+            out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
+        elif store.is_initialized and q.shape[2] == 1 and layer.pending is None:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
@@ -181,12 +188,42 @@ class CacheForward(UndoableCache):
             out, pending = store.attend_prompt(q, k, v, valid, transform, forward, layer.pending)
             self.compress(layer, pending)
         # One digest serves all layers, which see the same columns.
-        if layer is self.policy_layers[0]:
+        if layer is self.policy_layers[0] and tile is None:
             layer.extend_digest(valid, new)
-        if has_slots:
+        if has_slots or tile is not None:
             refuse_gradients(out)
         # The output of a phantom head is not part of the model: `heads` is 0 there.
         return out[:, :heads]
+
+    @on_host
+    def _attend_tile(
+        self,
+        layer: PolicyLayer,
+        tile: Tile,
+        vectors: tuple[Tensor, Tensor, Tensor],
+        transform: ScoreTransform,
+        forward: Forward | None,
+        ranks: Ranks,
+    ) -> Tensor:
+        """Attend from one tile of a prompt, which is compressed with the last one: see `attend`."""
+        q, k, v = vectors
+        store = layer.store
+        if tile.start == 0:
+            if not store.is_initialized:
+                store.initialize(k, ranks, q.shape[1] // k.shape[1])
+            valid = None if tile.valid is None else tile.valid.to(k.device)
+            layer.tiles = store.begin_tiles(q, k, tile.columns, valid, layer.pending)
+        tiles = layer.tiles
+        assert tiles is not None
+        out = tiles.attend(q, k, v, transform)
+        if forward is not None:
+            tiles.note_forward(forward, q, tile.whole)
+        if tile.is_last:
+            layer.tiles = None
+            self.compress(layer, store.end_prompt(tiles.prompt(transform), layer.pending))
+            if layer is self.policy_layers[0]:
+                layer.extend_digest(tiles.valid, tile.columns)
+        return out
 
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
@@ -295,12 +332,18 @@ class CacheForward(UndoableCache):
             residual: Before, [B, P, hidden].
             update: What attention adds, [B, P, hidden].
         """
-        new = mean_cosine(residual, update, self._valid)
-        if self._cosines is not None and self._first is not None:  # a row is measured on its first tokens
-            place = [layer.layer_idx for layer in self.policy_layers].index(layer_idx)
-            held = new.new_tensor([row[place] for row in self._cosines])
-            new = torch.where(self._first.to(new.device), new, held)
-        self._metrics[layer_idx] = new
+        new = sum_cosines(residual, update, self._valid if self.tile is None else self.tile.cut(self._valid))
+        later = self.tile is not None and self.tile.start > 0
+        self._metrics[layer_idx] = self._metrics[layer_idx] + new if later else new
+
+    def take_residual(self, layer_idx: int) -> Tensor | None:
+        """The input of a layer that is being measured, [B, P, hidden], or that of its tile; None if none is."""
+        # Popped, so that the inputs of measured layers do not pile up during a forward.
+        if self.tile is None or self.tile.is_last:
+            residual = self.guard.residuals.pop(layer_idx, None)
+        else:
+            residual = self.guard.residuals.get(layer_idx)
+        return residual if self.tile is None else self.tile.cut(residual)
 
     @on_host
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
@@ -311,10 +354,14 @@ class CacheForward(UndoableCache):
 
     def cosines(self) -> Tensor:
         """The measured cosines, [B, L]."""
-        if self._metrics:
-            return torch.stack([self._metrics[layer.layer_idx].cpu() for layer in self.policy_layers], -1)
-        assert self._cosines is not None, "no prompt was measured"
-        return torch.tensor(self._cosines)
+        held = None if self._cosines is None else torch.tensor(self._cosines)
+        if not self._metrics:
+            assert held is not None, "no prompt was measured"
+            return held
+        new = torch.stack([self._metrics[layer.layer_idx].mean.cpu() for layer in self.policy_layers], -1)
+        if held is None or self._first is None:
+            return new
+        return torch.where(self._first.cpu()[:, None], new, held)  # a row is measured on its first tokens
 
     # budgets
 

@@ -12,12 +12,12 @@ from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cropping import policy_obstacle
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
+from kvpolicy.hf.tiles import CACHE_NAMES
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec.errors import KVPolicyError
 
-CACHE_NAMES = ("past_key_values", "layer_past")
 _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""
 
@@ -47,7 +47,7 @@ def _module_call(
 ) -> Forward | None:
     """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    if hidden.shape[1] == 1 and layer.is_initialized:
+    if hidden.shape[1] == 1 and layer.is_initialized and cache.tile is None:
         return None
     own = ("hidden_states", "attention_mask", *CACHE_NAMES)
     others = {name: value for name, value in kwargs.items() if name not in own}

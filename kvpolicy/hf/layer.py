@@ -14,6 +14,7 @@ from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layout import fix_addresses
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore
@@ -36,6 +37,7 @@ class PolicyLayer(CacheLayerMixin):
     Attributes:
         store: The layer's slots.
         pending: The prompt that awaits its budget or its replay, or None.
+        tiles: The prompt that the layer takes in tiles at the moment, or None.
         massive: Its tokens with the largest activations, [B, P] bool, if it awaits a replay and the codec pins them.
         transcript: What the model was given of it, in the first layer of a cache, if it awaits a replay; else None.
         mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
@@ -65,6 +67,7 @@ class PolicyLayer(CacheLayerMixin):
         # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
         self.store.board = self._board
         self.pending: PendingPrompt | None = None
+        self.tiles: PromptTiles | None = None
         self.massive: Tensor | None = None
         self.transcript: Transcript | None = None
         self.mask_digest: Tensor | None = None

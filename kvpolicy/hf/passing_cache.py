@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.hf.layer import PolicyLayer
+from kvpolicy.hf.tiles import Tile
 from kvpolicy.protocols import Forward
 
 
@@ -19,14 +20,20 @@ class PassingCache(Cache):
 
     Attributes:
         wants_inputs: Whether `attend` is given the inputs of the attention modules.
+        takes_tiles: Whether `attend` may be called for one tile after the other.
+        tile_size: The most tokens that a layer takes at a time in the running forward; None for all.
+        tile: The tile that a layer takes at the moment, or None.
     """
 
     wants_inputs: bool = False
+    takes_tiles: bool = False
 
     def __init__(self, layers: Sequence[Any]) -> None:
         """A view of a cache's layers."""
-        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x) for x in layers])
+        super().__init__(layers=[_Passing(x) if isinstance(x, PolicyLayer) else _Sliding(x, self) for x in layers])
         self.held = layers
+        self.tile_size: int | None = None
+        self.tile: Tile | None = None
 
     def manages(self, layer_idx: int) -> bool:
         """Whether a layer is under the policy."""
@@ -76,13 +83,18 @@ class _Passing(CacheLayerMixin):
 
 
 class _Sliding(CacheLayerMixin):
-    """An unmanaged layer, whose window holds the newest tokens: read as in a step, and left as it is."""
+    """An unmanaged layer, whose window holds the newest tokens: read as in a step, and left as it is.
+
+    In a forward in tiles, each tile also sees those before it, which a window of this forward's own holds meanwhile.
+    """
 
     is_sliding = True
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, cache: PassingCache) -> None:
         super().__init__()
         self._layer = layer
+        self._cache = cache
+        self._running: DynamicSlidingWindowLayer | None = None
         self.sliding_window = layer.sliding_window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -91,9 +103,24 @@ class _Sliding(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The window's keys and values and the new ones; one row that is held serves any number of new ones."""
         rows = key_states.shape[0]
+        tile = self._cache.tile
+        if tile is not None:
+            running = self._window(rows) if self._running is None or tile.start == 0 else self._running
+            self._running = None if tile.is_last else running
+            return running.update(key_states, value_states)
         held = (t.expand(rows, -1, -1, -1) for t in (self._layer.keys, self._layer.values))
         keys, values = (torch.cat(pair, -2) for pair in zip(held, (key_states, value_states), strict=True))
         return keys, values
+
+    def _window(self, rows: int) -> DynamicSlidingWindowLayer:
+        """A copy of the layer that other tokens may be added to, for a number of rows."""
+        copy = DynamicSlidingWindowLayer(self.sliding_window)
+        newest = slice(1 - self.sliding_window, None)
+        held = [t[:, :, newest].expand(rows, -1, -1, -1) for t in (self._layer.keys, self._layer.values)]
+        copy.lazy_initialization(*held)
+        copy.keys, copy.values = held
+        copy.cumulative_length = self._layer.cumulative_length
+        return copy
 
     def get_seq_length(self) -> int:
         """Columns seen, padding included."""
@@ -101,7 +128,9 @@ class _Sliding(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a mask over the window and the new tokens."""
-        return self._layer.get_mask_sizes(query_length)
+        tile = self._cache.tile
+        window = self._layer if tile is None or tile.start == 0 or self._running is None else self._running
+        return window.get_mask_sizes(query_length)
 
     def get_max_length(self) -> int:
         """The window."""

@@ -70,9 +70,11 @@ class ReplayCache(PassingCache):
         scores: The scores of each layer so far, [B, H, P] fp32.
     """
 
+    takes_tiles = True
     chunk: Chunk
     valid: Tensor
     whole: bool
+    _replayed: tuple[Tensor, Tensor]
 
     def __init__(self, layers: Sequence[Any], context: Tensor, plan: Replay) -> None:
         """A view of a cache's layers."""
@@ -111,14 +113,27 @@ class ReplayCache(PassingCache):
         if layer_idx not in self.scores:
             shape = pending.keys.shape[:3]
             self.scores[layer_idx] = torch.full(shape, NOT_REPLAYED, dtype=torch.float32, device=k.device)
+        k, v = self._so_far(layer_idx, k, v)
         # Layers may be on several devices.
         chunk = self.chunk.to(k.device)
-        flags = None if self.whole else self.valid.to(k.device)
+        flags = None if self.whole else self.valid[:, : k.shape[2]].to(k.device)
         scores = received(q, k, pending.keys, transform, chunk, flags, gain)
         add_scores(self.scores[layer_idx], chunk, scores)
         occupied = self.context.to(k.device)[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
         return attend_context(q, k, v, transform, past, flags)[:, :heads]
+
+    def _so_far(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the running replay up to its newest token, given those of a layer's newest tile."""
+        if self.tile is None:
+            return k, v
+        if self.tile.start == 0:
+            size = (*k.shape[:2], self.tile.columns, k.shape[3])
+            self._replayed = k.new_empty(size), v.new_empty(size)
+        for held, new in zip(self._replayed, (k, v), strict=True):
+            held[:, :, self.tile.start : self.tile.stop] = new
+        keys, values = (held[:, :, : self.tile.stop] for held in self._replayed)
+        return keys, values
 
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:

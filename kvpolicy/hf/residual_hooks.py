@@ -27,8 +27,7 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
 
     def observe(added: Callable[[Tensor], Tensor]) -> None:
         cache = running()
-        # Popped, so that the inputs of measured layers do not pile up during a forward.
-        residual = None if cache is None else cache.guard.residuals.pop(site.layer_idx, None)
+        residual = None if cache is None else cache.take_residual(site.layer_idx)
         if cache is not None and residual is not None:
             cache.observe(site.layer_idx, residual, added(residual))
 

@@ -1,0 +1,199 @@
+"""Decoder layers that take a long prompt tile by tile: only attention looks at more than one token.
+
+A layer takes all tiles before the next layer begins, so that it sees its whole prompt before it is compressed, and what
+is alive besides are two hidden states of the prompt and the tensors of one tile.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvpolicy.hf.deferred_masks import DeferredMask
+from kvpolicy.hf.discovery import Site
+from kvpolicy.hf.held_weights import hold_weights
+from kvpolicy.spec.errors import KVPolicyError
+
+CACHE_NAMES = ("past_key_values", "layer_past")
+"""What decoder layers call their cache."""
+
+COLUMNS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2}
+"""The dimension of tokens in the arguments of decoder layers that have one."""
+
+SHARED = ("shared_kv_states",)
+"""Arguments through which layers pass keys to later layers."""
+
+
+class Tile(NamedTuple):
+    """The new tokens that a layer takes at the moment.
+
+    Attributes:
+        start: The first of them.
+        stop: Behind the last.
+        columns: The new tokens of the whole forward.
+        valid: Which of all new tokens are not padding, [B, P] bool; None if all are.
+        whole: The layer's arguments for all new tokens, by name.
+    """
+
+    start: int
+    stop: int
+    columns: int
+    valid: Tensor | None
+    whole: Mapping[str, Any]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the layer then has seen all."""
+        return self.stop == self.columns
+
+    def cut(self, t: Tensor | None) -> Tensor | None:
+        """The columns [B, T, ...] of this tile of a tensor [B, P, ...]."""
+        return None if t is None else t[:, self.start : self.stop]
+
+
+def check_layers(sites: list[Site]) -> None:
+    """Refuse models whose layers pass keys to each other.
+
+    Raises:
+        KVPolicyError: Naming the layer.
+    """
+    for site in sites:
+        shared = [name for name in inspect.signature(type(site.block).forward).parameters if name in SHARED]
+        if shared:
+            raise KVPolicyError(
+                f"tile must be None for {type(site.block).__name__}, since layers pass keys to others ({shared[0]}), "
+                "got a size; try prompts in one piece."
+            )
+
+
+def take_tiles(site: Site) -> Callable[[], None]:
+    """Let a decoder layer take its tokens in tiles where its cache has a tile size; returns how to undo it."""
+    block: Any = site.block
+    name = "_old_forward" if hasattr(block, "_old_forward") else "forward"  # accelerate keeps the original there
+    before = block.__dict__.get(name)
+    original = getattr(block, name)
+    names = list(inspect.signature(original).parameters)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a step has one token
+            return original(*args, **kwargs)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        cache = next((arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None), None)
+        size = getattr(cache, "tile_size", None)
+        if size is not None:
+            return _run(site, original, arguments, cache, size)
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, DeferredMask):  # made before it was known that this forward has no cache
+            return original(**arguments | {"attention_mask": mask.whole()})
+        return original(*args, **kwargs)
+
+    setattr(block, name, forward)
+    return lambda: _restore(block, name, before)
+
+
+def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], None]:
+    """Let a norm behind the last layer work tile by tile, since norms compute in fp32; returns how to undo it.
+
+    Args:
+        module: The norm.
+        size: The tile size of the running forward, or None.
+    """
+    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
+    before = module.__dict__.get(name)
+    original = getattr(module, name)
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or hidden.dim() != 3:
+            return original(hidden, *args, **kwargs)
+        tokens = size()
+        if tokens is None or hidden.shape[1] <= tokens or args or kwargs:
+            return original(hidden, *args, **kwargs)
+        return torch.cat([original(part) for part in hidden.split(tokens, 1)], 1)
+
+    setattr(module, name, forward)
+    return lambda: _restore(module, name, before)
+
+
+def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
+    """The modules that contain a decoder, from the outermost."""
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+
+
+def last_norms(decoder: nn.Module) -> list[nn.Module]:
+    """The norms of a decoder that belong to no layer."""
+    return [module for module in decoder.children() if type(module).__name__.endswith("Norm")]
+
+
+def _restore(module: Any, name: str, before: Any) -> None:
+    if before is None:
+        module.__dict__.pop(name, None)
+    else:
+        setattr(module, name, before)
+
+
+def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], cache: Any, size: int) -> Any:
+    """The output of a layer for all tokens, computed tile by tile."""
+    columns = arguments["hidden_states"].shape[1]
+    _check_arguments(site, arguments, columns)
+    mask = arguments.get("attention_mask")
+    valid = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    out: Tensor | None = None
+    others: tuple[Any, ...] | None = None
+    with ExitStack() as stack:
+        stack.enter_context(hold_weights(site.block))
+        stack.callback(setattr, cache, "tile", None)
+        for start in range(0, columns, size):
+            tile = Tile(start, min(start + size, columns), columns, valid, arguments)
+            cache.tile = tile
+            found = original(**dict(_cut(arguments, tile, cache.layers[site.layer_idx])))
+            part: Tensor = found[0] if isinstance(found, tuple) else found
+            others = found[1:] if isinstance(found, tuple) else None
+            if out is None:
+                out = part.new_empty(part.shape[0], columns, *part.shape[2:])
+            out[:, tile.start : tile.stop] = part
+    return out if others is None else (out, *others)
+
+
+def _cut(arguments: Mapping[str, Any], tile: Tile, layer: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments of a layer for one tile."""
+    for name, value in arguments.items():
+        if isinstance(value, DeferredMask):
+            yield name, value.of_tile(tile.start, tile.stop, layer)
+        elif name == "attention_mask":
+            yield name, tile.cut(value)
+        elif name in COLUMNS:
+            yield name, _narrow(value, COLUMNS[name], tile)
+        else:
+            yield name, value
+
+
+def _narrow(value: Any, dim: int, tile: Tile) -> Any:
+    """The columns of a tile of a tensor, or of several."""
+    if isinstance(value, Tensor):
+        return value.narrow(dim, tile.start, tile.stop - tile.start)
+    if isinstance(value, tuple | list):
+        return type(value)(_narrow(part, dim, tile) for part in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    return value
+
+
+def _check_arguments(site: Site, arguments: Mapping[str, Any], columns: int) -> None:
+    """Refuse an argument that has a column for each token, and is not known.
+
+    Raises:
+        KVPolicyError: Naming the argument.
+    """
+    for name, value in arguments.items():
+        known = name in COLUMNS or (name == "attention_mask" and getattr(value, "ndim", 2) == 2)
+        parts = value if isinstance(value, tuple | list) else (value,)
+        if not known and any(isinstance(part, Tensor) and columns in part.shape for part in parts):  # pyright: ignore[reportUnknownVariableType]
+            raise KVPolicyError(
+                f"tile must be None for {type(site.block).__name__}, whose argument {name!r} has a column for each "
+                "token and cannot be cut, got a size; try prompts in one piece."
+            )
