@@ -170,13 +170,15 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     before = keys.shape[2] - new
     if not before:
         return _attend_fused(q, keys, values, scale)
-    # On a CPU, each call makes a mask of all its pairs; other devices have kernels that need none.
-    rows = max(MASK_ELEMENTS // keys.shape[2], 16) if q.device.type == "cpu" else new
+    if q.is_cuda and q.dtype != torch.float32:  # flash attention needs no mask
+        bias: Any = causal_lower_right(new, keys.shape[2])
+        return _attend_fused(q, keys, values, scale, bias)
+    rows = max(MASK_ELEMENTS // keys.shape[2], 16)
     out = torch.empty_like(q)
     for start in range(0, new, rows):
         stop = min(start + rows, new)
         seen = before + stop
-        mask: Any = causal_lower_right(stop - start, seen)
+        mask = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).tril(before + start)
         out[:, :, start:stop] = _attend_fused(q[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen], scale, mask)
     return out
 

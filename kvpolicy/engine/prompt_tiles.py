@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class PromptTiles:
         keys, values = self._keys[:, :, :end], self._values[:, :, :end]
         return attend_tile(q, keys, values, transform, self._past, valid, self._attn_sum)
 
-    def note_forward(self, forward: Forward, queries: Tensor, whole: dict[str, Any]) -> None:
+    def note_forward(self, forward: Forward, queries: Tensor, whole: Mapping[str, Any]) -> None:
         """Keep the inputs of the attention module for the newest tile.
 
         Args:

@@ -75,7 +75,14 @@ class ModelShape:
         tokens = {index: batch * min(columns, window - 1 + chunk) for index, window in self.unmanaged.items()}
         return sum(count * self.unmanaged_shapes[index].token_nbytes for index, count in tokens.items())
 
-    def prefill(self, policy: Policy, layers: Sequence[LayerPlan], columns: int, chunk: int | None = None) -> Prefill:
+    def prefill(
+        self,
+        policy: Policy,
+        layers: Sequence[LayerPlan],
+        columns: int,
+        chunk: int | None = None,
+        tile: int | None = None,
+    ) -> Prefill:
         """What the activations of a prefill follow from.
 
         Args:
@@ -83,6 +90,7 @@ class ModelShape:
             layers: The plan of each layer under it.
             columns: Tokens of the longest prompt.
             chunk: Tokens that are prefilled at a time; None for all.
+            tile: Tokens that a layer takes at a time; None for all.
         """
         windows = {(window, self.unmanaged_shapes[index]) for index, window in self.unmanaged.items()}
         return Prefill(
@@ -94,6 +102,7 @@ class ModelShape:
             chunk=min(chunk or columns, columns),
             slots=max(layer.layout.slots for layer in layers),
             coded=max(sum(layer.layout.coded) for layer in layers),
+            tile=tile,
         )
 
 

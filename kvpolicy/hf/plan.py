@@ -33,6 +33,7 @@ def plan(
     tp: int = 1,
     backend: str | None = None,
     chunk: int | None = None,
+    tile: int | None = None,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -46,6 +47,7 @@ def plan(
         tp: The tensor parallel size; the plan is of the rank that holds the most.
         backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
         chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
+        tile: Tokens of a prompt that a layer takes at a time, as `tile` of `attach`; all by default.
 
     Returns:
         The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
@@ -76,6 +78,7 @@ def plan(
     new = check_size("new", new, 0)
     tp = check_size("tp", tp, 1)
     chunk = None if chunk is None else check_size("chunk", chunk, 1)
+    tile = None if tile is None else check_size("tile", tile, 1)
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     check_class(config)
@@ -95,7 +98,7 @@ def plan(
     layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
     full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
     columns = max(lengths)
-    prefilled = model.unmanaged_prefill_bytes(batch, columns, chunk or columns)
+    prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))
     notes = (
         plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures),
         beyond_trained_length(prompt_len, new, trained_positions(config)),
@@ -113,7 +116,7 @@ def plan(
         peak_nbytes=prefill_peak(
             policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], columns, prefilled, chunk
         ),
-        prefill=model.prefill(policy, layers, columns, chunk),
+        prefill=model.prefill(policy, layers, columns, chunk, tile),
         full_peak_nbytes=model.token_bytes() * batch * columns * len(shapes) + prefilled,
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
     )

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from kvpolicy.planning.activations import Prefill
+from kvpolicy.reporting.logging import log_tile
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import check_size
 
@@ -16,12 +18,21 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Chooses by the free memory of the device."""
 
+SIZES = (16384, 8192, 4096, 2048, 1024, 512)
+"""Tile sizes that are tried where a prompt is too long for one piece; the last one is taken if none fits."""
+
+PART = 0.5
+"""The part of the free memory that a forward may take; the cache needs the rest."""
+
 TileSize = int | Literal["auto"] | None
 """The most tokens that a layer takes at a time, `auto`, or None for all."""
 
 
 def check_tile(tile: object) -> TileSize:
     """Return a tile size.
+
+    Args:
+        tile: An integer of at least 1, `auto`, or None.
 
     Raises:
         KVPolicyError: If it is a number below 1, or another text.
@@ -31,27 +42,57 @@ def check_tile(tile: object) -> TileSize:
         >>> check_tile(4096), check_tile("auto"), check_tile(None)
         (4096, 'auto', None)
     """
-    if tile is None or tile == AUTO:
-        return tile  # pyright: ignore[reportReturnType]
+    if tile is None:
+        return None
     if isinstance(tile, str):
-        raise KVPolicyError(f"tile must be a number of tokens, 'auto' or None, got {tile!r}; try tile=4096.")
-    if isinstance(tile, bool):
+        if tile != AUTO:
+            raise KVPolicyError(f"tile must be a number of tokens, 'auto' or None, got {tile!r}; try tile=4096.")
+        return AUTO
+    if isinstance(tile, bool) or not hasattr(tile, "__index__"):
         raise KVPolicyTypeError(f"tile must be an integer, 'auto' or None, got {tile!r}; try tile=4096.")
     return check_size("tile", tile, 1)
 
 
 def tile_size(attachment: Attachment, tokens: Tensor) -> int | None:
     """The tile size of a forward of `tokens` [B, P(, hidden)]; None if layers take all at once."""
+    batch, columns = tokens.shape[:2]
     tile = attachment.tile
     if tile == AUTO:
-        free = free_bytes(tokens.device)
+        tile = None if columns <= SIZES[-1] else _fitting(attachment, batch, columns, free_bytes(tokens.device))
+        log_tile(columns, tile)
+    return tile if isinstance(tile, int) and tile < columns else None
+
+
+def _fitting(attachment: Attachment, batch: int, columns: int, free: int | None) -> int | None:
+    """The largest tile whose forward fits into a part of the free memory; None if the whole prompt does."""
+    if free is None:
         return None
-    return tile if isinstance(tile, int) and tile < tokens.shape[1] else None
+    return next(
+        (size for size in (None, *SIZES) if _needed(attachment, batch, columns, size) <= PART * free), SIZES[-1]
+    )
+
+
+def _needed(attachment: Attachment, batch: int, columns: int, tile: int | None) -> int:
+    """Bytes of a forward, and of the keys and values of one layer."""
+    model = attachment.model_shape
+    policy = attachment.policy
+    prefill = Prefill(
+        policy=policy,
+        shape=model.shape,
+        widths=model.widths,
+        windows=tuple({(window, model.unmanaged_shapes[index]) for index, window in model.unmanaged.items()}),
+        columns=columns,
+        chunk=columns,
+        slots=columns,
+        coded=columns if any(own.codec.stages for own in policy.distinct) else 0,
+        tile=tile,
+    )
+    return prefill.activation_bytes(batch) + batch * columns * model.shape.token_nbytes
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a device, None if it does not say, as a CPU does not."""
+    """Bytes that can still be allocated on a device; None if it does not say, as a CPU does not."""
     if device.type != "cuda":
         return None
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

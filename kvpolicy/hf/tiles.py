@@ -113,7 +113,10 @@ def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], N
         tokens = size()
         if tokens is None or hidden.shape[1] <= tokens or args or kwargs:
             return original(hidden, *args, **kwargs)
-        return torch.cat([original(part) for part in hidden.split(tokens, 1)], 1)
+        out = torch.empty_like(hidden)
+        for start in range(0, hidden.shape[1], tokens):
+            out[:, start : start + tokens] = original(hidden[:, start : start + tokens])
+        return out
 
     setattr(module, name, forward)
     return lambda: _restore(module, name, before)

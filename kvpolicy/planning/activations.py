@@ -2,8 +2,9 @@
 
 A forward holds most in one of three moments. In the MLP of a layer, the intermediate tensors of all tokens are alive.
 In its attention, queries and the output are, and the statistics that choose the tokens. In the head, logits are, of one
-token per row, as `generate` computes them. The largest of the three is the peak; the tests compare it with the tensors
-that are alive in real forwards.
+token per row, as `generate` computes them. With tiles, layers take a part of the tokens at a time, and only hidden
+states and the keys of one layer are those of all tokens. The largest of the three is the peak; the tests compare it
+with the tensors that are alive in real forwards.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Prefill(NamedTuple):
         chunk: Tokens that are prefilled at a time.
         slots: The most slots of a layer.
         coded: The most tokens that a layer encodes; 0 without a codec that encodes.
+        tile: The most tokens that a layer takes at a time; None for all.
     """
 
     policy: Policy
@@ -93,6 +95,7 @@ class Prefill(NamedTuple):
     chunk: int
     slots: int
     coded: int
+    tile: int | None = None
 
     def activation_bytes(self, batch: int) -> int:
         """The most bytes that a forward of the prefill holds besides weights and what the cache holds.
@@ -102,8 +105,9 @@ class Prefill(NamedTuple):
         """
         # All slots are allocated with the first chunk. Prompts that are replayed are held as they are.
         piece = self._piece(batch, self.columns - self.chunk if self.policy.replay else self.slots)
-        statistics = max((_statistics(self, own, piece) for own in self.policy.distinct), default=0)
-        prefill = _forward(self, piece, statistics)
+        tile = self._tile(piece)
+        statistics = max((_statistics(self, own, piece, tile) for own in self.policy.distinct), default=0)
+        prefill = _forward(self, tile, statistics) + self._whole_bytes(piece, tile)
         if self.policy.replay is None:
             return prefill
         return max(prefill, self._replay_bytes(batch))
@@ -136,6 +140,19 @@ class Prefill(NamedTuple):
         """The last chunk, before which a layer has `held` slots; there are none before a whole prompt."""
         return Piece(batch, self.chunk, held if self.chunk < self.columns else 0)
 
+    def _tile(self, piece: Piece) -> Piece:
+        """The last tokens of a piece that a layer takes at a time."""
+        columns = min(self.tile or piece.columns, piece.columns)
+        return Piece(piece.batch, columns, piece.past + piece.columns - columns)
+
+    def _whole_bytes(self, piece: Piece, tile: Piece) -> int:
+        """Bytes of a piece besides those of the tile that a layer takes: hidden states and rotary embeddings."""
+        if tile.columns == piece.columns:
+            return 0
+        size = self.shape.dtype.itemsize
+        # The embedded tokens, the input of the layer, and its output.
+        return piece.tokens * (3 * self.widths.hidden * size + _common(self))
+
     def _replay_bytes(self, batch: int) -> int:
         """A replayed chunk with its instruction, which attends to a copy of a layer's prompt behind which it stands."""
         replay = self.policy.replay
@@ -147,7 +164,9 @@ class Prefill(NamedTuple):
         seen = piece.past + piece.columns
         # A boolean mask of a tile, which becomes one of numbers.
         masks = (1 + size) * min(max(MASK_ELEMENTS, SHORTEST_TILE * seen), piece.columns * seen)
-        return _forward(self, piece, piece.keys * self.shape.token_nbytes + _tile_bytes(scores, piece.columns) + masks)
+        tile = self._tile(piece)
+        held = piece.keys * self.shape.token_nbytes + _tile_bytes(scores, tile.columns) + masks
+        return _forward(self, tile, held) + self._whole_bytes(piece, tile)
 
 
 def _heads(prefill: Prefill) -> int:
@@ -171,9 +190,7 @@ def _forward(prefill: Prefill, piece: Piece, statistics: int) -> int:
     widths = prefill.widths
     size = prefill.shape.dtype.itemsize
     masks, sliding = _sliding(prefill, piece)
-    # Ids and positions, and the rotary embedding: a cosine and a sine for each kind of layer.
-    kinds = 1 + bool(prefill.windows)
-    common = masks + piece.tokens * (24 + 4 * kinds * prefill.shape.head_dim * size)
+    common = masks + piece.tokens * _common(prefill)
     # The embedded tokens, the input of the layer, its residual and their norm. A norm computes in fp32.
     hidden = piece.tokens * widths.hidden
     mlp = 4 * hidden * size + max(piece.tokens * widths.mlp * size, 8 * hidden)
@@ -188,8 +205,22 @@ def _forward(prefill: Prefill, piece: Piece, statistics: int) -> int:
     return common + max(mlp, attention, head)
 
 
-def _statistics(prefill: Prefill, policy: Policy, piece: Piece) -> int:
-    """The most bytes with which a layer scores, chooses and encodes the tokens of a piece and of its slots."""
+def _common(prefill: Prefill) -> int:
+    """Bytes of a token that every layer is given: its id, its position and its rotary embedding."""
+    # A cosine and a sine for each kind of layer.
+    kinds = 1 + bool(prefill.windows)
+    return 24 + 4 * kinds * prefill.shape.head_dim * prefill.shape.dtype.itemsize
+
+
+def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> int:
+    """The most bytes with which a layer scores, chooses and encodes the tokens of a piece and of its slots.
+
+    Args:
+        prefill: The prefill.
+        policy: The policy of the layer.
+        piece: The piece.
+        tile: What the layer takes of it at a time.
+    """
     shape = prefill.shape
     size = shape.dtype.itemsize
     heads = _heads(prefill)
@@ -200,7 +231,10 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece) -> int:
     joined = 2 * vectors if piece.past else 0
     attended = 0
     if needs.attn_sum or piece.past or prefill.widths.tiled:
-        attended = joined + _tile_bytes(scores, piece.columns) + 4 * scores * needs.attn_sum
+        attended = joined + _tile_bytes(scores, tile.columns) + 4 * scores * needs.attn_sum
+    elif tile.columns < piece.columns:  # a mask of some queries of the tile, which becomes one of numbers
+        rows = min(max(MASK_ELEMENTS // max(piece.columns, 1), SHORTEST_TILE), tile.columns)
+        attended = (1 + size) * rows * piece.columns
     window = min(needs.window_queries, piece.columns)
     scored = joined + scores * (9 * window + 16) if window else 0
     if needs.probes or needs.below_mean_queries:
@@ -212,7 +246,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece) -> int:
     if needs.vectors or needs.forward:
         chosen += vectors * (1 + bool(piece.past)) + candidates * shape.head_dim * 12
     if needs.query_moments is not None:
-        chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, piece.tokens * prefill.widths.queries)
+        chosen += 5 * FP32 * min(TILE_ELEMENTS // 4, tile.tokens * prefill.widths.queries)
     if policy.merger.traits.when != "never":
         # Tiles of cosines between evicted and kept tokens, and keys and values in fp32.
         cosines = max(TILE_ELEMENTS, SHORTEST_TILE * piece.batch * shape.heads * prefill.slots)

@@ -49,6 +49,12 @@ def log_extended(layer_idx: int, tokens: int, capacity: int) -> None:
         log.debug("layer %d extended by %d tokens to %d", layer_idx, tokens, capacity)
 
 
+def log_tile(columns: int, tile: int | None) -> None:
+    """Log how many of a prompt's tokens layers take at a time, where that was chosen by the free memory."""
+    if tile is not None:
+        log.info("a prompt of %d tokens is read in tiles of %d", columns, tile)
+
+
 def warn_beyond_trained(model: Any, limit: int) -> None:
     """Warn that a text exceeds the positions that a rotary embedding was trained for."""
     warnings.warn(

@@ -85,9 +85,11 @@ def test_a_prompt_that_does_not_fit_while_it_is_prefilled(capsys: pytest.Capture
     assert found["weights"]["total"] + found["cache"]["total"] < 24 * 2**30 < found["peak"]["prefill"]["policy"]
     assert found["largest_batch"]["policy"] == 0
     text = " ".join(output(line, capsys).split())
-    assert "No row fits in 24 GiB while its prompt is prefilled; with --chunk 16384, the peak is 20.1 GiB." in text
-    text = " ".join(output(f"{line} --chunk 127k", capsys).split())
-    assert "while its prompt is prefilled; with --chunk 16384, the peak is 20.1 GiB." in text
+    assert "No row fits in 24 GiB while its prompt is prefilled; with --tile 16384, the peak is 23.7 GiB." in text
+    tiled = json.loads(output(f"{line} --tile 16384 --json", capsys))
+    assert tiled["largest_batch"]["policy"] == 1 and tiled["peak"]["prefill"]["policy"] < 24 * 2**30
+    text = " ".join(output(f"{line} --memory 21".replace("--memory 24", ""), capsys).split())
+    assert "with --chunk 16384, the peak is 20.1 GiB. Chunks may keep other tokens." in text
     chunked = json.loads(output(f"{line} --chunk 16k --json", capsys))
     assert chunked["largest_batch"]["policy"] == 1 and chunked["peak"]["prefill"]["policy"] < 24 * 2**30
 
@@ -96,7 +98,7 @@ def test_a_cache_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(output("plan llama-3.1-8b full --prompt 128k --memory 24", capsys).split())
     assert "No row fits in 24 GiB: the weights take 15 GiB, and the cache of a row 16.3 GiB;" in text
     text = " ".join(output("plan llama-3.1-8b kvzip --prompt 64k --memory 23", capsys).split())
-    assert "No row fits in 23 GiB while its prompt is prefilled, in any chunks; use a shorter prompt" in text
+    assert "No row fits in 23 GiB while its prompt is prefilled, in any tiles or chunks; use a shorter prompt" in text
 
 
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:

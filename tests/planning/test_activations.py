@@ -37,7 +37,9 @@ def llama(**changed: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes | heads | changed)).eval()
 
 
-def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1) -> int:
+def alive(
+    model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1, tile: int | None = None
+) -> int:
     """The most bytes that are alive in a prefill as `generate` does it, beside the weights."""
     ids = torch.randint(0, 64, (batch, prompt))
     with torch.no_grad():
@@ -47,7 +49,7 @@ def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch:
                 for piece in ids.split(chunk or prompt, 1):
                     cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             return watch.peak
-        with kvpolicy.attach(model, policy):
+        with kvpolicy.attach(model, policy, tile=tile):
             held = kvpolicy.PolicyCache(model, prompt=prompt, new=8)
             with Alive(model) as watch:
                 for piece in ids.split(chunk or prompt, 1):
@@ -69,6 +71,23 @@ def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
     plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, chunk=chunk)
     tiles = TILES if "regress" in policy else 0
     assert measured <= plan.prefill_nbytes <= MARGIN * measured + tiles
+
+
+LEAST = 0.6
+"""The smallest part of a planned peak that is in use, with tiles."""
+
+
+@pytest.mark.parametrize("tile", [192, 500])
+@pytest.mark.parametrize(
+    "policy", ["full", *WHOLE, "tokenwise", "h2o+kivi", "uniform/adakv+snapkv", "snapkv+quest:read=64"]
+)
+def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
+    model = llama()
+    spec = policy if policy in ("full", "tokenwise") else f"{policy}@0.2"
+    measured = alive(model, spec, 768, None, tile=tile)
+    plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, tile=tile)
+    tiles = TILES if "regress" in policy else 0
+    assert LEAST * (plan.prefill_nbytes - tiles) <= measured <= plan.prefill_nbytes
 
 
 @pytest.mark.parametrize("chunk", [None, 192])

@@ -22,8 +22,8 @@ FOOTER = (
     "workspaces of its libraries."
 )
 
-CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
-"""Chunks that are tried where a whole prompt does not fit."""
+SIZES = (16384, 8192, 4096, 2048, 1024, 512)
+"""Tiles, then chunks, that are tried where a whole prompt does not fit."""
 
 _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(|[bB]|[kKmMgGtT](?:[iI]?[bB])?)")
 MOST_GIB = 10**6
@@ -40,6 +40,16 @@ def plan(
     prompt: Prompt = None,
     new: New = 1024,
     chunk: Chunk = None,
+    tile: Annotated[
+        int | None,
+        typer.Option(
+            "--tile",
+            min=1,
+            max=2**40,
+            metavar="TOKENS",
+            help="Tokens of a prompt that a layer takes at a time, as tile of kvpolicy.attach. By default all.",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
@@ -71,17 +81,19 @@ def plan(
     prompt = prompt_length(prompt, new, trained_positions(config))
     sizes = {"batch": batch, "prompt": prompt, "new": new}
 
-    def plan_for(chunk: int | None) -> Any:
-        return kvpolicy.plan(config, policy, **sizes, dtype=cache_dtype, tp=tp, backend=backend, chunk=chunk)
+    def plan_for(chunk: int | None, tile: int | None) -> Any:
+        how = {"dtype": cache_dtype, "tp": tp, "backend": backend}
+        return kvpolicy.plan(config, policy, **sizes, **how, chunk=chunk, tile=tile)
 
-    planned = plan_for(chunk)
+    planned = plan_for(chunk, tile)
     facts = {"model": model, "policy": str(planned.policy), "dtype": str(cache_dtype).removeprefix("torch."), "tp": tp}
-    facts |= {"backend": backend, **sizes, "chunk": chunk, "memory": capacity} | figures(planned, capacity)
+    facts |= {"backend": backend, **sizes, "chunk": chunk, "tile": tile, "memory": capacity}
+    facts |= figures(planned, capacity)
     full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)
     if json:
         print(as_json("plan", facts))
         return
-    print(render(facts, full, lambda tried: figures(plan_for(tried), capacity)))
+    print(render(facts, full, lambda *tried: figures(plan_for(*tried), capacity)))
 
 
 def parse_memory(text: str) -> int:
@@ -146,34 +158,35 @@ def figures(planned: Any, memory: int) -> dict[str, Any]:
     }
 
 
-def render(facts: dict[str, Any], full: int, with_chunk: Callable[[int], dict[str, Any]]) -> str:
+def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | None], dict[str, Any]]) -> str:
     """Format a plan as text.
 
     Args:
         facts: The output of `plan --json`.
         full: Bytes of the full cache of one layer.
-        with_chunk: The figures of the same plan with a prompt in chunks of another size.
+        tried: The figures of the same plan with chunks and tiles of other sizes.
     """
     ranks = f"on each of {facts['tp']} ranks ({facts['backend']})" if facts["tp"] > 1 else "on one rank"
     head = [
         ("model", f"{facts['model']} in {facts['dtype']}, {ranks}"),
         ("policy", facts["policy"]),
-        ("input", input_size(facts["batch"], facts["prompt"], facts["new"]) + _in_chunks(facts)),
+        ("input", input_size(facts["batch"], facts["prompt"], facts["new"]) + _in_parts(facts)),
     ]
     lines = [terms(head, 0), "", layer_table(facts["layers"], full), ""]
     for note in notes(facts):
         lines += [paragraph(note), ""]
     lines += [table(_totals(facts)), ""]
     if not facts["largest_batch"]["policy"]:
-        lines += [paragraph(_why_none(facts, with_chunk)), ""]
+        lines += [paragraph(_why_none(facts, tried)), ""]
     return "\n".join([*lines, paragraph(f"{FOOTER} {HINT}")])
 
 
-def _in_chunks(facts: dict[str, Any]) -> str:
-    return f", prefilled {facts['chunk']:,} tokens at a time" if facts["chunk"] else ""
+def _in_parts(facts: dict[str, Any]) -> str:
+    chunk = f", prefilled {facts['chunk']:,} tokens at a time" if facts["chunk"] else ""
+    return chunk + (f", in tiles of {facts['tile']:,}" if facts["tile"] else "")
 
 
-def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]]) -> str:
+def _why_none(facts: dict[str, Any], tried: Callable[[int | None, int | None], dict[str, Any]]) -> str:
     """Say why not one row fits, and what would help."""
     memory = facts["memory"]
     weights = facts["weights"]["total"]
@@ -186,13 +199,14 @@ def _why_none(facts: dict[str, Any], with_chunk: Callable[[int], dict[str, Any]]
         why = f"the weights take {size(weights)}, and the cache of a row {size(cache)}; try a smaller budget."
         return f"No row fits in {size(memory)}: {why}"
     text = f"No row fits in {size(memory)} while its prompt is prefilled"
-    longest = min(facts["prompt"], facts["chunk"] or facts["prompt"])
-    for chunk in filter(lambda size: size < longest, CHUNKS):
-        found = with_chunk(chunk)
-        if found["largest_batch"]["policy"]:
-            peak = size(found["peak"]["prefill"]["policy"])
-            return f"{text}; with --chunk {chunk}, the peak is {peak}. Chunks may keep other tokens."
-    return f"{text}, in any chunks; use a shorter prompt, more ranks (--tp) or more memory."
+    for option, note in (("tile", ""), ("chunk", " Chunks may keep other tokens.")):
+        longest = min(facts["prompt"], facts[option] or facts["prompt"])
+        for tokens in filter(lambda each: each < longest, SIZES):
+            found = tried(facts["chunk"], tokens) if option == "tile" else tried(tokens, facts["tile"])
+            if found["largest_batch"]["policy"]:
+                peak = size(found["peak"]["prefill"]["policy"])
+                return f"{text}; with --{option} {tokens}, the peak is {peak}.{note}"
+    return f"{text}, in any tiles or chunks; use a shorter prompt, more ranks (--tp) or more memory."
 
 
 def notes(facts: dict[str, Any]) -> list[str]:

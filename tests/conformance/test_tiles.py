@@ -1,0 +1,113 @@
+"""A prompt in tiles: the same kept tokens as in one piece, for every method and every family, and the same logits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.registry import names
+from kvpolicy.testing import check_cache
+from tests.conformance.models import FAMILIES, UNNAMED, build
+from tests.conformance.play import ROWS, TURNS, make_batch, talk
+from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, words
+
+SIZES = [25, 9, 4]
+"""Of a prompt of 26 tokens: the first leaves one token over, and so does the second of the turn of 6 behind it."""
+
+TOLERANCE = 2e-4
+CODE_TOLERANCE = 0.3
+"""Where a number that is rounded to another code changes logits."""
+
+POLICIES = [
+    *(words(allocator, "snapkv") for allocator in ALLOCATORS),
+    *(words("uniform", selector) for selector in SELECTORS),
+    *(words("snapkv", merger) for merger in MERGERS),
+    *(words("h2o", codec) for codec in CODECS),
+    *(words("snapkv", reader) for reader in names("reader")),
+    "uniform/adakv+snapkv:window=4:kernel=3@0.5",
+    "squeeze/adakv+h2o+tokenwise:group_size=4:residual_length=4:block_size=4@0.5",
+    "uniform/adakv+kvzip:chunk=12@0.5",
+    "kvcrush/h2o@0.5",
+    "full",
+    "tokenwise:group_size=4:residual_length=4:block_size=4",
+]
+
+
+class Outcome(NamedTuple):
+    """What a conversation leaves.
+
+    Attributes:
+        logits: Of the tokens that are not padding.
+        positions: Of each layer's heads, in order.
+        nbytes: Bytes of the cache.
+        digest: Digest of its mask.
+    """
+
+    logits: Tensor
+    positions: list[Tensor]
+    nbytes: int
+    digest: Tensor | None
+
+
+def converse(model: Any, policy: str, lengths: list[int], tile: int | None, turns: list[int] = TURNS) -> Outcome:
+    ids, mask = make_batch(lengths, turns)
+    with kvpolicy.attach(model, policy, tile=tile):
+        cache = PolicyCache(model, new=sum(turns[1:]))
+        logits = talk(model, ids, mask, turns, cache)
+    check_cache(cache)
+    positions = [layer.head_positions.sort(-1).values for layer in cache.policy_layers]
+    return Outcome(logits[mask.bool()], positions, cache.nbytes, cache.mask_digest)
+
+
+def compare(found: Outcome, expected: Outcome, tolerance: float = TOLERANCE) -> None:
+    assert all(torch.equal(*pair) for pair in zip(found.positions, expected.positions, strict=True))
+    torch.testing.assert_close(found.logits, expected.logits, atol=tolerance, rtol=tolerance)
+    assert found.nbytes == expected.nbytes
+    assert found.digest is not None and expected.digest is not None and torch.equal(found.digest, expected.digest)
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES)))
+def test_every_method_keeps_what_it_keeps_in_one_piece(policy: str) -> None:
+    layers = None if "squeeze" in policy or "pyramid" in policy else 2
+    model = build("llama", layers=layers)
+    coded = kvpolicy.Policy.parse(policy).codec.stages
+    whole = converse(model, policy, ROWS["padded"], None)
+    for tile in SIZES:
+        compare(converse(model, policy, ROWS["padded"], tile), whole, CODE_TOLERANCE if coded else TOLERANCE)
+
+
+@pytest.mark.parametrize("family", [name for name in (*FAMILIES, *UNNAMED) if name != "gemma4"])
+def test_every_family(family: str) -> None:
+    model = build(family)
+    policy = words("snapkv")
+    for rows, tile in (("one", 9), ("padded", 25)):
+        compare(converse(model, policy, ROWS[rows], tile), converse(model, policy, ROWS[rows], None))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_replays_of_models_with_windows(family: str) -> None:
+    model = build(family)
+    policy = "kvzip:chunk=20@0.5"
+    whole = converse(model, policy, ROWS["padded"], None)
+    compare(converse(model, policy, ROWS["padded"], 7), whole)
+
+
+def test_a_tile_that_is_not_shorter_than_the_prompt_is_one_piece() -> None:
+    model = build("llama", layers=2)
+    whole = converse(model, "h2o@0.5", [26], None)
+    found = converse(model, "h2o@0.5", [26], 26)
+    assert torch.equal(found.logits, whole.logits)
+
+
+def test_layers_that_pass_keys_on_are_refused() -> None:
+    model = build("gemma4")
+    with pytest.raises(KVPolicyError, match="tile must be None for Gemma4TextDecoderLayer, since layers pass keys"):
+        kvpolicy.attach(model, "window@0.5", tile=8)
+    assert not any("forward" in vars(module) for module in model.modules())

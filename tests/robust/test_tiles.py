@@ -1,0 +1,253 @@
+"""Tiles beside what else happens to a model: generation, compiled steps, offloaded weights, hooks, errors."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+import kvpolicy
+from kvpolicy import KVPolicyError, KVPolicyTypeError, Policy, PolicyCache
+from kvpolicy.hf import tile_size
+from kvpolicy.hf.attachment import attachment_of
+from kvpolicy.protocols import Needs, Seen, State, View
+from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.spec.errors import KVPolicyStateError
+from tests.conformance.models import build
+from tests.conformance.play import make_batch
+
+PROMPT = 40
+
+
+def prompt(rows: int = 1) -> Tensor:
+    return make_batch([PROMPT] * rows, [PROMPT])[0]
+
+
+def test_generate_with_padding_and_beams() -> None:
+    model = build("llama")
+    ids, mask = make_batch([PROMPT, 23], [PROMPT])
+    how: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": 2}
+    found: list[Tensor] = []
+    for tile in (None, 16):
+        with kvpolicy.attach(model, "h2o@0.5", tile=tile):
+            found.append(model.generate(ids, **how))
+    assert torch.equal(*found)
+
+
+def test_chunks_of_generate_are_read_in_tiles() -> None:
+    """Each chunk is compressed as without tiles."""
+    model = build("llama")
+    found: list[Tensor] = []
+    for tile in (None, 5):
+        with kvpolicy.attach(model, "snapkv:window=4:kernel=3@0.5", tile=tile):
+            found.append(model.generate(prompt(), max_new_tokens=6, do_sample=False, prefill_chunk_size=17))
+    assert torch.equal(*found)
+
+
+def test_steps_compile_once_behind_tiles() -> None:
+    model = copy.deepcopy(build("llama", layers=2))
+    torch.compiler.reset()
+    counter = CompileCounter()
+    with kvpolicy.attach(model, "squeeze+h2o@0.5", tile=7), torch.no_grad():
+        cache = PolicyCache(model, new=4)
+        model(prompt(), past_key_values=cache)
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for _ in range(3):
+            compiled(torch.tensor([[5]]), past_key_values=cache)
+            cache.tick()
+    assert counter.frame_count == 1
+
+
+def test_hidden_states_and_hooks_see_a_layer_once() -> None:
+    model = build("gemma3")
+    seen: Counter[int] = Counter()
+    hooks = [
+        layer.register_forward_hook(lambda *_, n=n: seen.update([n])) for n, layer in enumerate(model.model.layers)
+    ]
+    states: list[tuple[Tensor, ...]] = []
+    for tile in (None, 9):
+        with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
+            states.append(model(prompt(), output_hidden_states=True).hidden_states)
+    for hook in hooks:
+        hook.remove()
+    assert set(seen.values()) == {2}
+    assert len(states[0]) == len(states[1]) == len(model.model.layers) + 1
+    for whole, tiled in zip(*states, strict=True):
+        torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_of_windows_are_those_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("gemma3")
+    sizes: list[tuple[int, ...]] = []
+    for name in ("eager", "sdpa"):
+        make: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+        def noting(make: Any = make, **kwargs: Any) -> Any:
+            mask = make(**kwargs)
+            sizes.append((kwargs["q_length"], kwargs["kv_length"]) if mask is None else tuple(mask.shape[2:]))
+            return mask
+
+        monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, noting)
+    with kvpolicy.attach(model, "window@0.5", tile=9), torch.no_grad():
+        model(prompt())
+    window = model.config.sliding_window
+    assert sizes and all(rows <= 9 and columns <= window - 1 + 9 for rows, columns in sizes)
+
+
+def test_a_model_around_the_decoder_may_make_the_masks() -> None:
+    """Also where there is no cache in the end, so that layers take all tokens at once."""
+    model = build("gemma3_pictures")
+    with torch.no_grad():
+        alone = model(prompt(), use_cache=False).logits
+        with kvpolicy.attach(model, "window@0.5", tile=9):
+            found = model(prompt(), use_cache=False).logits
+    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_an_error_in_a_layer_leaves_no_trace() -> None:
+    model = build("gemma3")
+    with kvpolicy.attach(model, "window@0.5", tile=9), torch.no_grad():
+        cache = PolicyCache(model)
+        hook = model.model.layers[2].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt(), past_key_values=cache)
+        hook.remove()
+        assert cache.tile is None
+        with pytest.raises(KVPolicyStateError, match="was interrupted"):
+            model(prompt(), past_key_values=cache)
+        cache.reset()
+        after = model(prompt(), past_key_values=cache).logits
+        expected = model(prompt(), past_key_values=PolicyCache(model)).logits
+    assert torch.equal(after, expected)
+    with torch.no_grad():
+        model(prompt())  # a model without a policy makes its masks at once
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_no_gradient_flows_through_tiles() -> None:
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, "window@0.5", tile=16):
+        out = model(prompt())
+        with pytest.raises(KVPolicyStateError, match="Gradients cannot flow"):
+            out.logits.sum().backward()
+    model.zero_grad()
+
+
+def test_offloaded_weights_move_once_for_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    whole = build("llama")
+    with kvpolicy.attach(whole, "h2o@0.5"), torch.no_grad():
+        expected = whole(prompt()).logits
+    model = accelerate.cpu_offload(copy.deepcopy(whole), execution_device=torch.device("cpu"))
+    moved: Counter[tuple[Any, str]] = Counter()
+    place = accelerate.hooks.set_module_tensor_to_device
+
+    def counting(module: Any, name: str, device: Any, value: Any = None, **kwargs: Any) -> None:
+        if value is not None:
+            moved.update([(module, name)])
+        place(module, name, device, value=value, **kwargs)
+
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", counting)
+    with kvpolicy.attach(model, "h2o@0.5", tile=7), torch.no_grad():
+        cache = PolicyCache(model)
+        found = model(prompt(), past_key_values=cache).logits
+        inside = set(model.model.layers.modules())
+        times = {count for (module, _), count in moved.items() if module in inside}
+        assert times == {1} and model.model.layers[0].mlp.up_proj.weight.is_meta
+        model(torch.tensor([[5]]), past_key_values=cache)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert {count for (module, _), count in moved.items() if module in inside} == {2}
+
+
+NOTED: list[Seen] = []
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noting(SlidingWindow):
+    """A selector that is given the arguments of the attention module."""
+
+    @property
+    def needs(self) -> Needs:
+        """The arguments."""
+        return Needs(forward=True)
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        """Note them."""
+        NOTED.append(seen)
+        return state
+
+
+def test_a_scorer_is_given_the_arguments_for_the_whole_prompt() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([PROMPT, 23], [PROMPT])
+    calls: list[Seen] = []
+    for tile in (None, 13):
+        with kvpolicy.attach(model, Policy(selector=Noting(), budget=0.5), tile=tile), torch.no_grad():
+            model(ids, attention_mask=mask)
+        calls.append(NOTED[-1])
+    whole, tiled = (call.forward for call in calls)
+    assert whole is not None and tiled is not None
+    assert whole.queries is not None and tiled.queries is not None
+    assert whole.valid is not None and tiled.valid is not None and torch.equal(whole.valid, tiled.valid)
+    real = mask.bool()
+    torch.testing.assert_close(tiled.hidden_states[real], whole.hidden_states[real], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        tiled.queries.mT[real.nonzero()[:, 0]], whole.queries.mT[real.nonzero()[:, 0]], atol=9, rtol=9
+    )
+    assert tiled.kwargs.keys() == whole.kwargs.keys()
+    for own, all_at_once in zip(tiled.kwargs["position_embeddings"], whole.kwargs["position_embeddings"], strict=True):
+        assert torch.equal(own, all_at_once)
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"), [(None, None), (8_000_000, None), (7_000_000, 2048), (3_000_000, 1024), (1000, 512)], ids=str
+)
+def test_auto_takes_the_largest_tile_that_fits_into_half_of_the_free_memory(
+    free: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama", layers=2)
+    monkeypatch.setattr(tile_size, "free_bytes", lambda device: free)
+    monkeypatch.setattr(tile_size, "_needed", lambda attachment, batch, columns, tile: 1000 * (tile or columns))
+    with kvpolicy.attach(model, "snapkv@0.5", tile="auto"):
+        attachment = attachment_of(model)
+        assert tile_size.tile_size(attachment, torch.zeros(1, 4000, dtype=torch.int64)) == expected
+        assert tile_size.tile_size(attachment, torch.zeros(1, 512, dtype=torch.int64)) is None
+
+
+def test_auto_needs_what_a_plan_says() -> None:
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, "full", tile="auto"):
+        needed = tile_size._needed(attachment_of(model), 1, 4000, 512)
+    plan = kvpolicy.plan(model, "full", prompt=4000, tile=512)
+    assert needed == plan.activation_nbytes + 4000 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (0, "tile must be between 1 and 2.40, got 0"),
+        (-3, "tile must be between 1 and 2.40, got -3"),
+        ("big", "tile must be a number of tokens, 'auto' or None, got 'big'"),
+        (True, "tile must be an integer, 'auto' or None, got True"),
+        (1.5, "tile must be an integer, 'auto' or None, got 1.5"),
+    ],
+)
+def test_errors(tile: Any, message: str) -> None:
+    model = build("llama", layers=2)
+    with pytest.raises((KVPolicyError, KVPolicyTypeError), match=message):
+        kvpolicy.attach(model, "window@0.5", tile=tile)
+    kvpolicy.attach(model, "window@0.5").detach()
+
+
+def test_an_argument_with_a_column_for_each_token_is_refused() -> None:
+    model = build("llama", layers=2)
+    refused = pytest.raises(KVPolicyError, match="argument 'per_token' has a column for each token")
+    with kvpolicy.attach(model, "window@0.5", tile=16), torch.no_grad(), refused:
+        model(prompt(), per_token=torch.zeros(1, PROMPT))
