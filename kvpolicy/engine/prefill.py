@@ -151,7 +151,8 @@ class PendingPrompt(NamedTuple):
     def owned(self) -> PendingPrompt:
         """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
         keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
-        return self._replace(keys=keys, values=values)
+        # A mask of bool is the caller's own tensor, who may use it again for the next chunk.
+        return self._replace(keys=keys, values=values, valid=None if self.valid is None else self.valid.clone())
 
     @property
     def nbytes(self) -> int:

@@ -59,11 +59,11 @@ def extended(
             "selector without a replay, such as snapkv."
         )
     rows, new = tokens.shape[:2]
-    flags = torch.ones(rows, new, dtype=torch.bool, device=tokens.device) if valid is None else valid
+    flags = torch.ones(rows, new, dtype=torch.bool, device=tokens.device) if valid is None else valid.clone()
     at = torch.arange(columns, columns + new, device=flags.device) if position_ids is None else position_ids
     last = new - 1 - flags.flip(1).to(torch.uint8).argmax(1, keepdim=True)  # of the row's own tokens
     after = at.expand(rows, -1).gather(1, last)[:, 0].to(torch.int64) + 1
-    # Copied: what the caller does with its tensors later must not change the replay.
+    # Copied, as the flags are: what the caller does with its tensors later must not change the replay.
     ids = tokens.detach().clone()
     if earlier is None:
         return Transcript((ids,), flags, columns, after, position_ids is not None)

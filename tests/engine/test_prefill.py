@@ -149,6 +149,14 @@ def test_it_owns_its_memory_without_copying_twice() -> None:
     assert own.values.data_ptr() == one.values.data_ptr(), "what has memory of its own is not copied"
 
 
+def test_later_changes_of_the_callers_mask_do_not_count() -> None:
+    one = prompt(VALID)
+    own = one.owned()
+    assert one.valid is not None and own.valid is not None
+    one.valid.fill_(True)
+    assert own.valid.tolist() == VALID
+
+
 def test_bytes_are_those_of_every_tensor() -> None:
     keys = 3 * 2 * 5 * 8 * 4
     assert prompt().nbytes == 2 * keys

@@ -111,6 +111,24 @@ def test_announced_chunks_are_one_prompt(policy: str, pieces: list[int]) -> None
     assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
 
 
+def test_chunks_whose_mask_is_one_tensor() -> None:
+    """A caller may write the mask of each chunk to the same memory; a held prompt has the one that it was given."""
+    ids, mask = make_batch(LENGTHS, [26])
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    model = build("llama", layers=2)
+    found: list[Any] = []
+    for memory in (None, torch.empty(3, 13, dtype=torch.bool)):
+        with torch.no_grad(), kvpolicy.attach(model, f"{SMALL}@0.5"):
+            cache = PolicyCache(model, prompt=LENGTHS)
+            for start in (0, 13):
+                own = mask[:, start : start + 13].bool()
+                given = own if memory is None else memory.copy_(own)
+                at = slice(start, start + 13)
+                model(ids[:, at], attention_mask=given, position_ids=places[:, at], past_key_values=cache)
+        found.append(kept(cache))
+    assert found[0] == found[1] and cache.policy_layers[0].length.tolist() == LENGTHS
+
+
 def test_a_prompt_is_held_until_it_is_complete() -> None:
     ids, mask = make_batch(LENGTHS, [26])
     model = build("llama")

@@ -36,9 +36,12 @@ def test_positions_that_were_given_once_are_given_to_the_replay() -> None:
 
 def test_later_changes_of_the_callers_tokens_do_not_count() -> None:
     ids = torch.arange(8).reshape(2, 4)
-    noted = extended(None, ids, None, None, 0)
+    valid = torch.tensor([[True] * 4, [False, False, True, True]])
+    noted = extended(None, ids, valid, None, 0)
     ids.zero_()
+    valid.fill_(True)
     assert noted.ids[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert noted.valid.tolist() == [[True] * 4, [False, False, True, True]]
 
 
 def test_rows_are_selected_in_every_part() -> None:
