@@ -349,8 +349,10 @@ class CacheForward(UndoableCache):
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
         """Find the tokens with a layer's largest activations in its hidden states, [B, P, hidden]."""
         traits = self.policy.at(layer_idx).codec.traits
-        if traits.pins == "massive":
-            self.guard.massive[layer_idx] = massive_tokens(hidden, self._valid, traits.pinned)
+        if traits.pins == "massive" and self._first is not None:
+            found = massive_tokens(hidden, self._valid, traits.pinned)
+            # Alone, a row whose prompt began in an earlier chunk would not be looked at now.
+            self.guard.massive[layer_idx] = found & self._first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:
         """The measured cosines, [B, L]."""

@@ -128,6 +128,22 @@ def test_massive_tokens_of_a_prompt_that_waits_in_chunks(rows: list[int] | None)
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
 
 
+def test_massive_tokens_of_a_row_beside_one_that_begins_later() -> None:
+    """When another row begins, only that one is looked at, so that the first has the pins that it has alone."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([20, 8], [20])
+    found: list[list[torch.Tensor]] = []
+    with kvpolicy.attach(model, "kvzip:chunk=9:sinks=2+rotate@0.7"):
+        for rows in (2, 1):
+            cache = PolicyCache(model, prompt=[20, 8][:rows])
+            for start, stop in ((0, 12), (12, 20)):
+                forward(model, ids[:rows], mask[:rows], start, stop, cache)
+            limits = [layer.store.limits for layer in cache.policy_layers]
+            found.append([limit.pins[0] for limit in limits if limit is not None])
+    assert len(found[0]) == 2 and all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(bool((pins < 12).all()) for pins in found[0])
+
+
 def test_a_row_is_measured_once() -> None:
     """When another row begins, only that one is measured."""
     model = build("llama", layers=4)
