@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from kvpolicy.parallel.runtime import share, sharing_of
 from kvpolicy.parallel.sharding.heads import Heads, aligned, even
+from kvpolicy.protocols import ranks as ranks_module
 from kvpolicy.protocols.ranks import SINGLE_RANK, Ranks
 
 
@@ -52,6 +53,15 @@ def test_a_rank_without_heads_has_a_phantom_one() -> None:
     last = _ranks(3, (2, 2, 2, 0), (1, 1, 1, 0))
     assert last.phantom and last.held == slice(0, 1) and last.mine(torch.arange(6)).shape == (1,)
     assert not _ranks(2, (2, 2, 2, 0), (1, 1, 1, 0)).phantom and last.query_heads(1) == 6
+
+
+def test_the_mean_of_a_replicated_head_is_over_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = torch.rand(2, 1, 4, 5)
+    halves = every.split(2, 2)
+    sums = torch.stack([part.double().sum(2) for part in halves])
+    monkeypatch.setattr(ranks_module, "gather", lambda x, size, group: sums)
+    twin = Ranks(rank=0, size=2, group="none", replicas=2, twins="none", queries=(2, 2), heads=(1, 1))
+    assert torch.equal(twin.group_mean(halves[0]), every.double().mean(2).float())
 
 
 def test_a_whole_model_is_not_shared() -> None:

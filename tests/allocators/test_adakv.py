@@ -44,3 +44,10 @@ def test_a_safe_part_is_not_rounded_down_by_a_floating_point_error() -> None:
     """0.29 * 200 / 2 is 29, and slightly less in floating point; the tokens of the second head are worth more."""
     given = request([[[0.0] * 200, [1.0] * 200]], pages=[200], size=[1], most=[200])
     assert AdaKV(safeguard=0.29).divide(given).tolist() == [[29, 171]]
+
+
+def test_every_head_has_room_for_what_any_head_must_keep() -> None:
+    """Representatives, of which heads may have different numbers; the first head is worth one page."""
+    must = [torch.inf] * 9
+    given = request([[[0.0] * 40, [*must, *[1.0] * 31]]], pages=[10], size=[4], most=[10])
+    assert AdaKV(safeguard=0.0).divide(given).tolist() == [[3, 7]]

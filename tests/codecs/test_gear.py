@@ -214,6 +214,18 @@ def test_a_block_with_an_occupied_slot_keeps_its_scales() -> None:
     assert (got_values[:, :, 10] - values[:, :, 0]).abs().max() < 0.2
 
 
+def test_an_error_beyond_the_range_of_the_coefficients() -> None:
+    """Of the largest key in a block that was fitted to small ones, along a row of its basis."""
+    codec = made(2, sparse=0.0)
+    store, _, values = fill_(codec)
+    occupied = ALL.clone()
+    occupied[:, :, 10] = False
+    huge = 65504 * store.codes.key_right[:, :, 1, 0].float().sign()[:, :, None]
+    codec.write(store, huge, values[:, :, :1], at([10]), flags([True]), occupied)
+    assert bool((store.codes.key_left[:, :, 10].abs() == 65504).any())
+    assert all(bool(part.isfinite().all()) for part in read(codec, store, C))
+
+
 def test_an_empty_block_is_fitted_again_beside_others() -> None:
     codec = made(2)
     store, _, _ = fill_(codec)

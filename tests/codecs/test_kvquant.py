@@ -178,6 +178,21 @@ def test_a_value_of_equal_numbers_is_exact(tmp_path: Path) -> None:
     assert torch.equal(stage.values(store, slice(0, C)), x)
 
 
+def test_a_channel_without_a_range(tmp_path: Path) -> None:
+    """A key that is at its offset there is decoded to that, and is no outlier."""
+    fitted = fit_kvquant(*(x.transpose(0, 1).flatten(1, 2) for x in draw(64, D, seed=0)))
+    fitted["keys.range"][..., 2] = 0
+    save(tmp_path, "kvquant", {"model": None, "head_dim": D}, {f"{name}.0": t.clone() for name, t in fitted.items()})
+    codec = KVQuant(calibration=str(tmp_path))
+    stage = Opened(codec, codec.load_calibration(0, "cpu"))
+    store, (keys, values) = empty(stage, C, D), draw(C, D)
+    keys[..., 2] = stage.calibration.key_offset[..., 2]
+    keys[..., 5] = 1000.0
+    stage.write(store, keys, values, at(range(C)), flags([True] * C), flags([False] * C))
+    found = stage.keys(store, slice(0, C))
+    assert torch.allclose(found[..., 2], keys[..., 2]) and torch.equal(found[..., 5], keys[..., 5])
+
+
 def test_one_book_for_all_heads(tmp_path: Path) -> None:
     fitted = fit_kvquant(*(x[:1, 0] for x in draw(64, D)), bits=(3,))
     save(tmp_path, "kvquant", {"model": None, "head_dim": D}, {f"{name}.0": t for name, t in fitted.items()})

@@ -144,6 +144,17 @@ def test_massive_tokens_of_a_row_beside_one_that_begins_later() -> None:
     assert all(bool((pins < 12).all()) for pins in found[0])
 
 
+def test_the_first_chunk_plans_the_windows_of_the_whole_prompt() -> None:
+    model = build("gemma2", layers=2)
+    ids, mask = make_batch([9], [9])
+    with kvpolicy.attach(model, "window@0.5"):
+        cache = PolicyCache(model, prompt=9, new=1)
+        forward(model, ids, mask, 0, 2, cache)
+        assert cache.plan is not None
+        planned = kvpolicy.plan(model.config, "window@0.5", prompt=9, new=1, dtype=torch.float32)
+        assert cache.plan.unmanaged == planned.unmanaged and cache.plan.peak_nbytes == planned.peak_nbytes
+
+
 def test_a_row_is_measured_once() -> None:
     """When another row begins, only that one is measured."""
     model = build("llama", layers=4)

@@ -86,6 +86,15 @@ def test_the_smallest_share_that_is_named_works() -> None:
         kvpolicy.plan(model.config, Policy.by_layer(specs, budget=share), prompt=prompt)
 
 
+def test_the_fewest_tokens_that_are_named_work() -> None:
+    model = build("llama", layers=2)
+    for specs, prompt in ((["snapkv@0.5", "streaming:sinks=5@0.1"], 31), (["streaming:sinks=8@0.5", "h2o@0.1"], 60)):
+        with pytest.raises(KVPolicyError, match="must be at least") as caught:
+            kvpolicy.plan(model.config, Policy.by_layer(specs, budget=1), prompt=prompt)
+        tokens = int(str(caught.value).partition("at least ")[2].split()[0])
+        kvpolicy.plan(model.config, Policy.by_layer(specs, budget=tokens), prompt=prompt)
+
+
 def test_layers_that_no_policy_manages_have_no_part() -> None:
     """What is given for a sliding window is not used: no reader, no codec, and no calibration is looked for."""
     model = build("gemma2")

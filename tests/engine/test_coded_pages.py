@@ -16,6 +16,7 @@ from kvpolicy.engine import page_codes
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.coded_pages import CodedPagedStore
 from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.store import RowBudget
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, LOOKING, SCALE, Run
@@ -82,6 +83,25 @@ def test_slots_follow_when_more_tokens_come_than_were_announced() -> None:
     for _ in range(50):
         run.step()
     assert run.store.tokens_by_head().tolist() == [[60] * HEADS]
+
+
+def test_an_automatic_buffer_grows_with_its_row() -> None:
+    run = Run("h2o", AdaKV(), [20], grows=True, codec="tokenwise:group_size=2")
+    store = run.store
+    q, k, v = run.draw(30)
+    store.initialize(k, group=2)
+    _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(SCALE))
+    keep, extra, last = (torch.tensor([count]) for count in (20, 5, 30))
+    store.compress(pending, RowBudget(keep, extra, keep + extra, last))
+    small = store.layout.exact
+    store.reserve(130)
+    assert store.limits is not None
+    assert store.layout.exact == int(store.limits.flush_threshold) > small, "as many as wait for a demotion"
+    held = store.tokens_by_head()
+    for count in range(1, 8):
+        store.append(*run.draw(1), None, ScoreTransform(SCALE))
+        store.count_step()
+        assert torch.equal(store.tokens_by_head(), held + count)
 
 
 @pytest.mark.parametrize("transform", [{"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])

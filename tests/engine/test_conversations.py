@@ -67,7 +67,7 @@ def test_a_reset_cache_is_new(policy: str) -> None:
     model = build("llama", layers=LAYERS)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model)
-        talk(model, *make_batch([24], TURNS, seed=1), TURNS, cache)
+        talk(model, *make_batch([24, 15, 7], TURNS, seed=1), TURNS, cache)
         cache.reset()
         again = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, cache)
         fresh = talk(model, *make_batch([20, 9], TURNS, seed=2), TURNS, PolicyCache(model))

@@ -39,7 +39,10 @@ def steps(model: Any, cache: PolicyCache, ids: Tensor, mask: Tensor, seen: int, 
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("policy", ["full", "window@20", "uniform/even+streaming:sinks=2@20", "exact:read=8"])
+INDEXED = "labels:read=8:channels=8:dense=0"
+
+
+@pytest.mark.parametrize("policy", ["full", "window@20", "uniform/even+streaming:sinks=2@20", "exact:read=8", INDEXED])
 def test_a_removed_span_was_never_there(policy: str) -> None:
     """With one layer keys depend on the token and its position alone, so that the edited text gives the same logits."""
     model = build("llama", layers=1)
@@ -51,7 +54,7 @@ def test_a_removed_span_was_never_there(policy: str) -> None:
         forward(model, ids, mask, 0, 26, cache)
         cache.shift(LAST, FIRST - LAST)
         forward(model, want_ids, want_mask, 0, want_ids.shape[1], fresh)
-        if policy in ("full", "exact:read=8"):  # the others have evicted before the edit
+        if policy in ("full", "exact:read=8", INDEXED):  # the others have evicted before the edit
             assert kept_positions(cache.policy_layers[0]) == kept_positions(fresh.policy_layers[0])
             got = steps(model, cache, want_ids, want_mask, want_ids.shape[1], new)
             want = steps(model, fresh, want_ids, want_mask, want_ids.shape[1], new)

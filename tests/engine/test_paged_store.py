@@ -108,6 +108,15 @@ def test_a_growing_cache_whose_prompts_are_ranked_by_keys(selector: str, heads: 
         run.step()
 
 
+def test_a_growing_cache_whose_heads_have_different_room() -> None:
+    """A head that holds every token of the prompt has free slots in its last page, and the others have none."""
+    run = Run("h2o", AdaKV(safeguard=0.0), [29], grows=True)
+    run.prompt([30], extra=4)
+    assert run.store.tokens_by_head().tolist() == [[30, 28, 24]], "of 36, 32 and 28 slots"
+    for _ in range(10):
+        run.step()
+
+
 @pytest.mark.parametrize("budget", [4, 5, 7])
 def test_smallest_budgets(budget: int) -> None:
     run = Run("h2o", AdaKV(), [budget, 31])

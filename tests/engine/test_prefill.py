@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvpolicy.engine.attention import QueryWindow, ScoreTransform, largest_queries, newest_queries
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, largest_queries, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Forward, QueryMoments
@@ -105,6 +105,28 @@ def test_salience_is_that_of_the_chunk_in_which_a_row_begins() -> None:
     joined = parts[0].joined(parts[1], 1, 1).joined(parts[2], 1, 1)
     assert joined.salience is not None
     assert joined.salience[:, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_moments_are_those_of_all_chunks() -> None:
+    first = QueryMoments(torch.ones(3), torch.ones(3, 2, 2, 8), torch.ones(3, 2, 2, 8, 8))
+    second = QueryMoments(*(2 * t for t in first))
+    joined = prompt(moments=first).joined(prompt(moments=second), 1, 1)
+    assert joined.moments is not None
+    assert all(bool((t == 3).all()) for t in joined.moments)
+
+
+def test_the_next_chunk_sees_what_slots_before_a_prompt_count_for() -> None:
+    counts = torch.rand(3, 2, 4, generator=generator(0))
+    past = Past(torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 8), torch.ones(3, 2, 4, dtype=torch.bool), counts)
+    after = prompt(VALID).after(past)
+    assert after.counts is not None
+    assert torch.equal(after.counts, torch.cat([counts, torch.zeros(3, 2, 5)], -1)), "each new token is one"
+    assert prompt(VALID).after(past._replace(counts=None)).counts is None
+
+
+def test_a_window_does_not_keep_a_prompt_alive() -> None:
+    queries = newest_queries(torch.randn(3, 4, 50, 8), None, 2).queries
+    assert queries.untyped_storage().nbytes() == queries.nbytes
 
 
 def test_rows_are_selected_everywhere() -> None:

@@ -103,6 +103,16 @@ def test_the_newest_the_first_and_recent_ones_come_first() -> None:
     assert read(1, 2) == [9]
 
 
+def test_the_first_token_may_be_in_the_buffer() -> None:
+    """It is read there, so that the first of the coded tokens is read only if it is needed."""
+    positions = torch.tensor([[[0, 9, -1, 3, 4, 5, 6]]], dtype=torch.int32)
+    shape = ReadShape(1, 2, ((3, 4),))
+    score = torch.tensor([[[[-9.0, 0, 2, 1]]]])
+    for held, want in ((positions, [5, 6]), (positions.masked_fill(positions == 0, -1), [3, 5])):
+        found = choose(shape, torch.tensor([2]), score, held, torch.tensor([10]), 1, SINGLE_RANK)
+        assert sorted(held[0, 0][found.slots[0, 0][found.chosen[0, 0]]].tolist()) == want
+
+
 def test_empty_entries_are_never_read() -> None:
     positions = torch.tensor([[[3, -1, -1, -1, -1, -1, 1, -1]]], dtype=torch.int32)
     found = choose(ONE, torch.tensor([2]), torch.zeros(1, 1, 1, 3), positions, torch.tensor([4]), 1, SINGLE_RANK)

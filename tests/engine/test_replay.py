@@ -139,6 +139,8 @@ def test_a_prompt_is_held_until_it_is_complete() -> None:
         assert cache.plan is None and first.positions.shape[-1] == 0
         assert first.length.tolist() == [20, 11, 5] and cache.full_nbytes > 0
         bytes_held = sum(layer.held()["waiting prompt"] for layer in cache.policy_layers)
+        assert first.pending is not None and first.transcript is not None
+        assert first.held()["waiting prompt"] == first.pending.nbytes + first.transcript.nbytes
         assert bytes_held < cache.nbytes
         forward(model, ids, mask, 20, 26, cache)
         assert cache.plan is not None and "waiting prompt" not in first.held()
@@ -147,6 +149,19 @@ def test_a_prompt_is_held_until_it_is_complete() -> None:
         assert handle.policy.selector.needs.replay is not None
     planned = kvpolicy.plan(model.config, f"{SMALL}@0.5", batch=3, prompt=LENGTHS, dtype=torch.float32)
     assert planned.peak_nbytes == cache.plan.peak_nbytes
+
+
+def test_a_shorter_row_waits_for_the_longest() -> None:
+    """Padded on the right, it is complete before the other one; all rows are replayed at once."""
+    ids, _ = make_batch([26, 26], [26])
+    mask = (torch.arange(26) < torch.tensor([[26], [8]])).long()
+    model = build("llama", layers=2)
+    with kvpolicy.attach(model, f"{SMALL}@0.5"):
+        cache = PolicyCache(model, prompt=[26, 8])
+        forward(model, ids, mask, 0, 13, cache)
+        assert cache.policy_layers[0].length.tolist() == [13, 8] and cache.plan is None
+        forward(model, ids, mask, 13, 26, cache)
+        assert cache.policy_layers[0].budget.tolist() == [13, 4]
 
 
 @pytest.mark.parametrize("number", [26, LENGTHS])

@@ -86,6 +86,7 @@ def undone(
         for column in range(middle, middle + fed):
             forward(model, given, mask, column, column + 1, cache)
         cache.rollback(accepted)
+        assert cache.guard.columns == cache.get_seq_length(), "the host's count, by which long texts are remarked on"
         for column in range(middle, middle + accepted):
             forward(model, ids, mask, column, column + 1, twin)
         same(cache, twin)

@@ -151,6 +151,10 @@ def test_offsets_of_rows_with_padding() -> None:
     at = torch.tensor([[9, 2, 3], [2, 9, 3], [9, 7, 8]])  # of padding, any
     assert rope_offset(at, second, 2, seen, 3, known).tolist() == [0, 1, 7]
     assert rope_offset(None, None, 5, torch.tensor([5, 4, 3]), 1, torch.tensor([0, 1, 2])).tolist() == [0, 1, 2]
-    for wrong in ([[9, 3, 4], [2, 9, 3], [9, 7, 8]], [[9, 2, 3], [2, 9, 3], [9, 7, 9]]):
+    for wrong in (
+        [[9, 3, 4], [2, 9, 3], [9, 7, 8]],
+        [[9, 2, 3], [3, 9, 4], [9, 7, 8]],  # also of a row with a single token before
+        [[9, 2, 3], [2, 9, 3], [9, 7, 9]],
+    ):
         with pytest.raises(ValueError, match="positions do not go on by one"):
             rope_offset(torch.tensor(wrong), second, 2, seen, 3, known)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy import CountedMerge
+from kvpolicy.kernels.products import products
+from kvpolicy.mergers import _common
 from kvpolicy.mergers._common import target_of
 from kvpolicy.protocols import Tokens
 from tests.mergers.test_merge import candidates, merged
@@ -32,6 +34,14 @@ def test_the_length_of_keys_means_nothing(dtype: torch.dtype, length: float, by:
     slot, cosine = target_of(victim, slots, by)
     assert slot.item() == (int(want.argmax()) if by == "keys" else 3), "of positions 7 and 9, the earlier"
     torch.testing.assert_close(cosine.double().flatten(), want[slot.flatten()], atol=1e-5, rtol=0)
+
+
+def test_the_length_of_keys_means_nothing_where_products_are_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the product of two of these keys is beyond the range."""
+    monkeypatch.setattr(_common, "thin_products", lambda queries, keys: products(queries.to(keys.dtype), keys))
+    keys = torch.tensor([[3000.0, -2900.0], [3000.0, 3000.0], [3100.0, 3000.0]]).half()
+    slot, cosine = target_of(held(keys[2:], [8]), held(keys[:2], [3, 9]), "keys")
+    assert slot.item() == 1 and 0.99 < cosine.item() < 1.01
 
 
 @pytest.mark.parametrize("least", [0.0, 1e-6])

@@ -113,6 +113,15 @@ def test_what_cannot_be_mixed_is_solved_by_itself() -> None:
         Policy.by_layer(chosen, budget=0.5)
 
 
+def test_layers_that_read_a_part_have_their_own_bytes() -> None:
+    """The first layer reads everything, and so has no index."""
+    curves = draw_curves(0, layers=2, forms=("h2o+labels:read=4:dense=1",))
+    sizes = [
+        [choice.nbytes for choice in options(curves, number, range(len(SHARES)), SHAPE, 60, 8)] for number in range(2)
+    ]
+    assert all(first < second for first, second in zip(*sizes, strict=True))
+
+
 def test_candidates_without_a_measurement_are_not_chosen() -> None:
     curves = draw_curves(0, forms=("h2o", "window"))
     table: list[list[float | None]] = [[None] * 5 + [1 - share for share in SHARES]] * 3

@@ -55,6 +55,23 @@ def test_counts_leave_the_window() -> None:
     assert not bench.layer.state.score.any()
 
 
+def test_padding_of_a_later_prompt_takes_nothing_from_counts() -> None:
+    """A row loses the share of its own tokens, as it does alone."""
+    both = Bench("scissorhands:window=16:recent=1", [12, 12])
+    alone = Bench("scissorhands:window=16:recent=1", [12])
+    for number, lengths in enumerate([(20, 20), (8, 3)]):
+        q, k, v = draw(lengths[0], number, batch=2)
+        both.forward(q * 4, k, v, padding(lengths[0], *lengths))
+        alone.forward(*(t[1:, :, -lengths[1] :] for t in (q * 4, k, v)))
+    assert both.turns[-1].kept[1] == alone.turns[-1].kept[0]
+    found: list[dict[int, float]] = []
+    for bench, row in ((both, 1), (alone, 0)):
+        layer: Any = bench.layer
+        scores = zip(layer.positions[row, 0].tolist(), layer.state.score[row, 0].tolist(), strict=True)
+        found.append({position: score for position, score in scores if position >= 0})
+    assert found[0] == pytest.approx(found[1])
+
+
 @pytest.mark.parametrize("selector", [Scissorhands(), Scissorhands(window=5, recent=2, sinks=3, decode="grow")])
 def test_keeps_the_rules(selector: Scissorhands) -> None:
     check(selector)
