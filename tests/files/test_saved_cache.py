@@ -184,6 +184,13 @@ def test_compressed_codes_are_the_same_in_fewer_bytes(tmp_path: Path) -> None:
     assert plain.keys() == packed.keys() and all(torch.equal(plain[name], packed[name]) for name in plain)
 
 
+def test_codes_that_would_not_become_smaller_stay_as_they_are() -> None:
+    noise = torch.randint(256, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    held = {f"layers.0.codes.{number}.keys": codes for number, codes in enumerate((noise, torch.zeros_like(noise)))}
+    names, blobs = cache_file._pack(held)  # pyright: ignore[reportPrivateUsage]
+    assert [*names] == [*blobs] == ["layers.0.codes.1.keys"]
+
+
 # what is refused
 
 

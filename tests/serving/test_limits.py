@@ -23,8 +23,9 @@ import openai
 import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.serving.bodies import body_limit
-from kvpolicy.serving.generation import describe
+from kvpolicy.serving.generation import _configure, describe  # pyright: ignore[reportPrivateUsage]
 from kvpolicy.serving.metrics import OUTCOMES
+from kvpolicy.serving.requests import Call
 from kvpolicy.serving.server import log_to_terminal
 from kvpolicy.serving.threads import begin_in_thread
 from tests.serving.servers import POLICY, get, metric, running, wait_for
@@ -77,6 +78,16 @@ def test_the_official_client_is_told_of_the_limit(port: int) -> None:
         with pytest.raises(openai.APIStatusError, match="at most 131,072 bytes") as caught:
             client.completions.create(model="tiny", prompt="x" * 2**22)
         assert caught.value.status_code == 413
+
+
+@pytest.mark.parametrize("prompt", [1, 2040, 2047])
+def test_an_answer_may_reach_the_last_position(prompt: int, tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    config = model.generation_config.__class__()
+    _configure(config, Call(max_tokens=2048 - prompt), model, prompt, tokenizer)
+    assert config.max_new_tokens == 2048 - prompt
+    with pytest.raises(kvpolicy.KVPolicyError, match="must fit into 2,048 positions"):
+        _configure(config, Call(max_tokens=2049 - prompt), model, prompt, tokenizer)
 
 
 def test_a_body_of_unknown_length_is_read_up_to_the_limit(port: int) -> None:
