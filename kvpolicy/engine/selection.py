@@ -61,7 +61,8 @@ class HeadBudgets(NamedTuple):
         """
         ranked = priority.masked_fill(~view.valid, -torch.inf)
         pages = self.allocator.divide(HeadRequest(ranked, view, self.pages, self.size, self.most))
-        if bool((pages < 1).any()):
+        # A growing cache has no pages for a row that has not begun, until its first token comes.
+        if bool(((pages < 1) & (self.pages > 0)[:, None]).any()):
             raise KVPolicyError(
                 f"{self.allocator} must give every head at least 1 page, got {pages.tolist()}; try "
                 "kvpolicy.testing.check on it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
+from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.pages import owned_by
 from kvpolicy.protocols import HeadRequest, ModelInfo
-from tests.engine.paged import HEADS, Run
+from tests.engine.paged import HEADS, SCALE, Run
 
 CODECS = ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"]
 """The second has parameters of each head."""
@@ -47,6 +49,23 @@ def test_rows_that_grow(codec: str) -> None:
     run.select([1, 0])
     for number in range(20):
         run.step(valid=[True, number % 4 != 0])
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_row_that_grows_and_begins_later(codec: str) -> None:
+    """It has no token in the prompt of the other row, and pages when its first one comes, also in a step."""
+    run = Run("h2o", AdaKV(), [20, 12], grows=True, codec=codec)
+    run.prompt([30, 0], extra=5)
+    run.step(valid=[True, False])
+    store = copy.deepcopy(run.store)
+    for count in range(1, 7):
+        store.append(*run.draw(1), None, ScoreTransform(SCALE))
+        store.count_step()
+        store.ensure_capacity()
+        assert store.tokens_by_head()[1].tolist() == [count] * HEADS
+    run.prompt([6, 18], extra=5)
+    for number in range(12):
+        run.step(valid=[True, number % 3 != 1])
 
 
 @pytest.mark.parametrize("codec", CODECS)
