@@ -155,6 +155,17 @@ def test_the_first_chunk_plans_the_windows_of_the_whole_prompt() -> None:
         assert cache.plan.unmanaged == planned.unmanaged and cache.plan.peak_nbytes == planned.peak_nbytes
 
 
+@pytest.mark.parametrize("new", [None, 7])
+def test_a_whole_prompt_is_kept_by_heads_with_budgets_of_their_own(new: int | None) -> None:
+    """Pages are divided for the prompt; those of generated tokens are in addition."""
+    model = build("llama", layers=2)
+    ids, mask = make_batch([30], [30])
+    with kvpolicy.attach(model, "uniform/adakv+h2o:decode=grow@1.0"):
+        cache = PolicyCache(model, new=new)
+        forward(model, ids, mask, 0, 30, cache)
+        assert all(bool((layer.store.tokens_by_head() == 30).all()) for layer in cache.policy_layers)
+
+
 def test_a_row_is_measured_once() -> None:
     """When another row begins, only that one is measured."""
     model = build("llama", layers=4)
