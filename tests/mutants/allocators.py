@@ -96,4 +96,19 @@ MUTATIONS = (
         new="((streaming, most), (retrieval, most),",
         tests=("tests/allocators/test_duo.py",),
     ),
+    Mutation(
+        name="what the fewest heads protect must fit into every head",
+        file="kvpolicy/allocators/adakv.py",
+        old="ranks.all_heads((ranked == torch.inf).sum(-1)).amax(-1)",
+        new="ranks.all_heads((ranked == torch.inf).sum(-1)).amin(-1)",
+        tests=("tests/allocators/test_adakv.py",),
+    ),
+    Mutation(
+        name="a single layer has the budget of the last one",
+        file="kvpolicy/allocators/pyramid.py",
+        old="if layers > 1 else 0.5",
+        new="if layers > 1 else 1.0",
+        tests=("tests/allocators/test_budgets.py",),
+        equivalent="`waterfill` scales targets to the total, so that a single layer has all of it at any depth.",
+    ),
 )

@@ -78,4 +78,11 @@ MUTATIONS = (
         new="",
         tests=REPLAY,
     ),
+    Mutation(
+        name="codes that do not become smaller are compressed",
+        file="kvpolicy/hf/cache_file.py",
+        old="if blob.nbytes < tensors[name].nbytes}",
+        new="if blob.nbytes <= tensors[name].nbytes + 64}",
+        tests=("tests/files/test_saved_cache.py::test_codes_that_would_not_become_smaller_stay_as_they_are",),
+    ),
 )

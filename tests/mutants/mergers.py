@@ -96,4 +96,11 @@ MUTATIONS = (
         new="free = free * 1",
         tests=("tests/mergers/test_regress.py",),
     ),
+    Mutation(
+        name="products of fp16 keys overflow",
+        file="kvpolicy/mergers/_common.py",
+        old="own = unit(victim.keys) if slots.keys.dtype == torch.float16 else victim.keys",
+        new="own = victim.keys",
+        tests=("tests/mergers/test_targets.py",),
+    ),
 )

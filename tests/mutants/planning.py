@@ -136,4 +136,25 @@ MUTATIONS = (
         new="seen = min(prefill.columns, max(window - 1, piece.columns))",
         tests=("tests/planning/test_division.py",),
     ),
+    Mutation(
+        name="the tokens that an error names are rounded down",
+        file="kvpolicy/planning/by_layer.py",
+        old="wanted = -(-smallest // token) if",
+        new="wanted = smallest // token if",
+        tests=("tests/engine/test_by_layer_edges.py",),
+    ),
+    Mutation(
+        name="every layer has the bytes of the first",
+        file="kvpolicy/planning/tuned.py",
+        old="like = curves.layers[number if parts[key].reads_part else 0]",
+        new="like = curves.layers[0]",
+        tests=("tests/planning/test_tuned.py",),
+    ),
+    Mutation(
+        name="heads that grow have pages for generated tokens twice",
+        file="kvpolicy/planning/tokens.py",
+        old="return Tokens(keep, extra, expected_len, prompt if grows else last)",
+        new="return Tokens(keep, extra, expected_len, last)",
+        tests=("tests/engine/test_announcements.py",),
+    ),
 )

@@ -184,4 +184,19 @@ MUTATIONS = (
         new="total((priority == torch.inf).float()) > 1",
         tests=("tests/conformance/test_options.py",),
     ),
+    Mutation(
+        name="sinks and recent tokens may fill more than the budget",
+        file="kvpolicy/selectors/scissorhands.py",
+        old="torch.minimum(view.budget // 2, view.budget - self.sinks).clamp",
+        new="(view.budget // 2).clamp",
+        tests=("tests/selectors/test_scissorhands.py", "tests/selectors/test_limits.py"),
+    ),
+    Mutation(
+        name="more representatives than candidates are divided into buckets",
+        file="kvpolicy/selectors/_crush.py",
+        old="    count = torch.minimum(count, total)\n    # Stable",
+        new="    # Stable",
+        tests=("tests/selectors/test_crush_parts.py",),
+        equivalent="With as many buckets as candidates or more, each candidate has a bucket, or a quota, of its own.",
+    ),
 )
