@@ -36,7 +36,7 @@ from kvpolicy.hf.model_spec import describe, resolve_for
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.residual_hooks import measure
 from kvpolicy.hf.rotary_lookup import ropes_of, trained_positions
-from kvpolicy.hf.tile_size import TileSize, check_tile, tile_size
+from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.hf.tiles import around, check_layers, last_norms, norm_in_tiles, take_tiles
 from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
@@ -238,13 +238,13 @@ class Handle:
             return
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        defer_masks(isinstance(tokens, Tensor) and tile_size(self._attachment, tokens) is not None)
+        defer_masks(isinstance(tokens, Tensor) and self._attachment.tile_size(tokens) is not None)
 
     def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
         """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""
         cache.tile = None
         takes_tiles = not isinstance(cache, PassingCache) or cache.takes_tiles
-        cache.tile_size = tile_size(self._attachment, tokens) if takes_tiles else None
+        cache.tile_size = self._attachment.tile_size(tokens) if takes_tiles else None
         defer_masks(cache.tile_size is not None)
 
     def _check_own(self, cache: PolicyCache) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.hf.tile_size import TileSize
+from kvpolicy.hf.tile_size import TileSize, tile_size
 from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
@@ -94,6 +94,10 @@ class Attachment:
                 f"The attached policy must read hidden states, as the cache's {policy} does, got {self.policy}; try to "
                 "attach a policy with the same codec."
             )
+
+    def tile_size(self, tokens: Tensor) -> int | None:
+        """The most tokens that layers take at a time of `tokens` [B, P(, hidden)]; None if all."""
+        return tile_size(self.tile, tokens, self.policy, self.model_shape)
 
     @property
     def place(self) -> tuple[int, int]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.planning.activations import Prefill
+from kvpolicy.policy import Policy
 from kvpolicy.reporting.logging import log_tile
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import check_size
-
-if TYPE_CHECKING:
-    from kvpolicy.hf.attachment import Attachment
 
 AUTO = "auto"
 """Chooses by the free memory of the device."""
@@ -53,29 +52,32 @@ def check_tile(tile: object) -> TileSize:
     return check_size("tile", tile, 1)
 
 
-def tile_size(attachment: Attachment, tokens: Tensor) -> int | None:
-    """The tile size of a forward of `tokens` [B, P(, hidden)]; None if layers take all at once."""
+def tile_size(tile: TileSize, tokens: Tensor, policy: Policy, model: ModelShape) -> int | None:
+    """The tile size of a forward; None if layers take all tokens at once.
+
+    Args:
+        tile: The one that was asked for.
+        tokens: The tokens of the forward, [B, P] or [B, P, hidden].
+        policy: The policy.
+        model: The cache of the model.
+    """
     batch, columns = tokens.shape[:2]
-    tile = attachment.tile
     if tile == AUTO:
-        tile = None if columns <= SIZES[-1] else _fitting(attachment, batch, columns, free_bytes(tokens.device))
+        tile = None if columns <= SIZES[-1] else _fitting(policy, model, (batch, columns), free_bytes(tokens.device))
         log_tile(columns, tile)
     return tile if isinstance(tile, int) and tile < columns else None
 
 
-def _fitting(attachment: Attachment, batch: int, columns: int, free: int | None) -> int | None:
+def _fitting(policy: Policy, model: ModelShape, shape: tuple[int, int], free: int | None) -> int | None:
     """The largest tile whose forward fits into a part of the free memory; None if the whole prompt does."""
     if free is None:
         return None
-    return next(
-        (size for size in (None, *SIZES) if _needed(attachment, batch, columns, size) <= PART * free), SIZES[-1]
-    )
+    return next((size for size in (None, *SIZES) if _needed(policy, model, shape, size) <= PART * free), SIZES[-1])
 
 
-def _needed(attachment: Attachment, batch: int, columns: int, tile: int | None) -> int:
-    """Bytes of a forward, and of the keys and values of one layer."""
-    model = attachment.model_shape
-    policy = attachment.policy
+def _needed(policy: Policy, model: ModelShape, shape: tuple[int, int], tile: int | None) -> int:
+    """Bytes of a forward of tokens [B, P], and of the keys and values of one layer."""
+    batch, columns = shape
     prefill = Prefill(
         policy=policy,
         shape=model.shape,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.hidden_stats import massive_tokens, mean_cosine
+from kvpolicy.engine.hidden_stats import massive_tokens, sum_cosines
 from tests.engine.parts import generator
 
 
@@ -76,13 +76,13 @@ def test_mean_cosine(padded: bool) -> None:
     update[0] = -before[0]  # nothing is left, which is like nothing
     update[1] = -2 * before[1]
     valid = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool()
-    got = mean_cosine(before, update, valid if padded else None)
+    got = sum_cosines(before, update, valid if padded else None).mean
     assert got.dtype == torch.float32
     assert got.tolist() == pytest.approx(slow_cosine(before, update, valid if padded else None), abs=1e-6)
 
 
 def test_half_precision_and_gradients_do_not_matter() -> None:
     before, update = (torch.randn(1, 4, 8, generator=generator(seed)).bfloat16().requires_grad_() for seed in (1, 2))
-    got = mean_cosine(before, update, None)
+    got = sum_cosines(before, update, None).mean
     assert not got.requires_grad
     assert got.tolist() == pytest.approx(slow_cosine(before.detach(), update.detach(), None), abs=1e-5)

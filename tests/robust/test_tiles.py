@@ -188,7 +188,7 @@ def test_a_scorer_is_given_the_arguments_for_the_whole_prompt() -> None:
     model = build("llama", layers=2)
     ids, mask = make_batch([PROMPT, 23], [PROMPT])
     calls: list[Seen] = []
-    for tile in (None, 13):
+    for tile in (None, 13):  # which leaves one token over
         with kvpolicy.attach(model, Policy(selector=Noting(), budget=0.5), tile=tile), torch.no_grad():
             model(ids, attention_mask=mask)
         calls.append(NOTED[-1])
@@ -214,17 +214,18 @@ def test_auto_takes_the_largest_tile_that_fits_into_half_of_the_free_memory(
 ) -> None:
     model = build("llama", layers=2)
     monkeypatch.setattr(tile_size, "free_bytes", lambda device: free)
-    monkeypatch.setattr(tile_size, "_needed", lambda attachment, batch, columns, tile: 1000 * (tile or columns))
+    monkeypatch.setattr(tile_size, "_needed", lambda policy, model, shape, tile: 1000 * (tile or shape[1]))
     with kvpolicy.attach(model, "snapkv@0.5", tile="auto"):
         attachment = attachment_of(model)
-        assert tile_size.tile_size(attachment, torch.zeros(1, 4000, dtype=torch.int64)) == expected
-        assert tile_size.tile_size(attachment, torch.zeros(1, 512, dtype=torch.int64)) is None
+        assert attachment.tile_size(torch.zeros(1, 4000, dtype=torch.int64)) == expected
+        assert attachment.tile_size(torch.zeros(1, 512, dtype=torch.int64)) is None
 
 
 def test_auto_needs_what_a_plan_says() -> None:
     model = build("llama", layers=2)
     with kvpolicy.attach(model, "full", tile="auto"):
-        needed = tile_size._needed(attachment_of(model), 1, 4000, 512)
+        attachment = attachment_of(model)
+        needed = tile_size._needed(attachment.policy, attachment.model_shape, (1, 4000), 512)
     plan = kvpolicy.plan(model, "full", prompt=4000, tile=512)
     assert needed == plan.activation_nbytes + 4000 * 2 * 2 * 8 * 4
 

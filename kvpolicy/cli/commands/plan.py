@@ -82,7 +82,7 @@ def plan(
     sizes = {"batch": batch, "prompt": prompt, "new": new}
 
     def plan_for(chunk: int | None, tile: int | None) -> Any:
-        how = {"dtype": cache_dtype, "tp": tp, "backend": backend}
+        how: dict[str, Any] = {"dtype": cache_dtype, "tp": tp, "backend": backend}
         return kvpolicy.plan(config, policy, **sizes, **how, chunk=chunk, tile=tile)
 
     planned = plan_for(chunk, tile)
