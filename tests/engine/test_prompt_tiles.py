@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kvpolicy import CountedMerge, DoubleSparsity, MiKV, Plain, SlidingWindow
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.protocols import Forward, Needs, Probes
@@ -72,7 +73,7 @@ class Prompt:
 
     def tiled(self, layer: LayerStore, transform: ScoreTransform, held: PendingPrompt | None, dice: Random) -> Any:
         columns = self.q.shape[2]
-        tiles = None
+        tiles: PromptTiles | None = None
         parts: list[Tensor] = []
         start = 0
         while start < columns:

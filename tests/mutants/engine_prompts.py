@@ -210,13 +210,6 @@ MUTATIONS = (
         tests=("tests/engine/test_prefill.py",),
     ),
     Mutation(
-        name="a window keeps all queries of a prompt alive",
-        file="kvpolicy/engine/attention.py",
-        old="QueryWindow(q[:, :, new - width :].clone(), index)",
-        new="QueryWindow(q[:, :, new - width :], index)",
-        tests=("tests/engine/test_prefill.py",),
-    ),
-    Mutation(
         name="padding of single rows counts in moments",
         file="kvpolicy/engine/query_moments.py",
         old="(~counts).any(0)",
