@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_lm_eval import ranks
@@ -55,6 +56,8 @@ class KVPolicyLM(HFLM):
             `deepspeed`.
         backend: The library that shards the model: `deepspeed`, the default, or `hf`. Other values are passed on to
             `hf`, which has an argument of this name too.
+        tile: The most tokens of a prompt that a layer takes at a time; `auto`, the default, chooses by the free memory
+            of a GPU, and `none` takes all.
         **kwargs: All other arguments of `hf`.
     """
 
@@ -67,6 +70,7 @@ class KVPolicyLM(HFLM):
         rolling_chunk: int = 64,
         tp: int | None = None,
         backend: str = "default",
+        tile: int | str | None = "auto",
         **kwargs: Any,
     ) -> None:
         """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
@@ -75,6 +79,7 @@ class KVPolicyLM(HFLM):
         self.policy = read_policy(policy, budget)
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
+        self.tile: TileSize = check_tile(None if tile in (None, "none", "None") else tile)
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._held_back = 0  # tokens that the documents of the requests in progress hold back
@@ -103,7 +108,7 @@ class KVPolicyLM(HFLM):
         if self.is_full:
             self._full_bytes(1)
         else:
-            kvpolicy.attach(self.model, self.policy).detach()
+            kvpolicy.attach(self.model, self.policy, tile=self.tile).detach()
 
     def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
@@ -267,7 +272,7 @@ class KVPolicyLM(HFLM):
         answers: list[Any] = [None] * len(requests)
         hidden = quiet or rolling or self.rank != 0  # lm-eval shows its own bar for rolling texts
         bar = tqdm(total=len(requests), disable=hidden, desc=f"Scoring under {self.policy}")
-        with bar, kvpolicy.attach(self.model, self.policy):
+        with bar, kvpolicy.attach(self.model, self.policy, tile=self.tile):
             scored = self._score_rolling(requests, batch) if rolling else self._score_answers(requests, batch)
             for index, answer in scored:
                 answers[index] = answer
@@ -349,7 +354,7 @@ class KVPolicyLM(HFLM):
                 out = generate(context, max_length, stop, **kwargs)
             else:
                 held_back = max(min(self._held_back, int(lengths.min()) - 1), 0)
-                with kvpolicy.attach(self.model, self.policy):
+                with kvpolicy.attach(self.model, self.policy, tile=self.tile):
                     cache = kvpolicy.PolicyCache(
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
                     )

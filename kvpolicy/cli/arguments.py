@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -126,6 +126,52 @@ Chunk = Annotated[
         help="Tokens of a prompt that are prefilled at a time, as prefill_chunk_size of generate. By default all.",
     ),
 ]
+
+
+TileTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--tile",
+        parser=_tokens(1),
+        metavar="TOKENS",
+        help="Tokens of a prompt that a layer takes at a time, as tile of kvpolicy.attach. By default all.",
+    ),
+]
+"""Of a plan, which knows no device."""
+
+Tile = Annotated[
+    str,
+    typer.Option(
+        "--tile",
+        metavar="TOKENS",
+        help="Tokens of a prompt that a layer takes at a time: a number, auto to choose by the free memory of the "
+        "device, or none for all.",
+    ),
+]
+"""The default of the parameter is `auto`; `tile_of` reads the value."""
+
+
+def tile_of(text: str) -> Any:
+    """Read a tile size.
+
+    Args:
+        text: A number of tokens, `auto`, or `none`.
+
+    Returns:
+        An integer, `auto`, or None, as `kvpolicy.attach` takes it.
+
+    Raises:
+        KVPolicyError: If it is something else.
+
+    >>> tile_of("4k"), tile_of("auto"), tile_of("none")
+    (4096, 'auto', None)
+    """
+    if text in ("auto", "none"):
+        return None if text == "none" else text
+    try:
+        return parse_tokens(text, 1)
+    except typer.BadParameter:
+        raise KVPolicyError(f"--tile must be a number of tokens, auto or none, got {text!r}; try 4096.") from None
 
 
 def prompt_length(given: int | None, new: int, trained: int | None) -> int:

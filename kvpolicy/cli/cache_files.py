@@ -10,10 +10,13 @@ import torch
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_file import read, read_header
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 
 
-def make_file(model: Any, ids: Any, policy: Policy, out: Path, compress: str | None) -> dict[str, Any]:
+def make_file(
+    model: Any, ids: Any, policy: Policy, out: Path, compress: str | None, tile: TileSize = None
+) -> dict[str, Any]:
     """Prefill a text under a policy, and save its cache.
 
     Args:
@@ -22,12 +25,13 @@ def make_file(model: Any, ids: Any, policy: Policy, out: Path, compress: str | N
         policy: The policy.
         out: The file to write.
         compress: How to compress the codes, or None.
+        tile: The most tokens that a layer takes at a time, `auto`, or None.
 
     Returns:
         What `describe` says of the file, and `note`: what `note_for` says of the policy.
     """
     ids = ids.to(model.device)
-    with torch.inference_mode(), attach(model, policy) as handle:
+    with torch.inference_mode(), attach(model, policy, tile=tile) as handle:
         cache = PolicyCache(model)
         model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.save(out, tokens=ids.cpu(), compress=compress)

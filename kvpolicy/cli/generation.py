@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,11 +16,13 @@ class GenerationOptions:
         new: The maximum number of new tokens.
         temperature: The sampling temperature; 0 for greedy decoding.
         seed: The random seed.
+        tile: The most tokens of the prompt that a layer takes at a time, `auto`, or None.
     """
 
     new: int
     temperature: float = 0.0
     seed: int = 0
+    tile: int | Literal["auto"] | None = None
 
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keyword arguments of `model.generate`."""
@@ -155,7 +157,7 @@ def generate_text(
     ids = ids.to(model.device)
     interrupted = False
     torch.manual_seed(options.seed)
-    with torch.inference_mode(), attach(model, policy) as handle:
+    with torch.inference_mode(), attach(model, policy, tile=options.tile) as handle:
         timed = TimedStreamer(streamer() if streamer else None)
         try:
             arguments = options.arguments(tokenizer)

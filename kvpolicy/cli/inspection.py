@@ -12,6 +12,7 @@ from kvpolicy.spec.errors import KVPolicyError
 if TYPE_CHECKING:
     from kvpolicy.hf.attach import Handle
     from kvpolicy.hf.cache import PolicyCache
+    from kvpolicy.hf.tile_size import TileSize
 
 DURING_PREFILL = "during prefill"
 SECOND_PASS = "in a second forward pass over the prompt"
@@ -117,7 +118,15 @@ class Inspection:
 
 
 def inspect_prompt(
-    model: Any, tokenizer: Any, ids: Any, policy: str, *, name: str = "", new: int = 1, importance: bool = True
+    model: Any,
+    tokenizer: Any,
+    ids: Any,
+    policy: str,
+    *,
+    name: str = "",
+    new: int = 1,
+    importance: bool = True,
+    tile: TileSize = None,
 ) -> Inspection:
     """Run a prompt under a policy and inspect the cache.
 
@@ -130,10 +139,11 @@ def inspect_prompt(
         new: Number of tokens to generate; the last one is not in the cache.
         importance: Whether to report how important each layer is. If the allocator does not measure it, a second
             forward pass does.
+        tile: The most tokens of the prompt that a layer takes at a time, `auto`, or None.
     """
     from kvpolicy.reporting.token_spans import pieces, spans
 
-    handle, tokens = _generate(model, tokenizer, ids, policy, new)
+    handle, tokens = _generate(model, tokenizer, ids, policy, new, tile)
     assert handle.cache is not None
     cache = handle.cache
     cosines: list[float] = []
@@ -142,7 +152,7 @@ def inspect_prompt(
         cosines = cosines_of(cache)
         measured = DURING_PREFILL
     elif importance:
-        cosines = _measure_layers(model, tokenizer, ids)
+        cosines = _measure_layers(model, tokenizer, ids, tile)
         measured = SECOND_PASS
     seen = int(cache.policy_layers[0].length[0])
     report = cache.report()
@@ -170,14 +180,14 @@ def cosines_of(cache: PolicyCache) -> list[float]:
     return [float(cosine) for cosine in cache.cosines()[0]]
 
 
-def _measure_layers(model: Any, tokenizer: Any, ids: Any) -> list[float]:
+def _measure_layers(model: Any, tokenizer: Any, ids: Any, tile: TileSize) -> list[float]:
     """Measure the cosines with an allocator that needs them, as `kvpolicy.profile` does."""
-    handle, _ = _generate(model, tokenizer, ids, "squeeze+window@1.0", 1)
+    handle, _ = _generate(model, tokenizer, ids, "squeeze+window@1.0", 1, tile)
     assert handle.cache is not None
     return cosines_of(handle.cache)
 
 
-def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int) -> tuple[Handle, list[int]]:
+def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int, tile: TileSize) -> tuple[Handle, list[int]]:
     import torch
 
     from kvpolicy.cli.generation import GenerationOptions
@@ -185,7 +195,7 @@ def _generate(model: Any, tokenizer: Any, ids: Any, policy: str, new: int) -> tu
 
     ids = ids.to(model.device)
     arguments = GenerationOptions(new=new).arguments(tokenizer)
-    with torch.inference_mode(), attach(model, policy) as handle:
+    with torch.inference_mode(), attach(model, policy, tile=tile) as handle:
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **arguments)
     return handle, output[0].tolist()
 

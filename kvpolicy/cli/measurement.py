@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import kvpolicy
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 
 PADDED_LENGTH = 192
@@ -44,7 +45,9 @@ def machine(model: Any) -> dict[str, Any]:
     }
 
 
-def compare_to_stock(model: Any, policies: Sequence[Policy], length: int, steps: int, rounds: int) -> dict[str, Any]:
+def compare_to_stock(
+    model: Any, policies: Sequence[Policy], length: int, steps: int, rounds: int, tile: TileSize = None
+) -> dict[str, Any]:
     """Measure each policy and the stock cache.
 
     In each round the stock cache and the policy run one after the other, so that noise affects both. The reported
@@ -56,19 +59,20 @@ def compare_to_stock(model: Any, policies: Sequence[Policy], length: int, steps:
         length: Prompt length.
         steps: Number of decode steps.
         rounds: Number of measurements of each policy.
+        tile: The most tokens of a prompt that a layer takes at a time under a policy, `auto`, or None.
     """
     ids = _random_tokens(model, 1, length)
     stock: list[Times] = []
     results: list[dict[str, Any]] = []
     for policy in policies:
-        _measure_policy(model, policy, ids, 1)  # warm-up
+        _measure_policy(model, policy, ids, 1, tile)  # warm-up
         reference: list[Times] = []
         measured: list[Times] = []
         nbytes = 0
         full_nbytes = 0
         for _ in range(rounds):
             reference.append(_measure(model, ids, steps))
-            times, nbytes, full_nbytes = _measure_policy(model, policy, ids, steps)
+            times, nbytes, full_nbytes = _measure_policy(model, policy, ids, steps, tile)
             measured.append(times)
         results.append(_result(policy, reference, measured, nbytes, full_nbytes))
         stock.append(_median(reference))
@@ -100,9 +104,9 @@ def _median(times: Sequence[Times]) -> Times:
     return Times(*(statistics.median(each) for each in zip(*times, strict=True)))
 
 
-def _measure_policy(model: Any, policy: Policy, ids: Tensor, steps: int) -> tuple[Times, int, int]:
+def _measure_policy(model: Any, policy: Policy, ids: Tensor, steps: int, tile: TileSize) -> tuple[Times, int, int]:
     """Return the times under a policy, and the bytes of its cache and of the full cache."""
-    with kvpolicy.attach(model, policy):
+    with kvpolicy.attach(model, policy, tile=tile):
         cache = kvpolicy.PolicyCache(model, new=steps + 1)  # one step is for warm-up
         times = _measure(model, ids, steps, cache)
         report = cache.report()

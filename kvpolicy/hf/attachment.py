@@ -56,7 +56,7 @@ class Attachment:
         self.rotations = rotations
         self.rotary = rotary
         self.trained_positions = trained_positions
-        self.tile = tile
+        self.tile: TileSize = tile
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing

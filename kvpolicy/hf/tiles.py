@@ -56,6 +56,12 @@ class Tile(NamedTuple):
         return None if t is None else t[:, self.start : self.stop]
 
 
+def shares_keys(sites: list[Site]) -> str:
+    """The argument through which layers pass keys to later ones; empty if they do not."""
+    names = (name for site in sites for name in inspect.signature(type(site.block).forward).parameters)
+    return next((name for name in names if name in SHARED), "")
+
+
 def check_layers(sites: list[Site]) -> None:
     """Refuse models whose layers pass keys to each other.
 
@@ -63,10 +69,10 @@ def check_layers(sites: list[Site]) -> None:
         KVPolicyError: Naming the layer.
     """
     for site in sites:
-        shared = [name for name in inspect.signature(type(site.block).forward).parameters if name in SHARED]
+        shared = shares_keys([site])
         if shared:
             raise KVPolicyError(
-                f"tile must be None for {type(site.block).__name__}, since layers pass keys to others ({shared[0]}), "
+                f"tile must be None for {type(site.block).__name__}, since layers pass keys to others ({shared}), "
                 "got a size; try prompts in one piece."
             )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies
+from kvpolicy.cli.arguments import Device, Dtype, Json, Model, Policies, Tile, tile_of
 from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table, width
 from kvpolicy.cli.model_loading import load
 from kvpolicy.cli.model_names import TINY
@@ -32,6 +32,7 @@ def bench(
     steps: Steps = 16,
     rounds: Rounds = 3,
     threads: Threads = 0,
+    tile: Tile = "auto",
     dtype: Dtype = "auto",
     device: Device = "",
     json: Json = False,
@@ -45,11 +46,12 @@ def bench(
     from kvpolicy.cli.measurement import checks, compare_to_stock, machine
     from kvpolicy.policy import Policy
 
+    size_of_tile = tile_of(tile)
     parsed = [Policy.parse(spec) for spec in policies or DEFAULT]
     torch.set_num_threads(threads or torch.get_num_threads())
     loaded, _ = load(model, dtype, device, text=False)
     facts: dict[str, Any] = machine(loaded) | {"model": model, "length": length, "steps": steps, "rounds": rounds}
-    facts |= compare_to_stock(loaded, parsed, length, steps, rounds) | {"checks": checks(loaded, parsed)}
+    facts |= compare_to_stock(loaded, parsed, length, steps, rounds, size_of_tile) | {"checks": checks(loaded, parsed)}
     print(as_json("bench", facts) if json else render(facts))
     if not all(check["passed"] for check in facts["checks"]):
         raise typer.Exit(1)

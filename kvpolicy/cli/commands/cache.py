@@ -35,6 +35,7 @@ def make(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write.")] = Path(OUT),
     compress: Annotated[bool, typer.Option("--compress", help="Compress the codes without loss.")] = False,
     chat: Chat = False,
+    tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -44,6 +45,7 @@ def make(
     The file has the token ids of the text as well. A policy that looks at the end of the text, such as snapkv, keeps
     what a question there needs; the default keeps what any question may need.
     """
+    tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, _ = read_prompt(prompt, file, model)
     from kvpolicy.cli.cache_files import make_file
     from kvpolicy.cli.model_loading import load
@@ -53,7 +55,7 @@ def make(
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], 0)
-    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None)
+    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile_size)
     if json:
         print(as_json("cache make", facts))
         return

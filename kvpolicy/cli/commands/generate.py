@@ -74,6 +74,7 @@ def generate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, metavar="INT", help="Random seed.")] = 0,
     chat: Chat = False,
+    tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -86,6 +87,7 @@ def generate(
     with exit code 130.
     """
     replace_unencodable()
+    tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
     policies = [_canonical(name) for name in (policy, *(compare or ()))]
     drafter = None if speculate is None else _canonical(speculate)
@@ -98,7 +100,7 @@ def generate(
     from kvpolicy.cli.model_loading import load
 
     new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
-    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed)
+    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, tile=tile_size)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], options.new)

@@ -36,6 +36,7 @@ def inspect(
         ),
     ] = True,
     chat: Chat = False,
+    tile: arguments.Tile = "auto",
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -47,6 +48,7 @@ def inspect(
     writes a page that needs no network access.
     """
     replace_unencodable()
+    tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, is_sample = read_prompt(prompt, file, model)
     from kvpolicy.cli.inspection import inspect_prompt
     from kvpolicy.cli.model_loading import load
@@ -56,7 +58,9 @@ def inspect(
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], new)
-    inspection = inspect_prompt(loaded, tokenizer, ids, spec, name=model, new=new, importance=importance)
+    inspection = inspect_prompt(
+        loaded, tokenizer, ids, spec, name=model, new=new, importance=importance, tile=tile_size
+    )
     if layer is not None:
         inspection.position_of(layer)  # an invalid layer raises an error before anything is written
     if html is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import POLICY, Batch, Chunk, Config, Json, New, Policy, Prompt, prompt_length
+from kvpolicy.cli.arguments import POLICY, Batch, Chunk, Config, Json, New, Policy, Prompt, TileTokens, prompt_length
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
@@ -40,16 +40,7 @@ def plan(
     prompt: Prompt = None,
     new: New = 1024,
     chunk: Chunk = None,
-    tile: Annotated[
-        int | None,
-        typer.Option(
-            "--tile",
-            min=1,
-            max=2**40,
-            metavar="TOKENS",
-            help="Tokens of a prompt that a layer takes at a time, as tile of kvpolicy.attach. By default all.",
-        ),
-    ] = None,
+    tile: TileTokens = None,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")

@@ -31,6 +31,7 @@ def serve(
             help="Further names or addresses by which clients may call the server, separated by commas; * for all.",
         ),
     ] = "",
+    tile: arguments.Tile = "auto",
     prefix: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
@@ -49,6 +50,7 @@ def serve(
     from kvpolicy.serving.prefix import PrefixFile
     from kvpolicy.serving.server import bind, log_to_terminal, run, serving
 
+    tile_size = arguments.tile_of(tile)
     parsed = Policy.parse(policy)  # an invalid spec or file raises an error before the model is loaded
     file = None if prefix is None else PrefixFile(Path(prefix).expanduser(), parsed)
     names = check_names(arguments.parse_names(allowed_hosts)) if allowed_hosts else ()
@@ -56,5 +58,6 @@ def serve(
         from kvpolicy.cli.model_loading import load
 
         loaded, tokenizer = load(model, dtype, device)
-        with serving(loaded, tokenizer, model, str(parsed), listener, file and file.load, (host, *names)) as server:
+        load_prefix = file and file.load
+        with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), tile_size) as server:
             run(server, listener)
