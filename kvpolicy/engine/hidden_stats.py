@@ -46,7 +46,7 @@ class CosineSum(NamedTuple):
     total: Tensor
     tokens: Tensor
 
-    def __add__(self, other: CosineSum) -> CosineSum:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def plus(self, other: CosineSum) -> CosineSum:
         """The sum over the tokens of both."""
         return CosineSum(self.total + other.total, self.tokens + other.tokens)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
+from kvpolicy.engine.reading import AbsoluteSums
 from kvpolicy.protocols import Forward, MeanRotation, QueryMoments
 
 
@@ -32,7 +33,7 @@ class PendingPrompt(NamedTuple):
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
         wants_vectors: Whether the selector needs keys and values.
-        salience: Mean absolute query times mean absolute key of each channel, [B, H, D] fp32, if the reader needs it.
+        sums: Sums of its absolute queries and keys, if the reader needs the salience of their channels.
     """
 
     keys: Tensor
@@ -49,7 +50,7 @@ class PendingPrompt(NamedTuple):
     forward: Forward | None = None
     wants_vectors: bool = False
     replay: Tensor | None = None
-    salience: Tensor | None = None
+    sums: AbsoluteSums | None = None
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
@@ -116,14 +117,8 @@ class PendingPrompt(NamedTuple):
             below_mean=_newest(self.below_mean, later.below_mean, before, below_mean),
             moments=_added(self.moments, later.moments),
             query_absmax=torch.stack(peaks).amax(0) if peaks else None,
-            salience=self._first_salience(later),
+            sums=_added(self.sums, later.sums),
         )
-
-    def _first_salience(self, later: PendingPrompt) -> Tensor | None:
-        """The salience in the first chunk of each row that has a token."""
-        if self.salience is None or later.salience is None or self.idle is None:
-            return self.salience
-        return torch.where(self.idle[:, None, None], later.salience, self.salience)
 
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> PendingPrompt:
         """The same with `fn` of every per-row tensor, which selects or repeats rows."""
@@ -145,7 +140,7 @@ class PendingPrompt(NamedTuple):
             moments=None if self.moments is None else QueryMoments(*map(fn, self.moments)),
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
-            salience=of(self.salience),
+            sums=None if self.sums is None else AbsoluteSums(*map(fn, self.sums)),
         )
 
     def owned(self) -> PendingPrompt:
@@ -158,7 +153,7 @@ class PendingPrompt(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensors."""
         parts = [self.keys, self.values, self.valid, self.attn_sum, *(self.window or ()), *(self.probes or ())]
-        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay, self.salience]
+        parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay, *(self.sums or ())]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
         return sum(t.nbytes for t in parts if t is not None)
@@ -191,8 +186,11 @@ def _newest(first: QueryWindow | None, second: QueryWindow | None, columns: int,
     return QueryWindow(both.queries.gather(2, index), both.at.gather(1, order))
 
 
-def _added(first: QueryMoments | None, second: QueryMoments | None) -> QueryMoments | None:
-    """The moments of the queries of both."""
+_Sums = TypeVar("_Sums", QueryMoments, AbsoluteSums)
+
+
+def _added(first: _Sums | None, second: _Sums | None) -> _Sums | None:
+    """The sums over the queries of both."""
     if first is None or second is None:
         return first or second
-    return QueryMoments(*(a + b for a, b in zip(first, second, strict=True)))
+    return type(first)(*(a + b for a, b in zip(first, second, strict=True)))

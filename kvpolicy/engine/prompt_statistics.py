@@ -46,7 +46,6 @@ class PromptStatistics:
         held: Earlier chunks of the prompt, which are not compressed yet, or None.
 
     Attributes:
-        count: Tokens of each row, [B] int64.
         absmax: Largest absolute query of each channel, [B, H, D] fp32, or None.
         sums: Sums of absolute queries and keys, or None.
         moments: Moments of the queries without their rotation, or None.
@@ -74,7 +73,6 @@ class PromptStatistics:
         if needs.probes:
             self._at["probes"] = probe_columns(valid, shape, needs.probes, seen.device)
         self._queries: dict[str, Tensor] = {}
-        self.count = torch.full_like(seen, columns) if valid is None else valid.sum(-1)
         self._positions = None if needs.query_moments is None else token_positions(valid, columns, seen)
 
     def add(self, q: Tensor, k: Tensor, start: int) -> None:
@@ -95,7 +93,7 @@ class PromptStatistics:
             self.absmax = largest if self.absmax is None else self.absmax.maximum(largest)
         if self._store.measures_salience:
             sums = absolute_sums(q, k, valid)
-            self.sums = sums if self.sums is None else self.sums + sums
+            self.sums = sums if self.sums is None else self.sums.plus(sums)
         first = self._needs.query_moments
         if first is not None and self._positions is not None:
             moments = sum_moments(q, heads, self._positions[:, start:stop], first, self._store.query_rope)
@@ -141,7 +139,7 @@ class PromptStatistics:
             query_absmax=self.absmax,
             forward=None if forward is None else forward._replace(valid=self._valid, **transform._asdict()),
             wants_vectors=self._needs.vectors,
-            salience=self._store.prompt_salience(self.sums, self.count),
+            sums=self.sums,
         )
 
     def _window(self, name: str) -> QueryWindow | None:

@@ -390,7 +390,7 @@ class AbsoluteSums(NamedTuple):
     queries: Tensor
     keys: Tensor
 
-    def __add__(self, other: AbsoluteSums) -> AbsoluteSums:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def plus(self, other: AbsoluteSums) -> AbsoluteSums:
         """The sums of both."""
         return AbsoluteSums(self.queries + other.queries, self.keys + other.keys)
 

@@ -148,7 +148,7 @@ class LayerStore(LayerCropping):
         data = self._place(batch, pending.idle, first)
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
-        self._rebuild_index(first, pending.salience)
+        self._rebuild_index(first, self.prompt_salience(pending.sums, self.length - seen_before))
         self.fix_addresses()
         self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
-from kvpolicy.hf.attachment import Attachment, attachments
+from kvpolicy.hf.attachment import HOLD, SELECT, Attachment, Chunks, attachments
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
@@ -42,7 +42,14 @@ from kvpolicy.parallel.runtime import sharing_of
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.reporting import rich_repr as notebook
-from kvpolicy.reporting.logging import check_caching, log_attached, log_compressed, log_detached, warn_beyond_trained
+from kvpolicy.reporting.logging import (
+    check_caching,
+    log_attached,
+    log_compressed,
+    log_detached,
+    warn_beyond_trained,
+    warn_of_chunks,
+)
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
@@ -59,7 +66,7 @@ class Handle:
         cache: The most recent cache that the model made by itself, or None.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, tile: TileSize = None) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, tile: TileSize = None, chunks: Chunks = SELECT) -> None:
         """Attach; use `kvpolicy.attach`."""
         self.cache: PolicyCache | None = None
         self._model = model
@@ -80,7 +87,7 @@ class Handle:
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained, tile)
+        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained, tile, chunks)
         try:
             self._connect(sites)
         except BaseException:
@@ -222,9 +229,10 @@ class Handle:
             if (
                 limit is not None
                 and exceeds(cache, limit, tokens.shape[1], kwargs)
-                and self._attachment.first_warning()
+                and self._attachment.first_warning("positions")
             ):
                 warn_beyond_trained(self._model, limit)
+            self._warn_of_chunks(cache, tokens, mask)
             # Dividing a budget makes a new plan, by which `_after` knows that a prompt was compressed.
             plan = cache.plan
             cache.begin(tokens, mask, kwargs.get("position_ids"))
@@ -233,6 +241,20 @@ class Handle:
             # Last, since a call that was refused has not used the stock cache, which may be passed again.
             note_replaced(given)
         return args, kwargs
+
+    def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
+        """Warn once if a chunk of an announced prompt is compressed by its own last queries."""
+        policy = cache.policy
+        looks_back = any(own.selector.needs.window_queries or own.selector.needs.newest_row for own in policy.distinct)
+        if self._attachment.chunks == HOLD or policy.replay is not None or not looks_back or cache.prompt is None:
+            return
+        first = cache.policy_layers[0]
+        new = tokens.shape[1]
+        seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64)
+        valid = mask[:, -new:] if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= new else None
+        is_chunk = new > 1 and cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
+        if is_chunk and self._attachment.first_warning("chunks"):
+            warn_of_chunks(policy)
 
     def _before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say how masks are made: a model around the decoder may make them (Gemma-3)."""
@@ -266,7 +288,12 @@ class Handle:
 
 @named_arguments
 def attach(
-    model: nn.Module, policy: Policy | str, *, budget: float | int | str | None = None, tile: TileSize = None
+    model: nn.Module,
+    policy: Policy | str,
+    *,
+    budget: float | int | str | None = None,
+    tile: TileSize = None,
+    chunks: Chunks = SELECT,
 ) -> Handle:
     """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 
@@ -281,6 +308,10 @@ def attach(
             next one begins, and is compressed then, so that it keeps the same tokens as without tiles, up to rounding,
             while the tensors of a forward are those of one tile and two hidden states of the prompt. `"auto"` chooses
             by the free memory of the device where it can say it, as a GPU can, and None takes a prompt at once.
+        chunks: What becomes of a prompt that comes in several forwards, as with `prefill_chunk_size` of `generate`.
+            `"select"` compresses each chunk, so that a selector that looks at the last queries looks at those of each
+            chunk; `"hold"` keeps all of a prompt whose length is announced until its last chunk, and selects then. It
+            takes the memory of the whole prompt in all layers, which `tile` does not.
 
     Returns:
         The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
@@ -305,7 +336,7 @@ def attach(
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)
-        return Handle(model, policy, check_tile(tile))
+        return Handle(model, policy, check_tile(tile), _check_chunks(chunks))
 
 
 def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
@@ -322,6 +353,12 @@ def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
         if part:
             raise
         return {}
+
+
+def _check_chunks(chunks: object) -> Chunks:
+    if chunks not in (SELECT, HOLD):
+        raise KVPolicyError(f"chunks must be 'select' or 'hold', got {chunks!r}; try chunks='hold'.")
+    return HOLD if chunks == HOLD else SELECT
 
 
 def _check_fresh(model: nn.Module) -> None:

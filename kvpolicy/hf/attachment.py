@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 
@@ -14,6 +14,12 @@ from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+Chunks = Literal["select", "hold"]
+"""What becomes of a chunk of a prompt: it is compressed, or held until the last one."""
+
+SELECT: Chunks = "select"
+HOLD: Chunks = "hold"
 
 # Weak, so that a model can be freed. An attachment must therefore hold no reference to its model.
 attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -32,6 +38,7 @@ class Attachment:
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
         tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
+        chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
         layers: Number of the model's layers.
         active: False once the policy is detached.
     """
@@ -47,6 +54,7 @@ class Attachment:
         rotary: nn.Module | None = None,
         trained_positions: int | None = None,
         tile: TileSize = None,
+        chunks: Chunks = SELECT,
     ) -> None:
         """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
         self.policy = policy
@@ -57,11 +65,12 @@ class Attachment:
         self.rotary = rotary
         self.trained_positions = trained_positions
         self.tile: TileSize = tile
+        self.chunks: Chunks = chunks
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing
         self._ranks: dict[int, Ranks] = {}
-        self._warned = False
+        self._warned: set[str] = set()
 
     @property
     def ropes(self) -> dict[int, Rope]:
@@ -112,10 +121,10 @@ class Attachment:
             self._ranks[layer_idx] = self._sharing.resolve_ranks(queries.shape[1], keys.shape[1], keys.device)
         return self._ranks[layer_idx]
 
-    def first_warning(self) -> bool:
-        """Whether the warning about texts beyond the trained positions is still due; True only once."""
-        due = not self._warned
-        self._warned = True
+    def first_warning(self, about: str) -> bool:
+        """Whether a warning is still due; True only once for each thing that it is about."""
+        due = about not in self._warned
+        self._warned.add(about)
         return due
 
     def __reduce__(self) -> NoReturn:

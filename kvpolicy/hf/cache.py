@@ -324,7 +324,7 @@ class PolicyCache(CacheForward):
         self._cosines = None
         self._metrics = {}
         self._waiting = []
-        self._tokens = self._valid = self._first = self._rope_offset = None
+        self._tokens = self._valid = self._first = self._unbegun = self._rope_offset = None
         self._holds = False
 
     @property

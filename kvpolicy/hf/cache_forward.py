@@ -15,7 +15,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.store import LayerStore, RowBudget
-from kvpolicy.hf.attachment import Attachment
+from kvpolicy.hf.attachment import HOLD, Attachment
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer, make_store
@@ -66,7 +66,8 @@ class CacheForward(UndoableCache):
             None  # rows without a token before the running forward, [B]; None if there are none
         )
         self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
-        self._holds = False  # whether the running forward's tokens are held until they were replayed
+        self._holds = False  # whether the running forward's tokens are held until the prompt is complete, or replayed
+        self._unbegun: Tensor | None = None  # rows whose prompt is the first one, earlier chunks included, [B]
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -117,13 +118,13 @@ class CacheForward(UndoableCache):
             # rotating them to later positions makes up for it.
             rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
         starts = not one_token and bool((seen == 0).any())
-        holds = self.policy.replay is not None and (starts or first.pending is not None)
-        if holds and not self.guard.running:
+        replays = self.policy.replay is not None and (starts or first.pending is not None)
+        if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.note_forward(new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._one_token = one_token
-        self._holds = holds
+        self._holds = replays or self._holds_chunk(first, seen, new, valid, one_token=one_token)
         self._rope_offset = offset
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.is_inference and not torch.is_inference_mode_enabled():
@@ -133,7 +134,26 @@ class CacheForward(UndoableCache):
         if transcript is not None:
             first.transcript = transcript
         self._first = seen == 0 if starts else None
+        self._unbegun = (first.store.length if first.is_initialized else seen) == 0
         self._valid = valid if self.wants_metrics or self.wants_massive else None
+
+    def _holds_chunk(
+        self, first: PolicyLayer, seen: Tensor, new: int, valid: Tensor | None, *, one_token: bool
+    ) -> bool:
+        """Whether a forward is a chunk of an announced prompt that is held until its last one."""
+        if self.attachment.chunks != HOLD or one_token or self.policy.replay is not None:
+            return False
+        return first.pending is not None or self.is_chunk(seen, new, valid)
+
+    def is_chunk(self, seen: Tensor, new: int, valid: Tensor | None) -> bool:
+        """Whether more of the announced prompt follows the new tokens of a forward.
+
+        Args:
+            seen: Tokens that each row has seen before, [B] int64.
+            new: Columns of the forward.
+            valid: Which of them are not padding, [B, P] bool; None if all are.
+        """
+        return self.prompt is not None and not self._covers(seen + (new if valid is None else valid.sum(-1)))
 
     def _check_attached(self) -> None:
         if not self.attachment.active:
@@ -244,12 +264,15 @@ class CacheForward(UndoableCache):
     def finish(self, decoder: nn.Module) -> None:
         """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
         self.guard.end()
-        if self._holds and self._is_complete:
+        waits = self._holds and not self._is_complete
+        if self._holds and not waits:
             self._replay(decoder)
+            self._waiting = self.policy_layers
         self.compress_waiting()
-        if self._metrics:
-            self._cosines = self.cosines().tolist()
-        self._metrics = {}
+        if not waits:  # else the next chunk is measured as well
+            if self._metrics:
+                self._cosines = self.cosines().tolist()
+            self._metrics = {}
         self._tokens = self._valid = self._first = self._rope_offset = None
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
@@ -278,20 +301,24 @@ class CacheForward(UndoableCache):
     @property
     def _is_complete(self) -> bool:
         """Whether the layers hold all of the announced prompt."""
-        length = self.policy_layers[0].length.cpu()
+        return self._covers(self.policy_layers[0].length)
+
+    def _covers(self, length: Tensor) -> bool:
+        """Whether rows of so many tokens [B] have all of the announced prompt."""
+        length = length.cpu()
         if self.prompt is None:
             return True
         # One number is the longest row's.
         return bool((length >= self.prompt).all()) if self.prompt.dim() else int(length.max()) >= int(self.prompt)
 
     def _replay(self, decoder: nn.Module) -> None:
-        """Score the prompts that the layers hold by a replay; they are compressed next."""
+        """Score the prompts that the layers hold by a replay, if the selector needs one."""
         first = self.policy_layers[0]
         plan = self.policy.replay
-        assert plan is not None and first.transcript is not None
-        replay(self.layers, first.transcript, decoder, plan)
-        first.transcript = None
-        self._waiting = self.policy_layers
+        if plan is not None:
+            assert first.transcript is not None
+            replay(self.layers, first.transcript, decoder, plan)
+            first.transcript = None
 
     def _row_budget(self, layer: PolicyLayer) -> RowBudget:
         """A layer's share of the divided budget."""
@@ -316,7 +343,7 @@ class CacheForward(UndoableCache):
     @property
     def wants_metrics(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.layer_metric != "" and self._first is not None
+        return self.policy.layer_metric != "" and (self._first is not None or bool(self._metrics))
 
     @property
     def wants_massive(self) -> bool:
@@ -333,8 +360,8 @@ class CacheForward(UndoableCache):
             update: What attention adds, [B, P, hidden].
         """
         new = sum_cosines(residual, update, self._valid if self.tile is None else self.tile.cut(self._valid))
-        later = self.tile is not None and self.tile.start > 0
-        self._metrics[layer_idx] = self._metrics[layer_idx] + new if later else new
+        # There are metrics already of tiles before this one, and of held chunks.
+        self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new
 
     def take_residual(self, layer_idx: int) -> Tensor | None:
         """The input of a layer that is being measured, [B, P, hidden], or that of its tile; None if none is."""
@@ -361,9 +388,9 @@ class CacheForward(UndoableCache):
             assert held is not None, "no prompt was measured"
             return held
         new = torch.stack([self._metrics[layer.layer_idx].mean.cpu() for layer in self.policy_layers], -1)
-        if held is None or self._first is None:
+        if held is None or self._unbegun is None:
             return new
-        return torch.where(self._first.cpu()[:, None], new, held)  # a row is measured on its first tokens
+        return torch.where(self._unbegun.cpu()[:, None], new, held)  # a row is measured on its first prompt
 
     # budgets
 

@@ -65,6 +65,16 @@ def warn_beyond_trained(model: Any, limit: int) -> None:
     )
 
 
+def warn_of_chunks(policy: Policy) -> None:
+    """Warn that a prompt comes in chunks, each of which is compressed by its own last queries."""
+    warnings.warn(
+        f"Each chunk of the prompt is compressed by its own last queries under {policy}, which keeps other tokens than "
+        "one prompt; attach with tile= instead of chunks, or with chunks='hold'.",
+        KVPolicyWarning,
+        stacklevel=2,
+    )
+
+
 def check_caching(model: Any) -> None:
     """Warn the caller of `attach` if `generate` does not use a cache, so that the policy would have no effect."""
     if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:

@@ -10,6 +10,7 @@ from torch import nn
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, largest_queries, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
 from kvpolicy.engine.state import tensors
 from kvpolicy.protocols import Forward, QueryMoments
 from tests.engine.parts import generator
@@ -97,14 +98,15 @@ def test_chunks_are_joined_to_the_whole_prompt(first: int, width: int) -> None:
         assert [column for column in row if column >= 0] == newest[0] + newest[1]
 
 
-def test_salience_is_that_of_the_chunk_in_which_a_row_begins() -> None:
-    salience = [torch.full((3, 2, 8), float(number)) for number in range(3)]
-    chunks = [[[1] * 5, [0] * 5, [0] * 5], [[1] * 5, [0, 0, 0, 0, 1], [0] * 5], [[0] * 5, [1] * 5, [1] * 5]]
-    parts = [prompt(valid, salience=each)._replace() for valid, each in zip(chunks, salience, strict=True)]
-    parts = [part._replace(valid=part.valid.bool()) for part in parts if part.valid is not None]
-    joined = parts[0].joined(parts[1], 1, 1).joined(parts[2], 1, 1)
-    assert joined.salience is not None
-    assert joined.salience[:, 0, 0].tolist() == [0, 1, 2]
+def test_sums_are_those_of_all_chunks() -> None:
+    q, k = (torch.randn(3, heads, 7, 8, generator=generator(heads)) for heads in (4, 2))
+    valid = torch.tensor(CHUNKED[:3]).bool()
+    parts = [absolute_sums(q[:, :, at], k[:, :, at], valid[:, at]) for at in (slice(3), slice(3, 7))]
+    first, second = (prompt(sums=part) for part in parts)
+    joined = first.joined(second, 1, 1).sums
+    assert joined is not None
+    for found, whole in zip(joined, absolute_sums(q, k, valid), strict=True):
+        assert torch.allclose(found, whole)
 
 
 def test_moments_are_those_of_all_chunks() -> None:
@@ -149,17 +151,17 @@ def test_rows_are_selected_everywhere() -> None:
         moments=QueryMoments(of(), of(2, 2, 8), of(2, 2, 8, 8)),
         query_absmax=of(2, 8),
         replay=of(2, 5),
-        salience=of(2, 8),
+        sums=AbsoluteSums(of(4, 8), of(2, 8)),
     )
     index = torch.tensor([2, 0, 2, 1])
     moved = pending.map_rows(lambda t: t[index])
     found = 0
     for before, after in zip(pending, moved, strict=True):
-        if isinstance(before, torch.Tensor | QueryWindow | QueryMoments):
+        if isinstance(before, torch.Tensor | QueryWindow | QueryMoments | AbsoluteSums):
             for old, new in zip(tensors(before), tensors(after), strict=True):
                 assert torch.equal(new, old[index])
                 found += 1
-    assert found == 16
+    assert found == 17
 
 
 def test_it_owns_its_memory_without_copying_twice() -> None:

@@ -84,10 +84,10 @@ MUTATIONS = (
         tests=("tests/engine/test_prefill.py",),
     ),
     Mutation(
-        name="the salience of a row that begins in a later chunk is lost",
+        name="the salience of a prompt in chunks is that of the first one",
         file="kvpolicy/engine/prefill.py",
-        old="return torch.where(self.idle[:, None, None], later.salience, self.salience)",
-        new="return self.salience",
+        old="sums=_added(self.sums, later.sums),",
+        new="sums=self.sums,",
         tests=("tests/engine/test_prefill.py",),
     ),
     Mutation(
@@ -267,7 +267,7 @@ MUTATIONS = (
     Mutation(
         name="salience is that of the newest tile",
         file="kvpolicy/engine/prompt_statistics.py",
-        old="self.sums = sums if self.sums is None else self.sums + sums",
+        old="self.sums = sums if self.sums is None else self.sums.plus(sums)",
         new="self.sums = sums",
         tests=("tests/engine/test_prompt_tiles.py",),
     ),

@@ -129,8 +129,8 @@ MUTATIONS = (
     Mutation(
         name="rows that were measured are measured again with others",
         file="kvpolicy/hf/cache_forward.py",
-        old="return torch.where(self._first.cpu()[:, None], new, held)",
-        new="return torch.where(self._first.cpu()[:, None], new, new)",
+        old="return torch.where(self._unbegun.cpu()[:, None], new, held)",
+        new="return torch.where(self._unbegun.cpu()[:, None], new, new)",
         tests=(
             "tests/engine/test_announcements.py",
             "tests/robust/test_hybrid_metrics.py",
@@ -309,7 +309,7 @@ MUTATIONS = (
     Mutation(
         name="a layer is measured in its last tile alone",
         file="kvpolicy/hf/cache_forward.py",
-        old="self._metrics[layer_idx] = self._metrics[layer_idx] + new if later else new",
+        old="self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new",
         new="self._metrics[layer_idx] = new",
         tests=(
             "tests/conformance/test_tiles.py",

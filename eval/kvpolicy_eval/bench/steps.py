@@ -20,6 +20,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform, newest_queries
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.reading import absolute_sums
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
@@ -146,7 +147,7 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
         transform=ScoreTransform(DIM**-0.5),
         attn_sum=torch.rand(1, HEADS, count, generator=generator) ** powers if needs.attn_sum else None,
         window=newest_queries(q, None, needs.window_queries) if needs.window_queries else None,
-        salience=torch.rand(1, HEADS, DIM, generator=generator) if parts.reader.traits.salience else None,
+        sums=absolute_sums(q, k, None) if parts.reader.traits.salience else None,
     )
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():

@@ -1,0 +1,120 @@
+"""An announced prompt in chunks that are held: selected as in one piece, at the last chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.spec.errors import KVPolicyWarning
+from kvpolicy.testing import check_cache
+from tests.conformance.models import build
+from tests.conformance.play import forward, make_batch
+
+TURNS = [26, 1, 1, 7, 1]
+SMALL = "snapkv:window=4:kernel=3@0.5"
+CODES = "tokenwise:group_size=4:residual_length=4:block_size=4"
+
+
+def outcome(model: Any, policy: str, lengths: list[int], pieces: list[int], **how: Any) -> tuple[list[Tensor], Tensor]:
+    """Positions and the last logits after two announced prompts and steps; the first prompt comes in pieces."""
+    ids, mask = make_batch(lengths, TURNS)
+    with kvpolicy.attach(model, policy, **how):
+        cache = PolicyCache(model, prompt=lengths, new=3)
+        start = 0
+        logits = torch.zeros(0)
+        for turn in [*pieces, *TURNS[1:3]]:
+            logits = forward(model, ids, mask, start, start + turn, cache)
+            start += turn
+            check_cache(cache)
+        cache.expect([length + 9 for length in lengths], 1)
+        for turn in [4, 3, 1] if how.get("chunks") else [7, 1]:
+            logits = forward(model, ids, mask, start, start + turn, cache)
+            start += turn
+            check_cache(cache)
+    return [layer.head_positions.sort(-1).values for layer in cache.policy_layers], logits[:, -1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        SMALL,
+        "h2o@0.5",
+        "tova@0.5",
+        "expected@0.5",
+        "scissorhands@0.5",
+        "keydiff@0.5",
+        "squeeze+h2o@0.5",
+        f"uniform/adakv+snapkv:window=4:kernel=3+{CODES}@0.6",
+        "snapkv:window=4:kernel=3+merge@0.5",
+        "snapkv:window=4:kernel=3+labels:read=8:channels=2:dense=0@0.6",
+    ],
+)
+@pytest.mark.parametrize("lengths", [[26], [26, 11]], ids=["one", "padded"])
+def test_what_one_piece_keeps(policy: str, lengths: list[int]) -> None:
+    model = build("llama")
+    positions, logits = outcome(model, policy, lengths, [26])
+    for tile in (None, 5):
+        found, last = outcome(model, policy, lengths, [12, 9, 5], chunks="hold", tile=tile)
+        assert all(torch.equal(*pair) for pair in zip(found, positions, strict=True))
+        torch.testing.assert_close(last, logits, atol=0.3 if CODES in policy else 1e-3, rtol=1e-3)
+
+
+def test_squeeze_measures_all_chunks_of_a_replayed_prompt() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    found: list[list[int]] = []
+    for pieces in ([26], [9, 17]):
+        with kvpolicy.attach(model, "squeeze+kvzip:chunk=16@0.4"):
+            cache = PolicyCache(model, prompt=26)
+            start = 0
+            for piece in pieces:
+                forward(model, ids, mask, start, start + piece, cache)
+                start += piece
+        found.append([int(layer.budget[0]) for layer in cache.policy_layers])
+    assert found[0] == found[1]
+
+
+def test_generate_holds_its_chunks() -> None:
+    model = build("llama")
+    ids, _ = make_batch([26], [26])
+    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with kvpolicy.attach(model, SMALL):
+        whole = model.generate(ids, **how)
+    with kvpolicy.attach(model, SMALL, chunks="hold"):
+        assert torch.equal(model.generate(ids, prefill_chunk_size=7, **how), whole)
+
+
+def test_a_prompt_that_is_not_announced_is_not_held() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    with kvpolicy.attach(model, SMALL, chunks="hold"):
+        cache = PolicyCache(model)
+        forward(model, ids, mask, 0, 20, cache)
+        assert cache.policy_layers[0].pending is None and cache.policy_layers[0].positions.shape[-1] == 10
+
+
+def test_chunks_that_are_compressed_by_their_own_queries_warn_once() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    with kvpolicy.attach(model, SMALL):
+        with pytest.warns(KVPolicyWarning, match="compressed by its own last queries under .*; attach with tile="):
+            forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
+        forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
+    silent: list[tuple[str, Any]] = [(SMALL, "hold"), ("h2o@0.5", "select"), ("kvzip@0.5", "select")]
+    for policy, chunks in silent:
+        with kvpolicy.attach(model, policy, chunks=chunks):
+            forward(model, ids, mask, 0, 20, PolicyCache(model, prompt=26))
+    with kvpolicy.attach(model, SMALL):
+        forward(model, ids, mask, 0, 26, PolicyCache(model, prompt=26))
+        forward(model, ids, mask, 0, 26, PolicyCache(model))
+
+
+def test_other_words_are_refused() -> None:
+    model = build("llama")
+    with pytest.raises(KVPolicyError, match="chunks must be 'select' or 'hold', got 'keep'"):
+        kvpolicy.attach(model, SMALL, chunks="keep")  # pyright: ignore[reportArgumentType]
