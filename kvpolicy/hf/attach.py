@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
-from kvpolicy.hf.attachment import HOLD, SELECT, Attachment, Chunks, attachments
+from kvpolicy.hf.attachment import HOLD, SELECT, Attachment, Chunks, attachments, check_chunks
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
@@ -336,7 +336,7 @@ def attach(
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)
-        return Handle(model, policy, check_tile(tile), _check_chunks(chunks))
+        return Handle(model, policy, check_tile(tile), check_chunks(chunks))
 
 
 def _end_masks(module: nn.Module, args: Any, output: Any) -> None:
@@ -353,12 +353,6 @@ def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
         if part:
             raise
         return {}
-
-
-def _check_chunks(chunks: object) -> Chunks:
-    if chunks not in (SELECT, HOLD):
-        raise KVPolicyError(f"chunks must be 'select' or 'hold', got {chunks!r}; try chunks='hold'.")
-    return HOLD if chunks == HOLD else SELECT
 
 
 def _check_fresh(model: nn.Module) -> None:

@@ -21,6 +21,18 @@ Chunks = Literal["select", "hold"]
 SELECT: Chunks = "select"
 HOLD: Chunks = "hold"
 
+
+def check_chunks(chunks: object) -> Chunks:
+    """Return `select` or `hold`.
+
+    Raises:
+        KVPolicyError: If it is neither.
+    """
+    if chunks not in (SELECT, HOLD):
+        raise KVPolicyError(f"chunks must be 'select' or 'hold', got {chunks!r}; try chunks='hold'.")
+    return HOLD if chunks == HOLD else SELECT
+
+
 # Weak, so that a model can be freed. An attachment must therefore hold no reference to its model.
 attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 """The attachment of every model that has one."""

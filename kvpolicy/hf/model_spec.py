@@ -82,6 +82,8 @@ class ModelShape:
         columns: int,
         chunk: int | None = None,
         tile: int | None = None,
+        *,
+        holds: bool = False,
     ) -> Prefill:
         """What the activations of a prefill follow from.
 
@@ -91,6 +93,7 @@ class ModelShape:
             columns: Tokens of the longest prompt.
             chunk: Tokens that are prefilled at a time; None for all.
             tile: Tokens that a layer takes at a time; None for all.
+            holds: Whether chunks are held until the last one.
         """
         windows = {(window, self.unmanaged_shapes[index]) for index, window in self.unmanaged.items()}
         return Prefill(
@@ -103,6 +106,7 @@ class ModelShape:
             slots=max(layer.layout.slots for layer in layers),
             coded=max(sum(layer.layout.coded) for layer in layers),
             tile=tile,
+            holds=holds,
         )
 
 

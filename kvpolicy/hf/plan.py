@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvpolicy.hf.attachment import HOLD, SELECT, Chunks, check_chunks
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
@@ -34,6 +35,7 @@ def plan(
     backend: str | None = None,
     chunk: int | None = None,
     tile: int | None = None,
+    chunks: Chunks = SELECT,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -48,6 +50,7 @@ def plan(
         backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
         chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
         tile: Tokens of a prompt that a layer takes at a time, as `tile` of `attach`; all by default.
+        chunks: What becomes of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
 
     Returns:
         The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
@@ -79,6 +82,7 @@ def plan(
     tp = check_size("tp", tp, 1)
     chunk = None if chunk is None else check_size("chunk", chunk, 1)
     tile = None if tile is None else check_size("tile", tile, 1)
+    holds = check_chunks(chunks) == HOLD
     lengths = each_row(prompt, batch)
     model = describe(config, dtype, tp)
     check_class(config)
@@ -114,9 +118,9 @@ def plan(
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
         tp=tp,
         peak_nbytes=prefill_peak(
-            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], columns, prefilled, chunk
+            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], columns, prefilled, chunk, holds
         ),
-        prefill=model.prefill(policy, layers, columns, chunk, tile),
+        prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
         full_peak_nbytes=model.token_bytes() * batch * columns * len(shapes) + prefilled,
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
     )

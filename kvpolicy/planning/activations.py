@@ -85,6 +85,7 @@ class Prefill(NamedTuple):
         slots: The most slots of a layer.
         coded: The most tokens that a layer encodes; 0 without a codec that encodes.
         tile: The most tokens that a layer takes at a time; None for all.
+        holds: Whether chunks are held until the last one.
     """
 
     policy: Policy
@@ -96,6 +97,7 @@ class Prefill(NamedTuple):
     slots: int
     coded: int
     tile: int | None = None
+    holds: bool = False
 
     def activation_bytes(self, batch: int) -> int:
         """The most bytes that a forward of the prefill holds besides weights and what the cache holds.
@@ -104,7 +106,8 @@ class Prefill(NamedTuple):
             batch: Rows.
         """
         # All slots are allocated with the first chunk. Prompts that are replayed are held as they are.
-        piece = self._piece(batch, self.columns - self.chunk if self.policy.replay else self.slots)
+        waits = self.holds or self.policy.replay is not None
+        piece = self._piece(batch, self.columns - self.chunk if waits else self.slots)
         tile = self._tile(piece)
         statistics = max((_statistics(self, own, piece, tile) for own in self.policy.distinct), default=0)
         prefill = _forward(self, tile, statistics) + self._whole_bytes(piece, tile)
@@ -261,7 +264,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:
     """The most tokens of a row that are encoded at once: of a later chunk, those that make room for its tokens."""
-    if not piece.past or policy.codec.traits.recode_all:
+    if not piece.past or prefill.holds or policy.codec.traits.recode_all:
         return prefill.coded
     return min(prefill.coded, prefill.slots - prefill.coded + piece.columns)
 

@@ -174,6 +174,7 @@ def prefill_peak(
     columns: int,
     unmanaged_nbytes: int,
     chunk: int | None = None,
+    holds: bool = False,
 ) -> int:
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
@@ -188,6 +189,7 @@ def prefill_peak(
         columns: Tokens of the longest prompt, padding of other rows included.
         unmanaged_nbytes: Bytes of the layers that are not under the policy, while the prompt is prefilled.
         chunk: Tokens that are prefilled at a time; None for all.
+        holds: Whether chunks are held until the last one.
     """
     prompt = batch * columns * shape.token_nbytes
     piece = batch * min(chunk or columns, columns) * shape.token_nbytes
@@ -199,6 +201,8 @@ def prefill_peak(
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
         return len(layers) * (prompt + scores) + text + chunk + unmanaged_nbytes
+    if holds and piece < prompt:
+        return len(layers) * prompt + piece + unmanaged_nbytes
     if policy.layer_metric:  # layers are measured in the first chunk
         return max(len(layers) * piece, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
     if piece < prompt:  # all layers hold what was kept of the chunks before

@@ -37,9 +37,7 @@ def llama(**changed: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes | heads | changed)).eval()
 
 
-def alive(
-    model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1, tile: int | None = None
-) -> int:
+def alive(model: Any, policy: str | None, prompt: int, chunk: int | None, batch: int = 1, **how: Any) -> int:
     """The most bytes that are alive in a prefill as `generate` does it, beside the weights."""
     ids = torch.randint(0, 64, (batch, prompt))
     with torch.no_grad():
@@ -49,7 +47,7 @@ def alive(
                 for piece in ids.split(chunk or prompt, 1):
                     cache = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
             return watch.peak
-        with kvpolicy.attach(model, policy, tile=tile):
+        with kvpolicy.attach(model, policy, **how):
             held = kvpolicy.PolicyCache(model, prompt=prompt, new=8)
             with Alive(model) as watch:
                 for piece in ids.split(chunk or prompt, 1):
@@ -61,6 +59,7 @@ WHOLE = ["window", "h2o", "snapkv", "scissorhands", "expected", "kvzip", "squeez
 CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
 
 
+@pytest.mark.filterwarnings("ignore:Each chunk of the prompt")
 @pytest.mark.parametrize(
     ("policy", "chunk"), [*((policy, None) for policy in WHOLE), *((policy, 192) for policy in CHUNKED)]
 )
@@ -88,6 +87,16 @@ def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
     plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, tile=tile)
     tiles = TILES if "regress" in policy else 0
     assert LEAST * (plan.prefill_nbytes - tiles) <= measured <= plan.prefill_nbytes
+
+
+@pytest.mark.parametrize("tile", [None, 100])
+@pytest.mark.parametrize("policy", ["window", "h2o", "snapkv", "squeeze+snapkv", "h2o+kivi", "uniform/adakv+snapkv"])
+def test_a_plan_is_what_held_chunks_need(policy: str, tile: int | None) -> None:
+    model = llama()
+    measured = alive(model, f"{policy}@0.2", 768, 192, tile=tile, chunks="hold")
+    how: dict[str, Any] = {"chunk": 192, "chunks": "hold", "tile": tile}
+    plan = kvpolicy.plan(model.config, f"{policy}@0.2", prompt=768, new=8, dtype=torch.float32, **how)
+    assert LEAST * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
 
 
 @pytest.mark.parametrize("chunk", [None, 192])

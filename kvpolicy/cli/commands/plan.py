@@ -41,6 +41,9 @@ def plan(
     new: New = 1024,
     chunk: Chunk = None,
     tile: TileTokens = None,
+    hold: Annotated[
+        bool, typer.Option("--hold", help="Hold chunks until the last one, as chunks='hold' of kvpolicy.attach.")
+    ] = False,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
@@ -72,14 +75,25 @@ def plan(
     prompt = prompt_length(prompt, new, trained_positions(config))
     sizes = {"batch": batch, "prompt": prompt, "new": new}
 
-    def plan_for(chunk: int | None, tile: int | None) -> Any:
+    def plan_for(chunk: int | None, tile: int | None, hold: bool = hold) -> Any:
         how: dict[str, Any] = {"dtype": cache_dtype, "tp": tp, "backend": backend}
-        return kvpolicy.plan(config, policy, **sizes, **how, chunk=chunk, tile=tile)
+        how |= {"chunk": chunk, "tile": tile, "chunks": "hold" if hold else "select"}
+        return kvpolicy.plan(config, policy, **sizes, **how)  # pyright: ignore[reportArgumentType]
 
     planned = plan_for(chunk, tile)
-    facts = {"model": model, "policy": str(planned.policy), "dtype": str(cache_dtype).removeprefix("torch."), "tp": tp}
-    facts |= {"backend": backend, **sizes, "chunk": chunk, "tile": tile, "memory": capacity}
+    facts: dict[str, Any] = {"model": model, "policy": str(planned.policy), "tp": tp}
+    facts["dtype"] = str(cache_dtype).removeprefix("torch.")
+    facts |= {"backend": backend, **sizes, "chunk": chunk, "tile": tile, "hold": hold, "memory": capacity}
     facts |= figures(planned, capacity)
+    parts = chunk or tile
+    if parts:
+        ways = {
+            "one piece": plan_for(None, None),
+            f"tiles of {parts:,}": plan_for(None, parts),
+            f"chunks of {parts:,}, held": plan_for(parts, None, hold=True),
+            f"chunks of {parts:,}, selecting": plan_for(parts, None, hold=False),
+        }
+        facts["peaks"] = {way: found.prefill_nbytes for way, found in ways.items()}
     full = describe(config, cache_dtype, tp).token_bytes() * batch * (prompt + new)
     if json:
         print(as_json("plan", facts))
@@ -167,13 +181,17 @@ def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | 
     for note in notes(facts):
         lines += [paragraph(note), ""]
     lines += [table(_totals(facts)), ""]
+    if "peaks" in facts:
+        peaks = [(way, size(peak)) for way, peak in facts["peaks"].items()]
+        lines += [table([("the prompt", "peak while prefilling"), *peaks]), ""]
     if not facts["largest_batch"]["policy"]:
         lines += [paragraph(_why_none(facts, tried)), ""]
     return "\n".join([*lines, paragraph(f"{FOOTER} {HINT}")])
 
 
 def _in_parts(facts: dict[str, Any]) -> str:
-    chunk = f", prefilled {facts['chunk']:,} tokens at a time" if facts["chunk"] else ""
+    held = " and held" if facts["hold"] else ""
+    chunk = f", prefilled {facts['chunk']:,} tokens at a time{held}" if facts["chunk"] else ""
     return chunk + (f", in tiles of {facts['tile']:,}" if facts["tile"] else "")
 
 
