@@ -1,7 +1,7 @@
 """`python -m kvpolicy_eval.bench.long_prompts`: long prompts in one piece, in tiles, and in chunks.
 
-Three tables: recall by the embedded model `tiny-4k` with the question at the end of the prompt; the time of a prefill in
-tiles over one piece; and the peak of memory of a prefill, planned and measured in a process of its own.
+Three tables: recall by the embedded model `tiny-4k` with the question at the end of the prompt; the time of a prefill
+in tiles over one piece; and the peak of memory of a prefill, planned and measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -157,11 +157,10 @@ def _status(name: str) -> int:
 def main() -> None:
     """Print the tables, and fill a page with them on request."""
     parser = argparse.ArgumentParser(prog="python -m kvpolicy_eval.bench.long_prompts", description=__doc__)
-    parser.add_argument("--n", type=int, default=6, help="prompts of 1,754 tokens; of 4,096 there are as many")
+    parser.add_argument("--n", type=int, default=6, help="prompts of each length")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each time")
-    parser.add_argument(
-        "--only", nargs="+", choices=["answers", "times", "peaks"], default=["answers", "times", "peaks"]
-    )
+    parts = ["answers", "times", "peaks"]
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="tables to make")
     parser.add_argument("--peak-of", nargs=2, metavar=("POLICY", "TILE"), help=argparse.SUPPRESS)
     add_fill_argument(parser, "long-prompts", "long-prompts-times", "long-prompts-peaks")
     args = parser.parse_args()

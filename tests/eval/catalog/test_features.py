@@ -13,7 +13,7 @@ import yaml
 pytest.importorskip("transformers")
 
 from kvpolicy_eval.catalog import features
-from tests.conformance import test_models
+from tests.conformance import test_models, test_tiles
 from tests.conformance.models import FAMILIES, UNNAMED
 from tests.deepspeed.checkpoints import MORE, NAMED, NOT_BY_TRANSFORMERS
 from tests.engine import test_compile, test_features
@@ -44,6 +44,7 @@ RUN: dict[str, set[str]] = {
     "padding": cases(test_models.test_methods_and_families),
     "beams": cases(test_features.test_beams),
     "chunks": cases(test_features.test_chunks),
+    "tiles": cases(test_tiles.test_every_family),
     "compile": {*cases(test_compile.test_families), "llama"},  # test_one_graph_for_all_steps is of llama
     "deepspeed": SHARDED,
     "transformers": SHARDED - NOT_BY_TRANSFORMERS,
