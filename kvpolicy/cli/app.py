@@ -13,6 +13,7 @@ from typer.main import get_command
 
 from kvpolicy.cli.commands import cache, calibrate
 from kvpolicy.cli.commands.bench import bench
+from kvpolicy.cli.commands.compare import compare
 from kvpolicy.cli.commands.explain import explain
 from kvpolicy.cli.commands.generate import generate
 from kvpolicy.cli.commands.inspect import inspect
@@ -29,6 +30,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "generate": generate,
     "inspect": inspect,
+    "compare": compare,
     "tune": tune,
     "bench": bench,
     "serve": serve,
@@ -55,8 +57,8 @@ def _print_version(requested: bool) -> None:
 
 
 @app.callback(
-    epilog="All commands except calibrate and tune use the embedded model by default. Set KVPOLICY_TRACEBACK=1 to "
-    "print the traceback of an error."
+    epilog="All commands except calibrate, compare and tune use the embedded model by default. Set "
+    "KVPOLICY_TRACEBACK=1 to print the traceback of an error."
 )
 def _top(  # pyright: ignore[reportUnusedFunction]
     version: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from kvpolicy.calibration.eval_mode import eval_mode
 from kvpolicy.hf.attach import attach
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.model_spec import describe
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.windows import Window
@@ -26,12 +28,14 @@ class Score(NamedTuple):
         top1: Share of these predictions whose most probable token is the full cache's, [W] fp64.
         correct: 1.0 if greedy decoding gives every token of the answer, else 0.0, [W] fp64.
         nbytes: Bytes that the cache holds after the prompt, averaged over the windows.
+        seconds: Time of a window, prompt and answer, averaged over them.
     """
 
     kl: Tensor
     top1: Tensor
     correct: Tensor
     nbytes: float
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         """Means over the windows, in one line."""
@@ -48,6 +52,7 @@ def score(
     *,
     share: float | None = None,
     reference: Sequence[Tensor] | None = None,
+    tile: TileSize = None,
 ) -> Score:
     """Run windows through a model under a policy, each in a cache of its own.
 
@@ -61,6 +66,7 @@ def score(
         policy: The policy or its spec.
         share: The budget as a share of the full cache's bytes, see `share_bytes`; that of the policy by default.
         reference: What `reference_logits` returns for these windows; computed if it is not given.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Raises:
         KVPolicyError: If the policy cannot run on a window, such as with too small a budget; if predictions are NaN; or
@@ -76,25 +82,32 @@ def score(
     """
     check_windows(windows, reference)
     policy = Policy.of(policy)
-    reference = reference_logits(model, windows) if reference is None else reference
+    reference = reference_logits(model, windows, tile) if reference is None else reference
     sized = [policy if share is None else at_bytes(policy, share_bytes(model, window, share)) for window in windows]
-    rows: list[tuple[float, float, float, int]] = []
+    rows: list[tuple[float, float, float, float, float]] = []
     with eval_mode(model), torch.inference_mode():
         for window, each, full in zip(windows, sized, reference, strict=True):
-            with attach(model, each):  # a policy from a file may have other parts for another budget
+            with attach(model, each, tile=tile):  # a policy from a file may have other parts for another budget
+                start = time.perf_counter()
                 logits, nbytes = _decode(model, window)
-            rows.append((*_compare(logits, full, window), nbytes))
-    kl, top1, correct, nbytes = torch.tensor(rows, dtype=torch.float64).T
+                found = _compare(logits, full, window)
+            rows.append((*found, nbytes, time.perf_counter() - start))
+    kl, top1, correct, nbytes, seconds = torch.tensor(rows, dtype=torch.float64).T
     if kl.isnan().any():
         raise KVPolicyError(
             f"Predictions must be finite, got NaN in window {int(kl.isnan().nonzero()[0])} under {policy}; try loading "
             "the model in bf16 or fp32."
         )
-    return Score(kl, top1, correct, float(nbytes.mean()))
+    return Score(kl, top1, correct, float(nbytes.mean()), float(seconds.mean()))
 
 
-def reference_logits(model: nn.Module, windows: Sequence[Window]) -> list[Tensor]:
+def reference_logits(model: nn.Module, windows: Sequence[Window], tile: TileSize = None) -> list[Tensor]:
     """The full cache's logits from the last token of each prompt on, to be shared between policies.
+
+    Args:
+        model: The model, without a policy attached.
+        windows: The windows.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         One tensor a window, [1 + Q + M, V] on the CPU in the model's dtype: V may be large, so that many long answers
@@ -104,7 +117,12 @@ def reference_logits(model: nn.Module, windows: Sequence[Window]) -> list[Tensor
     with eval_mode(model), torch.inference_mode():
         for window in windows:
             ids = torch.cat([window.prompt, window.follow])
-            found.append(_logits(model, ids, 1 + len(window.follow), use_cache=False).cpu())
+            if tile is None:
+                logits = _logits(model, ids, 1 + len(window.follow), use_cache=False)
+            else:  # the cache of `full` takes tiles
+                with attach(model, "full", tile=tile):
+                    logits = _logits(model, ids, 1 + len(window.follow), use_cache=True)
+            found.append(logits.cpu())
     return found
 
 

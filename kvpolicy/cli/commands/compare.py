@@ -1,0 +1,153 @@
+"""`kvpolicy compare`: what policies do to the answers of a model to prompts of your own."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvpolicy.cli.arguments import Device, Dtype, Json, Tile, tile_of
+from kvpolicy.cli.completion import complete_model, complete_policy
+from kvpolicy.cli.formatting import as_json, counted, paragraph, size, table
+from kvpolicy.spec.errors import KVPolicyError
+
+Z = 1.959964
+"""Standard deviations of a 95 % interval."""
+
+LEGEND = (
+    "answered: texts of which greedy decoding gives every token of the answer, with a 95 % interval. same token, KL: "
+    "how often the most probable token is the full cache's, and the divergence from its predictions in nats. bytes: of "
+    "the cache after the prompt. peak: planned for the longest prompt, without weights. seconds: of a text."
+)
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="tiny, a folder, or a model name on the Hub.", autocompletion=complete_model
+        ),
+    ],
+    text: Annotated[
+        str, typer.Option("--text", metavar="FILE", help="JSONL with prompt and answer in each line, or plain text.")
+    ],
+    policies: Annotated[
+        list[str],
+        typer.Option(
+            "--policy",
+            metavar="POLICY",
+            help="Policy spec; repeat it. The others are compared with the first.",
+            autocompletion=complete_policy,
+        ),
+    ],
+    prompt: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of a prompt.")] = 0,
+    answer: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Of plain text: length of what follows.")] = 0,
+    windows: Annotated[int, typer.Option(min=1, metavar="INT", help="The most texts to use, drawn at random.")] = 64,
+    tile: Tile = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "",
+    seed: Annotated[int, typer.Option(metavar="INT", help="Random seed of the choice of texts.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not print what is measured.")] = False,
+    json: Json = False,
+) -> None:
+    """Compare policies on your own prompts: answers, divergence from the full cache, bytes, peak and time.
+
+    Each line of a JSONL file has a `prompt` and its `answer`, and may have a `question`, which is given to the
+    compressed cache before the answer. Without one, what a policy does shows from the second token of an answer on.
+    """
+    from kvpolicy.policy import Policy
+
+    tile_size = tile_of(tile)
+    parsed = [Policy.parse(policy) for policy in policies]
+    if len({str(policy) for policy in parsed}) < len(parsed):
+        raise KVPolicyError(f"--policy must name each policy once, got {', '.join(policies)}; try another budget.")
+    from kvpolicy.cli.model_loading import load
+    from kvpolicy.tuning.comparison import compare as difference
+    from kvpolicy.tuning.evidence import reference_logits, score
+    from kvpolicy.tuning.windows import read_windows
+
+    loaded, tokenizer = load(model, dtype, device)
+    found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
+    reference = reference_logits(loaded, found, tile_size)
+    rows: list[dict[str, Any]] = []
+    first = None
+    for policy in parsed:
+        if not quiet:
+            print(f"{policy} ...", file=sys.stderr, flush=True)
+        scored = score(loaded, found, policy, reference=reference, tile=tile_size)
+        first = scored if first is None else first
+        rows.append(_facts(loaded, policy, found, scored, tile_size))
+        if scored is not first and len(found) > 1:
+            compared = difference(scored, first)
+            rows[-1]["compared_with_the_first"] = compared._asdict() | {"verdict": compared.verdict}
+    facts = {"model": model, "text": text, "texts": len(found), "policies": rows}
+    print(as_json("compare", facts) if json else _render(facts))
+
+
+def _facts(model: Any, policy: Any, windows: list[Any], scored: Any, tile: Any) -> dict[str, Any]:
+    """What was measured of a policy, and its planned peak."""
+    import kvpolicy
+
+    longest = max(windows, key=lambda window: len(window.prompt) + len(window.follow))
+    planned = tile if isinstance(tile, int) else None
+    plan = kvpolicy.plan(model, policy, prompt=len(longest.prompt), new=len(longest.follow), tile=planned)
+    right = int(scored.correct.sum())
+    return {
+        "policy": str(policy),
+        "answered": right,
+        "answered_interval": wilson(right, len(windows)),
+        "same_token": float(scored.top1.mean()),
+        "kl": float(scored.kl.mean()),
+        "kl_interval": _mean_interval(scored.kl.tolist()),
+        "bytes": scored.nbytes,
+        "peak_bytes": plan.prefill_nbytes,
+        "seconds": scored.seconds,
+    }
+
+
+def wilson(right: int, count: int) -> list[float]:
+    """The Wilson interval of 95 % of a share.
+
+    >>> [round(end, 3) for end in wilson(15, 16)]
+    [0.717, 0.989]
+    """
+    share = right / count
+    center = share + Z * Z / (2 * count)
+    spread = Z * math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
+    return [max((center - spread) / (1 + Z * Z / count), 0.0), min((center + spread) / (1 + Z * Z / count), 1.0)]
+
+
+def _mean_interval(values: list[float]) -> list[float] | None:
+    """The interval of 95 % of a mean; None of a single value."""
+    if len(values) < 2:
+        return None
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+    return [mean - Z * spread, mean + Z * spread]
+
+
+def _render(facts: dict[str, Any]) -> str:
+    count = facts["texts"]
+    rows = [("policy", "answered", "same token", "KL", "bytes", "peak", "seconds")]
+    for found in facts["policies"]:
+        low, high = found["answered_interval"]
+        rows.append(
+            (
+                found["policy"],
+                f"{found['answered']} of {count} ({low:.0%}-{high:.0%})",
+                f"{found['same_token']:.1%}",
+                f"{found['kl']:.4f}",
+                size(int(found["bytes"])),
+                size(found["peak_bytes"]),
+                f"{found['seconds']:.2f}",
+            )
+        )
+    lines = [paragraph(f"{facts['model']} on {counted(count, 'text')} of {facts['text']}."), "", table(rows), ""]
+    first = facts["policies"][0]["policy"]
+    for found in facts["policies"][1:]:
+        compared = found.get("compared_with_the_first")
+        if compared is not None:
+            lines += [paragraph(f"{found['policy']} is {compared['verdict']} than {first} on these texts."), ""]
+    return "\n".join([*lines, paragraph(LEGEND)])
