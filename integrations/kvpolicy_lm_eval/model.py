@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
@@ -18,7 +19,7 @@ import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
-from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
 from kvpolicy_lm_eval import ranks
 from kvpolicy_lm_eval.arguments import BACKENDS, at_least, check_spelling, content_of, read_policy, read_sharding
 from kvpolicy_lm_eval.scoring import Answer, Scorer, reported_lengths, split, with_prefixes
@@ -272,7 +273,9 @@ class KVPolicyLM(HFLM):
         answers: list[Any] = [None] * len(requests)
         hidden = quiet or rolling or self.rank != 0  # lm-eval shows its own bar for rolling texts
         bar = tqdm(total=len(requests), disable=hidden, desc=f"Scoring under {self.policy}")
-        with bar, kvpolicy.attach(self.model, self.policy, tile=self.tile):
+        with bar, kvpolicy.attach(self.model, self.policy, tile=self.tile), warnings.catch_warnings():
+            # A rolling text is compressed after each chunk on purpose: see `rolling_chunk`.
+            warnings.filterwarnings("ignore", "Each chunk of the prompt", KVPolicyWarning)
             scored = self._score_rolling(requests, batch) if rolling else self._score_answers(requests, batch)
             for index, answer in scored:
                 answers[index] = answer

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.kernels.products import matmul, products
@@ -171,6 +170,8 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     if not before:
         return _attend_fused(q, keys, values, scale)
     if q.is_cuda and q.dtype != torch.float32:  # flash attention needs no mask
+        from torch.nn.attention.bias import causal_lower_right  # imports the compiler, which plans do without
+
         bias: Any = causal_lower_right(new, keys.shape[2])
         return _attend_fused(q, keys, values, scale, bias)
     rows = max(MASK_ELEMENTS // keys.shape[2], 16)

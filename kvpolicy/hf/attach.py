@@ -248,6 +248,8 @@ class Handle:
         looks_back = any(own.selector.needs.window_queries or own.selector.needs.newest_row for own in policy.distinct)
         if self._attachment.chunks == HOLD or policy.replay is not None or not looks_back or cache.prompt is None:
             return
+        if isinstance(policy.budget, int) and policy.budget >= int(cache.prompt.max()):
+            return  # nothing is left out
         first = cache.policy_layers[0]
         new = tokens.shape[1]
         seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64)

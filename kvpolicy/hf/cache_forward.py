@@ -273,7 +273,7 @@ class CacheForward(UndoableCache):
             if self._metrics:
                 self._cosines = self.cosines().tolist()
             self._metrics = {}
-        self._tokens = self._valid = self._first = self._rope_offset = None
+        self._tokens = self._valid = self._first = self._unbegun = self._rope_offset = None
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
         if self._one_token:

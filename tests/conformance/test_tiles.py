@@ -17,6 +17,7 @@ from kvpolicy.testing import check_cache
 from tests.conformance.models import FAMILIES, UNNAMED, build
 from tests.conformance.play import ROWS, TURNS, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, CODECS, MERGERS, SELECTORS, words
+from tests.sampling import each_once, product
 
 SIZES = [25, 9, 4]
 """Of a prompt of 26 tokens: the first leaves one token over, and so does the second of the turn of 6 behind it."""
@@ -83,12 +84,14 @@ def test_every_method_keeps_what_it_keeps_in_one_piece(policy: str) -> None:
         compare(converse(model, policy, ROWS["padded"], tile), whole, CODE_TOLERANCE if coded else TOLERANCE)
 
 
-@pytest.mark.parametrize("family", [name for name in (*FAMILIES, *UNNAMED) if name != "gemma4"])
-def test_every_family(family: str) -> None:
+TILED = [name for name in (*FAMILIES, *UNNAMED) if name != "gemma4"]
+
+
+@product("family,rows,tile", TILED, ["one", "padded"], [9, 25], sample=each_once(TILED, ["one", "padded"], [9, 25]))
+def test_every_family(family: str, rows: str, tile: int) -> None:
     model = build(family)
     policy = words("snapkv")
-    for rows, tile in (("one", 9), ("padded", 25)):
-        compare(converse(model, policy, ROWS[rows], tile), converse(model, policy, ROWS[rows], None))
+    compare(converse(model, policy, ROWS[rows], tile), converse(model, policy, ROWS[rows], None))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])

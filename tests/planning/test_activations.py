@@ -59,7 +59,6 @@ WHOLE = ["window", "h2o", "snapkv", "scissorhands", "expected", "kvzip", "squeez
 CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "kvzip"]
 
 
-@pytest.mark.filterwarnings("ignore:Each chunk of the prompt")
 @pytest.mark.parametrize(
     ("policy", "chunk"), [*((policy, None) for policy in WHOLE), *((policy, 192) for policy in CHUNKED)]
 )
