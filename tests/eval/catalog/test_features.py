@@ -74,6 +74,7 @@ def test_a_cell_is_yes_or_empty() -> None:
         "padding": "yes",
         "beams": "yes",
         "chunks": "yes",
+        "tiles": "yes",
         "compile": "",
         "tensor parallel, DeepSpeed": "",
         "tensor parallel, transformers": "",

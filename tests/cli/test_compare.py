@@ -1,0 +1,103 @@
+"""`kvpolicy compare`: the scores of the tuner on texts of one's own, in one document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvpolicy
+from kvpolicy.cli.app import main
+from kvpolicy.cli.commands.compare import wilson
+from kvpolicy.tuning.evidence import reference_logits, score
+from kvpolicy.tuning.windows import read_windows
+
+LINES = [
+    {"prompt": "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n", "question": "?lion=", "answer": "1234"},
+    {"prompt": "tiger=1821\nlion=1235\nwolf=9210\nsheep=7765\n", "question": "?sheep=", "answer": "7765"},
+    {"prompt": "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n?tiger=4821\n?wolf=", "answer": "9310"},
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return path
+
+
+def output(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main(words) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("tile", ["none", "9"])
+def test_scores_are_those_of_the_tuner(text: Path, tile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    policies = ["full", "window@0.3", "snapkv@0.5"]
+    named = [word for policy in policies for word in ("--policy", policy)]
+    found = output(["compare", "tiny", "--text", str(text), *named, "--tile", tile, "--json"], capsys)
+    assert found["command"] == "compare" and found["texts"] == 3
+    model, tokenizer = kvpolicy.tiny()
+    windows = read_windows(tokenizer, text)
+    reference = reference_logits(model, windows)
+    for row, policy in zip(found["policies"], policies, strict=True):
+        scored = score(model, windows, policy, reference=reference)
+        assert row["answered"] == int(scored.correct.sum())
+        assert row["kl"] == pytest.approx(float(scored.kl.mean()), abs=1e-3)
+        assert row["same_token"] == pytest.approx(float(scored.top1.mean()), abs=1e-6)
+        assert row["bytes"] == scored.nbytes and row["seconds"] > 0 and row["peak_bytes"] > 0
+    assert "compared_with_the_first" not in found["policies"][0]
+    assert found["policies"][1]["compared_with_the_first"]["verdict"] == "worse"
+
+
+def test_the_table(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny", "--text", str(text), "--policy", "full", "--policy", "window@0.3"]) == 0
+    shown = capsys.readouterr()
+    assert "full ...\nwindow@0.3 ...\n" in shown.err
+    assert "3 of 3 (44%-100%)" in shown.out and "window@0.3 is worse than full on these texts." in shown.out
+
+
+def test_one_text_has_no_interval_of_its_divergence(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--policy", "full", "--policy", "window@0.3", "--windows", "1", "--json"]
+    found = output(["compare", "tiny", "--text", str(text), *words], capsys)
+    assert found["texts"] == 1 and found["policies"][1]["kl_interval"] is None
+    assert "compared_with_the_first" not in found["policies"][1]
+
+
+def test_a_reference_in_tiles_is_that_of_one_piece() -> None:
+    model, tokenizer = kvpolicy.tiny()
+    ids = tokenizer(LINES[0]["prompt"], return_tensors="pt").input_ids[0]
+    windows = [kvpolicy.tuning.windows.Window(ids, ids[:4], ids[4:9])]
+    whole, tiled = (reference_logits(model, windows, tile)[0] for tile in (None, 7))
+    torch.testing.assert_close(tiled, whole, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "full", "--policy", "full@1.0"], "--policy must name each policy once"),
+        (["--policy", "snapkw@0.2"], "snapkw"),
+        (["--policy", "full", "--tile", "x"], "--tile must be a number of tokens"),
+    ],
+)
+def test_errors(words: list[str], message: str, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "tiny", "--text", str(text), *words]) != 0
+    assert message in capsys.readouterr().err
+
+
+def test_a_bad_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": 3}\n')
+    assert main(["compare", "tiny", "--text", str(path), "--policy", "full"]) != 0
+    assert "must have a text as its prompt, got int." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("right", "count"), [(0, 5), (5, 5), (3, 7)])
+def test_intervals_are_those_of_scipy(right: int, count: int) -> None:
+    from scipy.stats import binomtest
+
+    found = binomtest(right, count).proportion_ci(method="wilson")
+    assert wilson(right, count) == pytest.approx([found.low, found.high], abs=1e-6)
