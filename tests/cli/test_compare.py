@@ -13,7 +13,7 @@ import kvpolicy
 from kvpolicy.cli.app import main
 from kvpolicy.cli.commands.compare import wilson
 from kvpolicy.tuning.evidence import reference_logits, score
-from kvpolicy.tuning.windows import read_windows
+from kvpolicy.tuning.windows import Window, read_windows
 
 LINES = [
     {"prompt": "tiger=4821\nlion=1234\nwolf=9310\nsheep=7764\n", "question": "?lion=", "answer": "1234"},
@@ -70,7 +70,7 @@ def test_one_text_has_no_interval_of_its_divergence(text: Path, capsys: pytest.C
 def test_a_reference_in_tiles_is_that_of_one_piece() -> None:
     model, tokenizer = kvpolicy.tiny()
     ids = tokenizer(LINES[0]["prompt"], return_tensors="pt").input_ids[0]
-    windows = [kvpolicy.tuning.windows.Window(ids, ids[:4], ids[4:9])]
+    windows = [Window(ids, ids[:4], ids[4:9])]
     whole, tiled = (reference_logits(model, windows, tile)[0] for tile in (None, 7))
     torch.testing.assert_close(tiled, whole, atol=1e-4, rtol=1e-4)
 
