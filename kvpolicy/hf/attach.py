@@ -47,6 +47,7 @@ from kvpolicy.reporting.logging import (
     log_attached,
     log_compressed,
     log_detached,
+    log_tile,
     warn_beyond_trained,
     warn_of_chunks,
 )
@@ -244,33 +245,42 @@ class Handle:
 
     def _warn_of_chunks(self, cache: PolicyCache, tokens: Tensor, mask: Any) -> None:
         """Warn once if a chunk of an announced prompt is compressed by its own last queries."""
-        policy = cache.policy
-        looks_back = any(own.selector.needs.window_queries or own.selector.needs.newest_row for own in policy.distinct)
-        if self._attachment.chunks == HOLD or policy.replay is not None or not looks_back or cache.prompt is None:
+        policy, new = cache.policy, tokens.shape[1]
+        if new == 1 or cache.prompt is None or self._attachment.chunks == HOLD or policy.replay is not None:
+            return
+        if not any(own.selector.needs.window_queries or own.selector.needs.newest_row for own in policy.distinct):
             return
         if isinstance(policy.budget, int) and policy.budget >= int(cache.prompt.max()):
             return  # nothing is left out
         first = cache.policy_layers[0]
-        new = tokens.shape[1]
         seen = first.length if first.is_initialized else torch.zeros(tokens.shape[0], dtype=torch.int64)
         valid = mask[:, -new:] if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= new else None
-        is_chunk = new > 1 and cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
+        is_chunk = cache.is_chunk(seen.cpu(), new, None if valid is None else valid.cpu())
         if is_chunk and self._attachment.first_warning("chunks"):
             warn_of_chunks(policy)
 
     def _before_outer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Say how masks are made: a model around the decoder may make them (Gemma-3)."""
+        """Choose the tile size before the decoder runs: a model around it may make the masks (Gemma-3)."""
         if torch.compiler.is_compiling():
             return
         tokens: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-        defer_masks(isinstance(tokens, Tensor) and self._attachment.tile_size(tokens) is not None)
+        size = self._attachment.tile_size(tokens) if isinstance(tokens, Tensor) else None
+        self._thread.chosen = (tokens.shape[:2], size) if isinstance(tokens, Tensor) else None
+        defer_masks(size is not None)
 
     def _choose_tile(self, cache: PolicyCache | PassingCache, tokens: Tensor) -> None:
         """Set how many tokens layers take at a time in the forward of `tokens` [B, P(, hidden)] that begins."""
-        cache.tile = None
-        takes_tiles = not isinstance(cache, PassingCache) or cache.takes_tiles
-        cache.tile_size = self._attachment.tile_size(tokens) if takes_tiles else None
+        cache.tile = cache.tile_size = None
+        chosen, self._thread.chosen = getattr(self._thread, "chosen", None), None
+        if not isinstance(cache, PassingCache) or cache.takes_tiles:
+            # The free memory may have changed since, and the masks are made already: one choice for both.
+            if chosen is not None and chosen[0] == tokens.shape[:2]:
+                cache.tile_size = chosen[1]
+            else:
+                cache.tile_size = self._attachment.tile_size(tokens)
+            if self._attachment.tile == AUTO:
+                log_tile(tokens.shape[1], cache.tile_size)
         defer_masks(cache.tile_size is not None)
 
     def _check_own(self, cache: PolicyCache) -> None:

@@ -134,7 +134,8 @@ class CacheForward(UndoableCache):
         if transcript is not None:
             first.transcript = transcript
         self._first = seen == 0 if starts else None
-        self._unbegun = (first.store.length if first.is_initialized else seen) == 0
+        if self.policy.layer_metric and not one_token:
+            self._unbegun = (first.store.length if first.is_initialized else seen) == 0
         self._valid = valid if self.wants_metrics or self.wants_massive else None
 
     def _holds_chunk(

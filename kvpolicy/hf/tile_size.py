@@ -10,7 +10,6 @@ from torch import Tensor
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.planning.activations import Prefill
 from kvpolicy.policy import Policy
-from kvpolicy.reporting.logging import log_tile
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import check_size
 
@@ -64,7 +63,6 @@ def tile_size(tile: TileSize, tokens: Tensor, policy: Policy, model: ModelShape)
     batch, columns = tokens.shape[:2]
     if tile == AUTO:
         tile = None if columns <= SIZES[-1] else _fitting(policy, model, (batch, columns), free_bytes(tokens.device))
-        log_tile(columns, tile)
     return tile if isinstance(tile, int) and tile < columns else None
 
 

@@ -24,7 +24,7 @@ PARTS: list[dict[str, Any]] = [
     {},
     {"merger": CountedMerge()},
     {"codec": MiKV()},
-    {"reader": DoubleSparsity(read=4, channels=2)},
+    {"reader": DoubleSparsity(read=4, channels=2, dense=0)},
 ]
 TOLERANCE: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-4}
 

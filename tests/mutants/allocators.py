@@ -10,7 +10,11 @@ MUTATIONS = (
         file="kvpolicy/allocators/_heads.py",
         old="(-(-least // request.size)).clamp_min(1)",
         new="-(-least // request.size).clamp_min(1)",
-        tests=("tests/engine/test_paged_store.py",),
+        tests=(
+            "tests/allocators/test_adakv.py",
+            "tests/engine/test_head_walks.py",
+            "tests/robust/test_uneven_heads.py",
+        ),
     ),
     Mutation(
         name="the part that is safe loses a token to rounding",

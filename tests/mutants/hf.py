@@ -179,10 +179,7 @@ MUTATIONS = (
         file="kvpolicy/hf/division.py",
         old="(MAX_SIZE if told.new is None else told.new)",
         new="(told.new or 0)",
-        tests=(
-            "tests/engine/test_bytes.py::test_unmanaged_layers_count",
-            "tests/engine/test_bytes.py::test_bytes_are_a_bound",
-        ),
+        tests=("tests/engine/test_announcements.py::test_a_budget_of_bytes_holds_once_windows_are_full",),
     ),
     Mutation(
         name="a later turn moves the announced end",

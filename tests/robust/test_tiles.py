@@ -83,6 +83,18 @@ def test_hidden_states_and_hooks_see_a_layer_once() -> None:
         torch.testing.assert_close(tiled, whole, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_are_measured_over_all_tiles(family: str) -> None:
+    model = build(family)
+    ids, mask = make_batch([PROMPT, 23], [PROMPT])
+    found: list[Tensor] = []
+    for tile in (None, 13):
+        with kvpolicy.attach(model, "squeeze+window@0.5", tile=tile), torch.no_grad():
+            cache = model(ids, attention_mask=mask).past_key_values
+        found.append(cache.cosines())
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
 def test_masks_of_windows_are_those_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("gemma3")
     sizes: list[tuple[int, ...]] = []
@@ -252,3 +264,14 @@ def test_an_argument_with_a_column_for_each_token_is_refused() -> None:
     refused = pytest.raises(KVPolicyError, match="argument 'per_token' has a column for each token")
     with kvpolicy.attach(model, "window@0.5", tile=16), torch.no_grad(), refused:
         model(prompt(), per_token=torch.zeros(1, PROMPT))
+
+
+def test_the_log_says_what_auto_chose(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", layers=2)
+    monkeypatch.setattr(tile_size, "SIZES", (16, 8))
+    monkeypatch.setattr(tile_size, "free_bytes", lambda device: 0)
+    with caplog.at_level("INFO", "kvpolicy"), kvpolicy.attach(model, "window@0.5", tile="auto"), torch.no_grad():
+        cache = model(prompt()).past_key_values
+        model(torch.tensor([[5]]), past_key_values=cache)
+    assert caplog.text.count("a prompt of 40 tokens is read in tiles of 8") == 1
+    assert cache.tile_size is None, "a step has one token"
