@@ -15,6 +15,9 @@ from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
 CHUNK_SLOTS = 1024
 """Attention decodes at least this many slots at a time: a small part of what a dense copy would take."""
 
+ENCODED_AT_ONCE = 4096
+"""Tokens of a head that a codec encodes at a time, if it does so in ranges: what passes through fp32 stays small."""
+
 MAX_CHUNKS = 16
 """The maximum number of chunks: few enough for a compiled step to unroll the loop."""
 
@@ -44,6 +47,27 @@ def is_empty_head(write_mask: Tensor, occupied: Tensor) -> Tensor:
     In these heads, parameters per sequence are fitted again.
     """
     return (write_mask.any(-1) & ~occupied.any(-1))[..., None, None]
+
+
+def token_ranges(tokens: int) -> list[slice]:
+    """Ranges of tokens, in order, each of which is encoded at once."""
+    return [slice(start, min(start + ENCODED_AT_ONCE, tokens)) for start in range(0, tokens, ENCODED_AT_ONCE)]
+
+
+def sum_tokens(x: Tensor, write_mask: Tensor, term: Callable[[Tensor], Tensor]) -> Tensor:
+    """Sum a term of each token that is written, [B, H, 1, D] fp64.
+
+    Args:
+        x: [B, H, n, D].
+        write_mask: Which of the n tokens are written, [B, H, n] bool.
+        term: Of tokens [B, H, m, D] fp32, a term of the same shape.
+    """
+    # In fp64, so that the order of the sum does not matter: a row must have the same codes with more padding.
+    sums = [
+        term(x[:, :, at].float()).masked_fill(~write_mask[:, :, at, None], 0).sum(2, keepdim=True, dtype=torch.float64)
+        for at in token_ranges(x.shape[2])
+    ]
+    return sum(sums[1:], sums[0])
 
 
 def take(t: Tensor, at: At) -> Tensor:

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import (
+    ENCODED_AT_ONCE,
+    is_empty_head,
+    mix_by_chunks,
+    ordinary_layout,
+    put,
+    score_by_chunks,
+    sum_tokens,
+    take,
+    token_ranges,
+)
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
@@ -96,7 +106,7 @@ class BFP:
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-        return Traits(block=block, residual=residual, per_head=("order",))
+        return Traits(block=block, residual=residual, per_head=("order",), at_once=ENCODED_AT_ONCE)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -140,9 +150,12 @@ class BFP:
         codes: BFPCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        keys = keys.float()
-        values = values.float()
         _fit_order(codes, keys, write_mask, occupied)
+        for at in token_ranges(keys.shape[2]):
+            self._write(codes, keys[:, :, at].float(), values[:, :, at].float(), slots[:, :, at], write_mask[:, :, at])
+
+    def _write(self, codes: BFPCodes, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+        """Encode tokens in the channel order of their heads."""
         mantissas, exponents = self._encode(keys.gather(-1, codes.order.long().expand_as(keys)))
         put(codes.keys, mantissas, slots, write_mask)
         put(codes.key_scale, exponents, slots, write_mask)
@@ -212,7 +225,6 @@ class BFP:
 
 def _fit_order(codes: BFPCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
     """Sort the channels by their norm, largest first, in heads without an occupied slot."""
-    # Summed in fp64, so that the order of the sum does not matter: a row must have the same codes with more padding.
-    square = keys.square().masked_fill(~write_mask[..., None], 0).sum(2, keepdim=True, dtype=torch.float64)
+    square = sum_tokens(keys, write_mask, torch.square)
     order = square.argsort(dim=-1, descending=True, stable=True).to(torch.int16)
     codes.order.copy_(torch.where(is_empty_head(write_mask, occupied), order, codes.order))

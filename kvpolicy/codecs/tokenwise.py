@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import (
+    ENCODED_AT_ONCE,
+    is_empty_head,
+    mix_by_chunks,
+    ordinary_layout,
+    put,
+    score_by_chunks,
+    sum_tokens,
+    take,
+    token_ranges,
+)
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
@@ -104,7 +114,9 @@ class TokenWise:
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-        return Traits(block=block, residual=residual, per_head=("channel_scale", "channel_zero"))
+        return Traits(
+            block=block, residual=residual, per_head=("channel_scale", "channel_zero"), at_once=ENCODED_AT_ONCE
+        )
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -150,17 +162,19 @@ class TokenWise:
         codes: TokenWiseCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
-        keys = keys.float()
         if self.normalize:
             _fit(codes, keys, write_mask, occupied)
-            # Read back as fp16, also where they were just fitted: decoding has no other numbers.
-            keys = (keys - codes.channel_zero.float()) / codes.channel_scale.float()
         groups = codes.key_scale.shape[-1]
-        encoded = (*self._encode(keys, groups), *self._encode(values.float(), groups))
         targets = (codes.keys, codes.key_scale, codes.key_zero, codes.values, codes.value_scale, codes.value_zero)
-        for target, data in zip(targets, encoded, strict=True):
-            if target.shape[-1]:
-                put(target, data, slots, write_mask)
+        for at in token_ranges(keys.shape[2]):
+            some = keys[:, :, at].float()
+            if self.normalize:
+                # Read back as fp16, also where they were just fitted: decoding has no other numbers.
+                some = (some - codes.channel_zero.float()) / codes.channel_scale.float()
+            encoded = (*self._encode(some, groups), *self._encode(values[:, :, at].float(), groups))
+            for target, data in zip(targets, encoded, strict=True):
+                if target.shape[-1]:
+                    put(target, data, slots[:, :, at], write_mask[:, :, at])
 
     def keys(self, store: StageStore, at: At) -> Tensor:
         """Keys of the slots `at`, [B, H, n, D] fp32."""
@@ -207,12 +221,9 @@ class TokenWise:
 
 def _fit(codes: TokenWiseCodes, keys: Tensor, write_mask: Tensor, occupied: Tensor) -> None:
     """Compute mean and standard deviation of each channel, in heads without an occupied slot."""
-    is_written = write_mask[..., None]
     count = write_mask.sum(-1)[..., None, None].clamp(min=1)
-    # Summed in fp64, so that the order of the sum does not matter: a row must have the same codes with more padding.
-    mean = (keys.masked_fill(~is_written, 0).sum(2, keepdim=True, dtype=torch.float64) / count).float()
-    centered = (keys - mean).masked_fill(~is_written, 0)
-    deviation = (centered.square().sum(2, keepdim=True, dtype=torch.float64) / count).sqrt().float()
+    mean = (sum_tokens(keys, write_mask, lambda x: x) / count).float()
+    deviation = (sum_tokens(keys, write_mask, lambda x: (x - mean).square()) / count).sqrt().float()
     deviation = round_to_half(deviation.clamp(max=FP16))
     rounded = round_to_half(mean.clamp(-FP16, FP16))
     # Divided by less than this, the rounding error of the mean alone would be the largest element of its group.

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import (
+    ENCODED_AT_ONCE,
+    mix_by_chunks,
+    ordinary_layout,
+    put,
+    score_by_chunks,
+    take,
+    token_ranges,
+)
 from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
@@ -96,7 +104,7 @@ class TurboQuant:
     def traits_for(self, tokens: int | None) -> Traits:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
-        return Traits(block=block, residual=residual, per_head=())
+        return Traits(block=block, residual=residual, per_head=(), at_once=ENCODED_AT_ONCE)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -143,6 +151,11 @@ class TurboQuant:
         codes: TurboQuantCodes = store.codes
         if keys.shape[2] == 0 or codes.keys.shape[2] == 0:
             return
+        for at in token_ranges(keys.shape[2]):
+            self._write(codes, keys[:, :, at], values[:, :, at], slots[:, :, at], write_mask[:, :, at])
+
+    def _write(self, codes: TurboQuantCodes, keys: Tensor, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
+        """Encode tokens at once."""
         mixed = mix(keys.float(), self.seed)
         norm = _norm(mixed)
         # The channels of a unit vector of D elements have a variance of 1 / D; the levels are for a variance of 1.

@@ -19,7 +19,7 @@ def massive_tokens(hidden: Tensor, valid: Tensor | None, count: int) -> Tensor:
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
         count: How many activations.
     """
-    size = hidden.detach().abs().float()
+    size = hidden.detach().abs()  # in their dtype, which orders them as fp32 would: a prompt is long
     if valid is not None:
         # Below any absolute value. If a row has too few activations, padding is found, but has no position to pin.
         size = size.masked_fill(~valid[..., None], -1)

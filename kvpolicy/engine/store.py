@@ -222,7 +222,7 @@ class LayerStore(LayerCropping):
         order = self._demotion_order().indices(batch.positions, batch.state, batch.chosen)
         counts = batch.chosen.sum(-1)
         moved = demotion.demoted_counts(counts, self.limits, self.codec.traits, idle)
-        self._demote_tokens(batch.take(order), moved)
+        self._demote_tokens(batch.take_order(order), moved)
         # A row without a dictionary may use the dictionary slots for any token, as it would alone.
         start = self.reserved * has_dictionary(self.limits) if self.reserved else 0
         data = token_batch.slots_after(batch, order, moved, start, self.layout.exact)
@@ -354,7 +354,7 @@ class LayerStore(LayerCropping):
             size = int((end - start).max())
             if size:
                 slots = torch.arange(size, device=end.device).expand(*end.shape, -1)
-                part = batch.take((start[..., None] + slots).clamp_max(batch.positions.shape[-1] - 1))
+                part = batch.take_order((start[..., None] + slots).clamp_max(batch.positions.shape[-1] - 1))
                 self.write(slots, part.data, slots < (end - start)[..., None], stage)
             end = start
         assert not bool(end.any()), "a layout has too few slots for its tokens"

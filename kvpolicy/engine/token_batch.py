@@ -72,8 +72,29 @@ class TokenBatch(NamedTuple):
             map_state(lambda t: t.gather(-1, index), self.counts),
         )
 
+    def take_order(self, index: Tensor) -> TokenBatch:
+        """The same as `take`, without a copy where every head's index is one range, as of a prompt without padding."""
+        start = int(index[0, 0, 0]) if index.numel() else 0
+        size = index.shape[-1]
+        if bool((index == torch.arange(start, start + size, device=index.device)).all()):
+            return self.window(start, size)
+        return self.take(index)
+
     def window(self, start: int, size: int) -> TokenBatch:
-        """Tokens `start` to `start + size` of each head; the last one is repeated where there are fewer."""
+        """Tokens `start` to `start + size` of each head; the last one is repeated where there are fewer.
+
+        They are not copied if there are as many.
+        """
+        if start + size <= self.positions.shape[-1]:
+            at = slice(start, start + size)
+            return TokenBatch(
+                self.keys[:, :, at],
+                self.values[:, :, at],
+                self.positions[..., at],
+                map_slots(lambda t: t[..., at], self.state),
+                self.chosen[..., at],
+                map_state(lambda t: t[..., at], self.counts),
+            )
         index = torch.arange(start, start + size, device=self.positions.device)
         index = index.expand(*self.positions.shape[:2], -1).clamp_max(self.positions.shape[-1] - 1)
         return self.take(index)
@@ -85,7 +106,7 @@ class TokenBatch(NamedTuple):
     def trimmed(self) -> TokenBatch:
         """The same by ascending position, cut to the largest number of chosen tokens of any head."""
         most = max(int(self.chosen.sum(-1).max()), 1)
-        return self.take(self.by_position()[..., :most])
+        return self.take_order(self.by_position()[..., :most])
 
     def front(self, width: int) -> TokenBatch:
         """The chosen tokens first, in their order, cut to `width`, which must be enough for them."""

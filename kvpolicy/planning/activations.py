@@ -110,7 +110,7 @@ class Prefill(NamedTuple):
         piece = self._piece(batch, self.columns - self.chunk if waits else self.slots)
         tile = self._tile(piece)
         statistics = max((_statistics(self, own, piece, tile) for own in self.policy.distinct), default=0)
-        prefill = _forward(self, tile, statistics) + self._whole_bytes(piece, tile)
+        prefill = max(_forward(self, tile, statistics), self._pinning_bytes(piece)) + self._whole_bytes(piece, tile)
         if self.policy.replay is None:
             return prefill
         return max(prefill, self._replay_bytes(batch))
@@ -155,6 +155,13 @@ class Prefill(NamedTuple):
         size = self.shape.dtype.itemsize
         # The embedded tokens, the input of the layer, and its output.
         return piece.tokens * (3 * self.widths.hidden * size + _common(self))
+
+    def _pinning_bytes(self, piece: Piece) -> int:
+        """Bytes with which the largest activations of a piece are found before a layer takes it."""
+        if all(own.codec.traits.pins != "massive" for own in self.policy.distinct):
+            return 0
+        # Their absolute values, without padding, and a comparison of all.
+        return piece.tokens * self.widths.hidden * (2 * self.shape.dtype.itemsize + 1)
 
     def _replay_bytes(self, batch: int) -> int:
         """A replayed chunk with its instruction, which attends to a copy of a layer's prompt behind which it stands."""
@@ -256,15 +263,21 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         chosen += 24 * cosines + vectors * 8 // size
         # A regression copies the attention of a window in fp64.
         chosen += 32 * scores * min(policy.merger.needs.window_queries, piece.columns)
-    # Tokens that are encoded pass through fp32 a few times.
-    encoded = piece.batch * _encoded(prefill, policy, piece) * shape.heads * shape.head_dim * 40
-    placed = joined + vectors + candidates * 64 + encoded
+    encoded = piece.batch * _encoded(prefill, policy, piece)
+    traits = policy.codec.traits
+    # Tokens that are encoded in another order than that of their positions are put in it, and then in their slots.
+    ordered = encoded * shape.token_nbytes * 2 * (traits.demote_by != "age")
+    # They pass through fp32 a few times.
+    at_once = min(encoded, piece.batch * traits.at_once) if traits.at_once else encoded
+    converted = at_once * shape.heads * shape.head_dim * 40
+    placed = joined + vectors + candidates * 64 + ordered + converted
     return max(attended, scored, chosen, placed)
 
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:
-    """The most tokens of a row that are encoded at once: of a later chunk, those that make room for its tokens."""
-    if not piece.past or prefill.holds or policy.codec.traits.recode_all:
+    """The most tokens of a row that are encoded: of a later chunk, those that make room for its tokens."""
+    traits = policy.codec.traits
+    if not piece.past or prefill.holds or traits.recode_all:
         return prefill.coded
     return min(prefill.coded, prefill.slots - prefill.coded + piece.columns)
 

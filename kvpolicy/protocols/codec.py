@@ -95,6 +95,7 @@ class Traits(NamedTuple):
             the slots; every other one has one entry per slot, which depends on nothing but its own token and the
             entries of its head. Such slots may lie in pages of heads with budgets of their own. None if slots share
             anything else, or if calibrated tensors differ by head.
+        at_once: The most tokens of a head that a write takes to fp32 at a time; 0 for all of them.
     """
 
     block: int = 0
@@ -108,6 +109,7 @@ class Traits(NamedTuple):
     query_absmax: bool = False
     searches: bool = False
     per_head: tuple[str, ...] | None = None
+    at_once: int = 0
 
     @property
     def fits_pages(self) -> bool:

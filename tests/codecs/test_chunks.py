@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from kvpolicy.codecs import _common
+from kvpolicy.codecs.bfp import BFP
 from kvpolicy.codecs.gear import GEAR
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.protocols import Stage
+from kvpolicy.codecs.tokenwise import TokenWise
+from kvpolicy.codecs.turboquant import TurboQuant
+from kvpolicy.protocols import Stage, StageStore
 from tests.codecs import stages
 from tests.conformance.twins import CASES, SLOTS, B, H, Twin, tokens
 
@@ -63,3 +68,28 @@ def test_small_shares_of_many_chunks_are_not_lost(name: str, dtype: torch.dtype)
     weights = torch.tensor([0.9, *[0.22 * rounding] * (SLOTS - 1)]).expand(B, H, 1, -1).to(dtype)
     want = weights.double() @ twin.stage.values(twin.store, slice(0, SLOTS)).double()
     torch.testing.assert_close(twin.stage.mix(twin.store, weights).double(), want, rtol=rounding, atol=0)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 64])
+@pytest.mark.parametrize(
+    "codec", [TokenWise(bits=4), TokenWise(bits="fp8"), BFP(), BFP(exact_values=True), TurboQuant()], ids=str
+)
+def test_tokens_encoded_in_ranges_have_the_codes_of_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, codec: Any, at_once: int
+) -> None:
+    """Also where some are not written, where slots are in no order, and where a head holds codes already."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for size in (4096, at_once):
+        monkeypatch.setattr(_common, "ENCODED_AT_ONCE", size)
+        generator.manual_seed(1)
+        store = StageStore(codec.alloc(2, 2, 40, 32, "cpu"), ())
+        for _ in range(2):
+            keys, values = torch.randn(2, 2, 2, 30, 32, generator=generator) * 3 + 1
+            slots = torch.rand(2, 2, 40, generator=generator).argsort(-1)[..., :30]
+            mask = torch.rand(2, 2, 30, generator=generator) < 0.8
+            occupied = torch.rand(2, 2, 40, generator=generator) < 0.02
+            codec.write(store, keys, values, slots, mask, occupied)
+        found.append(tuple(store.codes))
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other)

@@ -85,6 +85,10 @@ class FakeStage:
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
 
+_NOT_SLOW = ("query_absmax", "searches", "per_head", "at_once")
+"""Traits of which the slow reference has no field."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fake:
     """A codec of one to three fake stages.
@@ -146,9 +150,7 @@ class Fake:
             at = self.layout(tokens)
             return at.exact, list(at.coded)
 
-        fields: dict[str, Any] = {
-            name: getattr(self, name) for name in Traits._fields if name not in ("query_absmax", "searches", "per_head")
-        }
+        fields: dict[str, Any] = {name: getattr(self, name) for name in Traits._fields if name not in _NOT_SLOW}
         return coding.Codec(
             layout=layout,
             coder=lambda stage, layer, head: FakeHead(STEPS[stage], self.group_size, self.query_absmax),

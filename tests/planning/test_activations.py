@@ -64,7 +64,7 @@ CHUNKED = ["full", "tokenwise", "snapkv", "h2o+kivi", "uniform/adakv+snapkv", "k
 )
 def test_a_plan_is_what_a_prefill_needs(policy: str, chunk: int | None) -> None:
     model = llama()
-    spec = policy if policy in ("full", "tokenwise") else f"{policy}@0.2"
+    spec = policy if policy in ("full", "tokenwise", "rotate") else f"{policy}@0.2"
     measured = alive(model, spec, 768, chunk)
     plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, chunk=chunk)
     tiles = TILES if "regress" in policy else 0
@@ -77,15 +77,24 @@ LEAST = 0.6
 
 @pytest.mark.parametrize("tile", [192, 500])
 @pytest.mark.parametrize(
-    "policy", ["full", *WHOLE, "tokenwise", "h2o+kivi", "uniform/adakv+snapkv", "snapkv+quest:read=64"]
+    "policy",
+    ["full", *WHOLE, "tokenwise", "h2o+kivi", "uniform/adakv+snapkv", "snapkv+quest:read=64", "rotate"],
 )
 def test_a_plan_is_what_tiles_need(policy: str, tile: int) -> None:
     model = llama()
-    spec = policy if policy in ("full", "tokenwise") else f"{policy}@0.2"
+    spec = policy if policy in ("full", "tokenwise", "rotate") else f"{policy}@0.2"
     measured = alive(model, spec, 768, None, tile=tile)
     plan = kvpolicy.plan(model.config, spec, prompt=768, new=8, dtype=torch.float32, tile=tile)
     tiles = TILES if "regress" in policy else 0
     assert LEAST * (plan.prefill_nbytes - tiles) <= measured <= plan.prefill_nbytes
+
+
+@pytest.mark.parametrize("policy", ["tokenwise", "bfp", "turboquant"])
+def test_long_prompts_are_encoded_in_ranges(policy: str) -> None:
+    model = llama(max_position_embeddings=32768, num_key_value_heads=8)
+    measured = alive(model, policy, 20000, None, tile=512)
+    plan = kvpolicy.plan(model.config, policy, prompt=20000, new=8, dtype=torch.float32, tile=512)
+    assert LEAST * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
 
 
 @pytest.mark.parametrize("tile", [None, 100])
