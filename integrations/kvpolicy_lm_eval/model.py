@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.hf.attachment import Hold, check_hold
 from kvpolicy.hf.tile_size import TileSize, check_tile
 from kvpolicy.spec.embedded_names import EMBEDDED
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyWarning
@@ -59,6 +60,7 @@ class KVPolicyLM(HFLM):
             `hf`, which has an argument of this name too.
         tile: The most tokens of a prompt that a layer takes at a time; `auto`, the default, chooses by the free memory
             of a GPU, and `none` takes all.
+        hold: How a prompt is held that waits, such as for its replay: `plain`, or in the codec's `codes`.
         **kwargs: All other arguments of `hf`.
     """
 
@@ -72,6 +74,7 @@ class KVPolicyLM(HFLM):
         tp: int | None = None,
         backend: str = "default",
         tile: int | str | None = "auto",
+        hold: str = "plain",
         **kwargs: Any,
     ) -> None:
         """Parse the policy, load the model as `hf` does, and check that the policy can be used with it."""
@@ -81,6 +84,7 @@ class KVPolicyLM(HFLM):
         self.holdback = at_least("holdback", holdback, 0)
         self.rolling_chunk = at_least("rolling_chunk", rolling_chunk, 2)
         self.tile: TileSize = check_tile(None if tile in (None, "none", "None") else tile)
+        self.hold: Hold = check_hold(hold)
         self.sharding = read_sharding(tp, backend, kwargs, os.environ)
         self.stats = Stats()
         self._held_back = 0  # tokens that the documents of the requests in progress hold back
@@ -109,7 +113,11 @@ class KVPolicyLM(HFLM):
         if self.is_full:
             self._full_bytes(1)
         else:
-            kvpolicy.attach(self.model, self.policy, tile=self.tile).detach()
+            self._attached().detach()
+
+    def _attached(self) -> kvpolicy.Handle:
+        """The policy, attached to the model."""
+        return kvpolicy.attach(self.model, self.policy, tile=self.tile, hold=self.hold)
 
     def _load_shard(self, pretrained: Any, arguments: dict[str, Any]) -> None:
         """Load this rank's shard of the model. HFLM treats it as a whole model, and this process as the only one."""
@@ -273,7 +281,7 @@ class KVPolicyLM(HFLM):
         answers: list[Any] = [None] * len(requests)
         hidden = quiet or rolling or self.rank != 0  # lm-eval shows its own bar for rolling texts
         bar = tqdm(total=len(requests), disable=hidden, desc=f"Scoring under {self.policy}")
-        with bar, kvpolicy.attach(self.model, self.policy, tile=self.tile), warnings.catch_warnings():
+        with bar, self._attached(), warnings.catch_warnings():
             # A rolling text is compressed after each chunk on purpose: see `rolling_chunk`.
             warnings.filterwarnings("ignore", "Each chunk of the prompt", KVPolicyWarning)
             scored = self._score_rolling(requests, batch) if rolling else self._score_answers(requests, batch)
@@ -357,7 +365,7 @@ class KVPolicyLM(HFLM):
                 out = generate(context, max_length, stop, **kwargs)
             else:
                 held_back = max(min(self._held_back, int(lengths.min()) - 1), 0)
-                with kvpolicy.attach(self.model, self.policy, tile=self.tile):
+                with self._attached():
                     cache = kvpolicy.PolicyCache(
                         self.model, self.policy, prompt=prompt - held_back, new=max_length - columns + held_back
                     )

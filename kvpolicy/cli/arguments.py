@@ -139,6 +139,14 @@ TileTokens = Annotated[
 ]
 """Of a plan, which knows no device."""
 
+HoldCodes = Annotated[
+    bool,
+    typer.Option(
+        "--hold-codes",
+        help="Hold a prompt that waits for its replay, or for its last chunk, in the codes of the codec.",
+    ),
+]
+
 Tile = Annotated[
     str,
     typer.Option(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvpolicy.hf.attach import attach
+from kvpolicy.hf.attachment import PLAIN, Hold
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.cache_file import read, read_header
 from kvpolicy.hf.tile_size import TileSize
@@ -15,7 +16,14 @@ from kvpolicy.policy import Policy
 
 
 def make_file(
-    model: Any, ids: Any, policy: Policy, out: Path, compress: str | None, tile: TileSize = None
+    model: Any,
+    ids: Any,
+    policy: Policy,
+    out: Path,
+    compress: str | None,
+    *,
+    tile: TileSize = None,
+    hold: Hold = PLAIN,
 ) -> dict[str, Any]:
     """Prefill a text under a policy, and save its cache.
 
@@ -26,12 +34,13 @@ def make_file(
         out: The file to write.
         compress: How to compress the codes, or None.
         tile: The most tokens that a layer takes at a time, `auto`, or None.
+        hold: How a prompt is held that waits, as `hold` of `attach`.
 
     Returns:
         What `describe` says of the file, and `note`: what `note_for` says of the policy.
     """
     ids = ids.to(model.device)
-    with torch.inference_mode(), attach(model, policy, tile=tile) as handle:
+    with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
         cache = PolicyCache(model)
         model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache.save(out, tokens=ids.cpu(), compress=compress)

@@ -17,12 +17,14 @@ class GenerationOptions:
         temperature: The sampling temperature; 0 for greedy decoding.
         seed: The random seed.
         tile: The most tokens of the prompt that a layer takes at a time, `auto`, or None.
+        hold: How a prompt is held that waits, as `hold` of `attach`.
     """
 
     new: int
     temperature: float = 0.0
     seed: int = 0
     tile: int | Literal["auto"] | None = None
+    hold: Literal["plain", "codes"] = "plain"
 
     def arguments(self, tokenizer: Any) -> dict[str, Any]:
         """Return the keyword arguments of `model.generate`."""
@@ -157,7 +159,7 @@ def generate_text(
     ids = ids.to(model.device)
     interrupted = False
     torch.manual_seed(options.seed)
-    with torch.inference_mode(), attach(model, policy, tile=options.tile) as handle:
+    with torch.inference_mode(), attach(model, policy, tile=options.tile, hold=options.hold) as handle:
         timed = TimedStreamer(streamer() if streamer else None)
         try:
             arguments = options.arguments(tokenizer)

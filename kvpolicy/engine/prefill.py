@@ -10,16 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
+from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.engine.reading import AbsoluteSums
-from kvpolicy.protocols import Forward, MeanRotation, QueryMoments
+from kvpolicy.protocols import Calibration, Codec, Forward, MeanRotation, QueryMoments
 
 
 class PendingPrompt(NamedTuple):
     """A prefill or chunk that was attended to and awaits its budget. It holds no autograd graph.
 
     Attributes:
-        keys: [B, H, P, D].
-        values: [B, H, P, D].
+        keys: [B, H, P, D]; empty if there are codes.
+        values: [B, H, P, D]; likewise.
         valid: Which tokens are not padding, [B, P] bool; None if all are.
         transform: From products to attention weights.
         attn_sum: Attention summed over the queries, [B, Hq, S + P], if the selector needs it.
@@ -34,6 +35,7 @@ class PendingPrompt(NamedTuple):
             no replay.
         wants_vectors: Whether the selector needs keys and values.
         sums: Sums of its absolute queries and keys, if the reader needs the salience of their channels.
+        codes: Its keys and values as codes, if it waits as such.
     """
 
     keys: Tensor
@@ -51,14 +53,38 @@ class PendingPrompt(NamedTuple):
     wants_vectors: bool = False
     replay: Tensor | None = None
     sums: AbsoluteSums | None = None
+    codes: PromptCodes | None = None
+
+    @property
+    def columns(self) -> int:
+        """P."""
+        return self.keys.shape[2] if self.codes is None else self.codes.columns
+
+    def encoded(self, codec: Codec, calibration: Calibration) -> PendingPrompt:
+        """The same with codes instead of keys and values, as it waits; its codec encodes every token by itself."""
+        if self.codes is not None:
+            return self
+        none = PromptCodes.empty(codec, calibration, self.keys)
+        flags = self.flags
+        codes = none.extended(self.keys, self.values, flags, torch.zeros_like(flags[:, 0]))
+        batch, heads, _, dim = self.keys.shape
+        empty = self.keys.new_empty(batch, heads, 0, dim)  # a view would keep all keys alive
+        return self._replace(keys=empty, values=empty, codes=codes)
+
+    def decoded(self) -> PendingPrompt:
+        """The same with keys and values instead of codes."""
+        if self.codes is None:
+            return self
+        keys, values = self.codes.decoded(self.keys)
+        return self._replace(keys=keys, values=values, codes=None)
 
     def lengths(self, seen: Tensor) -> Tensor:
         """Tokens that each row has seen with this prompt, [B] int64, after `seen` [B] tokens."""
-        return seen + (self.keys.shape[2] if self.valid is None else self.valid.sum(-1))
+        return seen + (self.columns if self.valid is None else self.valid.sum(-1))
 
     def positions(self, seen: Tensor) -> Tensor:
         """Position of each token in its row after `seen` [B] tokens, [B, P] int32, -1 for padding."""
-        return token_positions(self.valid, self.keys.shape[2], seen)
+        return token_positions(self.valid, self.columns, seen)
 
     @property
     def idle(self) -> Tensor | None:
@@ -79,11 +105,13 @@ class PendingPrompt(NamedTuple):
     @property
     def flags(self) -> Tensor:
         """Which tokens are not padding, [B, P] bool."""
-        shape = self.keys.shape[0], self.keys.shape[2]
+        shape = self.keys.shape[0], self.columns
         return torch.ones(shape, dtype=torch.bool, device=self.keys.device) if self.valid is None else self.valid
 
     def after(self, past: Past | None) -> Past:
         """All its tokens as a past of the next chunk, behind the slots of its layer."""
+        if self.codes is not None:
+            return self.decoded().after(past)
         occupied = self.flags[:, None].expand(-1, self.keys.shape[1], -1)
         if past is None:
             return Past(self.keys, self.values, occupied)
@@ -106,10 +134,17 @@ class PendingPrompt(NamedTuple):
             # The columns of the later sums begin with those of the earlier ones, which its queries had as a past.
             attn_sum = attn_sum + F.pad(self.attn_sum, (0, attn_sum.shape[-1] - self.attn_sum.shape[-1]))
         peaks = [peak for peak in (self.query_absmax, later.query_absmax) if peak is not None]
-        before = self.keys.shape[2]
+        before = self.columns
+        if self.codes is None:
+            keys, values = (torch.cat(pair, 2) for pair in zip(self[:2], later[:2], strict=True))
+            codes = None
+        else:
+            keys, values = self[:2]
+            codes = self.codes.extended(later.keys, later.values, later.flags, self.flags.any(-1))
         return later._replace(
-            keys=torch.cat([self.keys, later.keys], 2),
-            values=torch.cat([self.values, later.values], 2),
+            keys=keys,
+            values=values,
+            codes=codes,
             valid=torch.cat([self.flags, later.flags], 1) if both else None,
             attn_sum=attn_sum,
             window=_newest(self.window, later.window, before, window),
@@ -141,6 +176,7 @@ class PendingPrompt(NamedTuple):
             query_absmax=of(self.query_absmax),
             replay=of(self.replay),
             sums=None if self.sums is None else AbsoluteSums(*map(fn, self.sums)),
+            codes=None if self.codes is None else self.codes.map_rows(fn),
         )
 
     def owned(self) -> PendingPrompt:
@@ -156,7 +192,8 @@ class PendingPrompt(NamedTuple):
         parts += [*(self.below_mean or ()), *(self.moments or ()), self.query_absmax, self.replay, *(self.sums or ())]
         if self.forward is not None:
             parts += [self.forward.hidden_states, self.forward.queries]
-        return sum(t.nbytes for t in parts if t is not None)
+        codes = 0 if self.codes is None else self.codes.nbytes
+        return codes + sum(t.nbytes for t in parts if t is not None)
 
 
 def token_positions(valid: Tensor | None, columns: int, seen: Tensor) -> Tensor:

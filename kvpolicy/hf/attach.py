@@ -15,7 +15,18 @@ from transformers.cache_utils import Cache
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.hf import falcon
-from kvpolicy.hf.attachment import HOLD, SELECT, Attachment, Chunks, attachments, check_chunks
+from kvpolicy.hf.attachment import (
+    HOLD,
+    PLAIN,
+    SELECT,
+    Attachment,
+    Chunks,
+    Hold,
+    attachments,
+    check_chunks,
+    check_held_codes,
+    check_hold,
+)
 from kvpolicy.hf.attention_interface import PREFIX
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.config_swap import configs_of, swap_implementation
@@ -67,7 +78,9 @@ class Handle:
         cache: The most recent cache that the model made by itself, or None.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, tile: TileSize = None, chunks: Chunks = SELECT) -> None:
+    def __init__(
+        self, model: nn.Module, policy: Policy, tile: TileSize = None, chunks: Chunks = SELECT, hold: Hold = PLAIN
+    ) -> None:
         """Attach; use `kvpolicy.attach`."""
         self.cache: PolicyCache | None = None
         self._model = model
@@ -82,13 +95,15 @@ class Handle:
         info = shape.info(sample_weights(sites.layers[0]) if sharing is None else sharing.weights)
         policy = self.policy = resolve_for(policy, shape, info)
         policy.check(info)
+        check_held_codes(hold, policy)
         undoes = policy.undoes_rotation
         rotations = _rotations(sites, undoes)
         rotary = getattr(sites.decoder, "rotary_emb", None)
         trained = None if rotary is None else trained_positions(model.config)
         # Before `_connect`, because `detach` needs it if connecting fails.
         described = identity(model, info=info)
-        self._attachment = Attachment(policy, shape, info, described, rotations, sharing, rotary, trained, tile, chunks)
+        how = (rotations, sharing, rotary, trained, tile, chunks, hold)
+        self._attachment = Attachment(policy, shape, info, described, *how)
         try:
             self._connect(sites)
         except BaseException:
@@ -306,6 +321,7 @@ def attach(
     budget: float | int | str | None = None,
     tile: TileSize = None,
     chunks: Chunks = SELECT,
+    hold: Hold = PLAIN,
 ) -> Handle:
     """Attach a policy to a model, so that every KV cache that the model makes is under the policy.
 
@@ -324,6 +340,11 @@ def attach(
             `"select"` compresses each chunk, so that a selector that looks at the last queries looks at those of each
             chunk; `"hold"` keeps all of a prompt whose length is announced until its last chunk, and selects then. It
             takes the memory of the whole prompt in all layers, which `tile` does not.
+        hold: How a prompt is held in all layers while it waits: for its last chunk under `chunks="hold"`, for its
+            replay under `kvzip`, or for the budgets of `squeeze`. `"plain"` as its keys and values, `"codes"` in the
+            codes of the codec, which takes less memory. What it attends to meanwhile is decoded, and what is kept is
+            encoded again, so that other tokens may be kept. The codec must encode every token by itself, as `tokenwise`
+            does.
 
     Returns:
         The handle: `.cache`, `.plan`, `.report()`, `.detach()`.
@@ -348,7 +369,7 @@ def attach(
     with _LOCK:  # of two threads that attach at the same moment, the second one finds the first one's policy
         _check_fresh(model)
         check_caching(model)
-        return Handle(model, policy, check_tile(tile), check_chunks(chunks))
+        return Handle(model, policy, check_tile(tile), check_chunks(chunks), check_hold(hold))
 
 
 def _end_masks(module: nn.Module, args: Any, output: Any) -> None:

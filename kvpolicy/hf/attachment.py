@@ -22,6 +22,39 @@ SELECT: Chunks = "select"
 HOLD: Chunks = "hold"
 
 
+Hold = Literal["plain", "codes"]
+"""How a prompt is held that waits: as its keys and values, or in the codes of the codec."""
+
+PLAIN: Hold = "plain"
+CODES: Hold = "codes"
+
+
+def check_hold(hold: object) -> Hold:
+    """Return `plain` or `codes`.
+
+    Raises:
+        KVPolicyError: If it is neither.
+    """
+    if hold not in (PLAIN, CODES):
+        raise KVPolicyError(f"hold must be 'plain' or 'codes', got {hold!r}; try hold='codes'.")
+    return CODES if hold == CODES else PLAIN
+
+
+def check_held_codes(hold: Hold, policy: Policy) -> None:
+    """Refuse to hold prompts in the codes of a codec that does not encode every token by itself.
+
+    Raises:
+        KVPolicyError: Naming the codec.
+    """
+    codecs = [own.codec for own in policy.distinct]
+    codec = next((each for each in codecs if not each.traits.fits_pages or len(each.stages) != 1), None)
+    if hold == CODES and codec is not None:
+        raise KVPolicyError(
+            f"The codec must encode every token by itself for hold='codes', got {codec}; try tokenwise, or "
+            "hold='plain'."
+        )
+
+
 def check_chunks(chunks: object) -> Chunks:
     """Return `select` or `hold`.
 
@@ -51,6 +84,7 @@ class Attachment:
         trained_positions: The positions that it was trained for; None if its kind extrapolates.
         tile: The most tokens of a prompt that a layer takes at a time; `auto` to choose by free memory, None for all.
         chunks: `select` to compress each chunk of a prompt, `hold` to wait for the last one where it is announced.
+        hold: `codes` to hold prompts that wait in the codes of the codec, else `plain`.
         layers: Number of the model's layers.
         active: False once the policy is detached.
     """
@@ -67,6 +101,7 @@ class Attachment:
         trained_positions: int | None = None,
         tile: TileSize = None,
         chunks: Chunks = SELECT,
+        hold: Hold = PLAIN,
     ) -> None:
         """Describe an attachment; `sharing` says how the model is sharded over ranks, or is None."""
         self.policy = policy
@@ -78,6 +113,7 @@ class Attachment:
         self.trained_positions = trained_positions
         self.tile: TileSize = tile
         self.chunks: Chunks = chunks
+        self.hold: Hold = hold
         self.layers: int = len(model_shape.evictable) + len(model_shape.unmanaged)
         self.active = True
         self._sharing = sharing
@@ -96,6 +132,7 @@ class Attachment:
             KVPolicyError: Naming the part of the policy.
         """
         policy.check(self.info)  # first: what follows asks a policy by layer for each layer of the model
+        check_held_codes(self.hold, policy)
         if policy.layer_metric and not self.policy.layer_metric:
             raise KVPolicyError(
                 f"The attached policy must measure every layer as the cache's {policy} does, got {self.policy}; try to "

@@ -15,7 +15,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
 from kvpolicy.engine.store import LayerStore, RowBudget
-from kvpolicy.hf.attachment import HOLD, Attachment
+from kvpolicy.hf.attachment import CODES, HOLD, Attachment
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer, make_store
@@ -77,7 +77,8 @@ class CacheForward(UndoableCache):
         rope = self.attachment.ropes.get(index) if policy.undoes_rotation else None
         chooser = policy.reader.traits.source(index)
         board = None if chooser is None else self._boards.setdefault(chooser, Board())
-        return PolicyLayer(lambda: make_store(policy, index, rope), board)
+        holds_codes = self.attachment.hold == CODES
+        return PolicyLayer(lambda: make_store(policy, index, rope), board, holds_codes=holds_codes)
 
     @property
     def prompt(self) -> Tensor | None:
@@ -254,7 +255,7 @@ class CacheForward(UndoableCache):
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
         if self.wants_metrics:
-            layer.pending = pending.owned()
+            layer.keep(pending)
             self._waiting.append(layer)
             return
         if layer is self.policy_layers[0]:

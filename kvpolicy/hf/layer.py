@@ -52,13 +52,17 @@ class PolicyLayer(CacheLayerMixin):
     values: Tensor = property(lambda self: getattr(self.store, "values", None))  # pyright: ignore
     is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
 
-    def __init__(self, make_store: Callable[[], LayerStore], board: Board | None = None) -> None:
+    def __init__(
+        self, make_store: Callable[[], LayerStore], board: Board | None = None, *, holds_codes: bool = False
+    ) -> None:
         """Make an empty layer; `make_store` is called again for every reset.
 
-        `board` is where a layer shows what it chose to read, to the layers behind it that read the same.
+        `board` is where a layer shows what it chose to read, to the layers behind it that read the same. A prompt that
+        waits is held in codes if `holds_codes`, for which the codec must encode every token by itself.
         """
         self._make_store = make_store
         self._board = board
+        self._holds_codes = holds_codes
         self.reset()
 
     def reset(self) -> None:
@@ -142,6 +146,12 @@ class PolicyLayer(CacheLayerMixin):
                     first = start * part.shape[1]
                     flags[:, first : first + part.shape[1] or None] |= part
             self.massive = flags
+        self.keep(pending)
+
+    def keep(self, pending: PendingPrompt) -> None:
+        """Keep a prompt until its budget is known."""
+        if self._holds_codes:
+            pending = pending.encoded(self.store.codec, self.store.calibrations[0])
         self.pending = pending.owned()
 
     def release(self) -> tuple[PendingPrompt, Tensor | None]:
@@ -150,7 +160,7 @@ class PolicyLayer(CacheLayerMixin):
         massive = self.massive
         assert pending is not None
         self.pending = self.massive = None
-        return pending, massive
+        return pending.decoded(), massive
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make a layer without slots, on the device of its first keys."""

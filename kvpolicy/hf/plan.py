@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvpolicy.hf.attachment import HOLD, SELECT, Chunks, check_chunks
+from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.memory import planned_resident, prefill_peak
+from kvpolicy.planning.memory import held_codes_bytes, planned_resident, prefill_peak
 from kvpolicy.planning.notes import beyond_trained_length, plan_notes
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
@@ -36,6 +36,7 @@ def plan(
     chunk: int | None = None,
     tile: int | None = None,
     chunks: Chunks = SELECT,
+    hold: Hold = PLAIN,
 ) -> CachePlan:
     """Plan a policy's cache from a config alone, without weights.
 
@@ -51,6 +52,7 @@ def plan(
         chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
         tile: Tokens of a prompt that a layer takes at a time, as `tile` of `attach`; all by default.
         chunks: What becomes of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
+        hold: How a prompt is held that waits, as `hold` of `attach`: as keys and values, or in the codec's codes.
 
     Returns:
         The plan: `.nbytes` is what the cache will hold, `.weights` what the model holds besides, `.prefill_nbytes` what
@@ -89,6 +91,7 @@ def plan(
     info = describe(config, dtype).info()  # calibrations are of all heads
     policy = resolve_for(policy, model, info)
     policy.check(info)
+    check_held_codes(check_hold(hold), policy)
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
@@ -104,9 +107,15 @@ def plan(
     columns = max(lengths)
     prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))
     notes = (
-        plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures),
+        plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures, coded=hold == CODES),
         beyond_trained_length(prompt_len, new, trained_positions(config)),
     )
+
+    def held_codes(tokens: int) -> int:
+        return sum(held_codes_bytes(policy.at(index), batch, model.shape, tokens) for index in model.evictable)
+
+    nbytes = [sum(layer.nbytes.values()) for layer in layers]
+    held = held_codes if hold == CODES else None
     return CachePlan(
         policy=policy,
         batch=batch,
@@ -117,9 +126,7 @@ def plan(
         note="; ".join(filter(None, notes)),
         resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
         tp=tp,
-        peak_nbytes=prefill_peak(
-            policy, batch, model.shape, [sum(x.nbytes.values()) for x in layers], columns, prefilled, chunk, holds
-        ),
+        peak_nbytes=prefill_peak(policy, batch, model.shape, nbytes, columns, prefilled, chunk, holds, held),
         prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
         full_peak_nbytes=model.token_bytes() * batch * columns * len(shapes) + prefilled,
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import (
     NOT_REPLAYED,
     Chunk,
@@ -83,6 +84,7 @@ class ReplayCache(PassingCache):
         self.wants_inputs = plan.norms
         self.scores: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
+        self._decoded: tuple[int, PendingPrompt] | None = None
 
     def begin(self, chunk: Chunk, valid: Tensor) -> None:
         """Prepare for the replay of a chunk by tokens of which `valid` [B, R] are not padding."""
@@ -105,7 +107,7 @@ class ReplayCache(PassingCache):
         See `PolicyCache.attend`; nothing is stored.
         """
         store = self.held[layer_idx].store
-        pending = self.held[layer_idx].pending
+        pending = self._prompt(layer_idx)
         heads = q.shape[1]
         if store.ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
@@ -123,6 +125,13 @@ class ReplayCache(PassingCache):
         past = Past(pending.keys, pending.values, occupied)
         return attend_context(q, k, v, transform, past, flags)[:, :heads]
 
+    def _prompt(self, layer_idx: int) -> PendingPrompt:
+        """The prompt that a layer holds, decoded; that of one layer at a time, for all of its tiles."""
+        if self._decoded is None or self._decoded[0] != layer_idx:
+            self._decoded = None  # first, so that one is alive at a time
+            self._decoded = layer_idx, self.held[layer_idx].pending.decoded()
+        return self._decoded[1]
+
     def _so_far(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the running replay up to its newest token, given those of a layer's newest tile."""
         if self.tile is None:
@@ -138,7 +147,7 @@ class ReplayCache(PassingCache):
     def _gain(self, layer_idx: int, forward: Forward) -> Gain:
         if layer_idx not in self._outputs:
             projection = output_projection(forward.module)
-            self._outputs[layer_idx] = output_norms(self.held[layer_idx].pending.values, projection)
+            self._outputs[layer_idx] = output_norms(self._prompt(layer_idx).values, projection)
         return Gain(self._outputs[layer_idx], input_norms(forward.hidden_states))
 
 

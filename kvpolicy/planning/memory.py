@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -142,6 +142,13 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
     return kinds
 
 
+@lru_cache(maxsize=4096)
+def held_codes_bytes(policy: Policy, batch: int, shape: LayerShape, columns: int) -> int:
+    """Bytes of a layer's prompt that waits in codes; see `kvpolicy.engine.prompt_codes`."""
+    codes = policy.codec.stages[0].alloc(batch, shape.heads, columns, shape.head_dim, "meta")
+    return sum(t.nbytes for t in tensors(codes))
+
+
 def resident_bytes(calibrations: Iterable[Any]) -> int:
     """Bytes of calibration tensors; tensors that layers share are counted once."""
     return sum({t.data_ptr(): t.nbytes for calibration in calibrations for t in tensors(calibration)}.values())
@@ -175,6 +182,7 @@ def prefill_peak(
     unmanaged_nbytes: int,
     chunk: int | None = None,
     holds: bool = False,
+    held: Callable[[int], int] | None = None,
 ) -> int:
     """The most bytes that a cache holds while a prompt is prefilled, in one piece or in chunks.
 
@@ -190,9 +198,14 @@ def prefill_peak(
         unmanaged_nbytes: Bytes of the layers that are not under the policy, while the prompt is prefilled.
         chunk: Tokens that are prefilled at a time; None for all.
         holds: Whether chunks are held until the last one.
+        held: Bytes of prompts of so many tokens that wait in all layers; those of keys and values by default.
     """
     prompt = batch * columns * shape.token_nbytes
-    piece = batch * min(chunk or columns, columns) * shape.token_nbytes
+    new = min(chunk or columns, columns)
+    piece = batch * new * shape.token_nbytes
+    # Of codes, those of one layer are decoded, and the newest keys of another one are not encoded yet.
+    plain = 0 if held is None else prompt
+    held = held or (lambda tokens: len(layers) * batch * tokens * shape.token_nbytes)
     replay = policy.replay
     if replay is not None:
         # A score of each token and head, and the ids, validity and next position of the replayed text; one chunk of
@@ -200,11 +213,11 @@ def prefill_peak(
         scores = batch * columns * shape.heads * 4
         text = batch * (columns * (8 + 1) + 8)
         chunk = batch * min(replay.chunk, columns) * shape.token_nbytes
-        return len(layers) * (prompt + scores) + text + chunk + unmanaged_nbytes
+        return held(columns) + len(layers) * scores + plain + text + chunk + unmanaged_nbytes
     if holds and piece < prompt:
-        return len(layers) * prompt + piece + unmanaged_nbytes
+        return held(columns) + plain + piece + unmanaged_nbytes
     if policy.layer_metric:  # layers are measured in the first chunk
-        return max(len(layers) * piece, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
+        return max(held(new) + min(plain, piece), sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes
     if piece < prompt:  # all layers hold what was kept of the chunks before
         return sum(layers) + piece + unmanaged_nbytes
     # The last layer's prompt is alive when all others are compressed, and so is an earlier one's that is larger.

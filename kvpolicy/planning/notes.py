@@ -20,7 +20,13 @@ MIN_TOKENS = 16
 
 
 def plan_notes(
-    policy: Policy, layers: Sequence[LayerPlan], keep: Tensor, prompt: Tensor, *, measured: bool = True
+    policy: Policy,
+    layers: Sequence[LayerPlan],
+    keep: Tensor,
+    prompt: Tensor,
+    *,
+    measured: bool = True,
+    coded: bool = False,
 ) -> str:
     """All notes on a plan, or an empty string.
 
@@ -30,6 +36,7 @@ def plan_notes(
         keep: Tokens per layer, [B, L].
         prompt: Prompt length of each row, [B].
         measured: Whether the allocator has measured its layer metric.
+        coded: Whether prompts that wait are held in codes.
     """
     even = _even_layers(policy, keep, prompt) if measured else ""
     notes = (
@@ -37,7 +44,7 @@ def plan_notes(
         _few_tokens(policy, keep, prompt),
         even,
         _mostly_exact(policy, layers),
-        _held_prompts(policy),
+        _held_prompts(policy, coded),
     )
     return "; ".join(filter(None, notes))
 
@@ -89,11 +96,12 @@ def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
     return f"{_rows(even)}: all layers have the same budget, since fewer than three distinct metrics were measured"
 
 
-def _held_prompts(policy: Policy) -> str:
+def _held_prompts(policy: Policy, coded: bool) -> str:
     """A selector that replays the context, for which every layer holds its prompt."""
     if policy.replay is None:
         return ""
-    return "every layer holds its whole prompt until it is replayed, so that the prefill needs the full cache"
+    needed = "codes of all tokens" if coded else "the full cache"
+    return f"every layer holds its whole prompt until it is replayed, so that the prefill needs {needed}"
 
 
 def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:

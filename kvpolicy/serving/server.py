@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from kvpolicy.hf.attach import attach
+from kvpolicy.hf.attachment import PLAIN, Hold
 from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.serving import handlers
 from kvpolicy.serving.app import build_app
@@ -93,6 +94,7 @@ def serving(
     load: Callable[[Any], Prefix] | None = None,
     allowed_hosts: Sequence[str] = (),
     tile: TileSize = None,
+    hold: Hold = PLAIN,
 ) -> Generator[uvicorn.Server, None, None]:
     """Attach a policy to a model, and make the server.
 
@@ -105,6 +107,7 @@ def serving(
         load: Loads the cache that every request starts from, given the model with the policy attached; or None.
         allowed_hosts: Names and addresses that a `Host` header may have, besides those of the listener.
         tile: The most tokens of a prompt that a layer takes at a time, `auto`, or None.
+        hold: How a prompt is held that waits, as `hold` of `attach`.
 
     Yields:
         The server; call `run(sockets=[listener])`. The policy is detached at the end.
@@ -115,7 +118,7 @@ def serving(
     hosts = Hosts(listener.getsockname()[0], allowed_hosts)
     handlers.check_transformers()
     has_template = handlers.adapt_tokenizer(tokenizer)
-    with attach(model, policy, tile=tile) as handle:
+    with attach(model, policy, tile=tile, hold=hold) as handle:
         prefix = None if load is None else load(model)
         metrics = Metrics()
         generation = Generation(handle, metrics, prefix)

@@ -108,6 +108,19 @@ def test_a_plan_is_what_held_chunks_need(policy: str, tile: int | None) -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 192])
+@pytest.mark.parametrize("policy", ["kvzip+tokenwise", "squeeze+h2o+tokenwise", "uniform/adakv+kvzip+bfp"])
+def test_a_plan_is_what_codes_that_wait_need(policy: str, chunk: int | None) -> None:
+    model = llama(num_hidden_layers=6)
+    how: dict[str, Any] = {"tile": 192, "chunks": "hold", "hold": "codes"}
+    measured = alive(model, f"{policy}@0.2", 768, chunk, **how)
+    plan = kvpolicy.plan(model.config, f"{policy}@0.2", prompt=768, new=8, dtype=torch.float32, chunk=chunk, **how)
+    assert LEAST * plan.prefill_nbytes <= measured <= plan.prefill_nbytes
+    how["hold"] = "plain"
+    plain = kvpolicy.plan(model.config, f"{policy}@0.2", prompt=768, new=8, dtype=torch.float32, chunk=chunk, **how)
+    assert plan.prefill_nbytes < plain.prefill_nbytes
+
+
+@pytest.mark.parametrize("chunk", [None, 192])
 def test_the_stock_cache(chunk: int | None) -> None:
     model = llama()
     measured = alive(model, None, 768, chunk)

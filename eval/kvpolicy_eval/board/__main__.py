@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     board = Board(args.results, docs, args.model)
     shown = [*entries(args.model), *PEERS]
     if args.only:
-        named = {entry.spec: entry for entry in shown}
+        named = {entry.name: entry for entry in shown}
         shown = [named.get(spec, Entry(spec, "combination")) for spec in args.only]
     listed = [entry for entry in shown if not entry.is_peer]
     peers = [entry for entry in shown if entry.is_peer]

@@ -51,7 +51,7 @@ class Cell(NamedTuple):
     def key(self, docs: int, model: str) -> str:
         """What identifies the result in the file. The full cache has no budget, so that its result serves all."""
         share = "" if self.entry.kind == "all tokens" else f" at {self.share:g}"
-        return f"{self.entry.spec}{share} {self.mode} {self.length} n={docs} {model}"
+        return f"{self.entry.name}{share} {self.mode} {self.length} n={docs} {model}"
 
 
 class Interval(NamedTuple):
@@ -154,7 +154,7 @@ class Board:
         byte_share = cell.share if cell.entry.by_bytes else None
         policy = cell.entry.at(cell.share)
         try:
-            accuracy, held = evaluator.accuracy(policy, byte_share, cell.mode)
+            accuracy, held = evaluator.accuracy(policy, byte_share, cell.mode, hold=cell.entry.hold)
         except KVPolicyError as error:
             return {"refused": str(error)}
         counts = _counts(accuracy, docs)
@@ -182,7 +182,7 @@ def _moved(cell: Cell, model: Any) -> float:
 
 
 def _time_key(entry: Entry, share: float) -> str:
-    return f"time {entry.spec} at {share:g}"
+    return f"time {entry.name} at {share:g}"
 
 
 def cells(listed: list[Entry], shares: list[float], lengths: list[int]) -> Iterator[Cell]:

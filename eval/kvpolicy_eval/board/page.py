@@ -49,7 +49,7 @@ def row(board: Board, entry: Entry, share: float, length: int) -> list[str]:
     found = [board.known_cell(Cell(entry, share, mode, length)) for mode in MODES]
     measured = [result for result in found if result is not None]
     return [
-        f"`{entry.at(share)}`",
+        f"`{entry.at(share)}`" + entry.name.removeprefix(entry.spec),
         entry.kind,
         *(_answers([result] if result else []) for result in found),
         _answers(measured if len(measured) == len(MODES) else []),
@@ -85,7 +85,7 @@ def refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float], len
     """Every policy that was refused, with the lengths and budgets at which it was."""
     lines: dict[str, list[str]] = {}
     for entry, place, _ in _refused(board, listed, shares, lengths):
-        lines.setdefault(entry.spec, []).append(place)
+        lines.setdefault(entry.name, []).append(place)
     return "\n".join(f"- `{spec}`: {', '.join(dict.fromkeys(places))}" for spec, places in lines.items())
 
 
@@ -94,8 +94,8 @@ def peer_refusals(board: Board, listed: Sequence[Entry], shares: Sequence[float]
     places: dict[str, list[str]] = {}
     reasons: dict[str, str] = {}
     for entry, place, message in _refused(board, listed, shares, lengths):
-        places.setdefault(entry.spec, []).append(place)
-        reasons.setdefault(entry.spec, message)
+        places.setdefault(entry.name, []).append(place)
+        reasons.setdefault(entry.name, message)
     rows = [[f"`{spec}`", ", ".join(dict.fromkeys(places[spec])), why] for spec, why in reasons.items()]
     return table(["method", "without a result at", "why, at the first"], rows) if rows else ""
 

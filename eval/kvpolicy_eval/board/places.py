@@ -47,7 +47,7 @@ def page_table(name: str, board: Board, listed: Sequence[Entry], shares: Sequenc
     if any(name in names for names in registry.BUILT_IN.values()):
         found, lengths = compared(name, listed), list(board.docs)
     else:
-        found, lengths = [entry for entry in listed if entry.spec in OVERVIEW], [OVERVIEW_LENGTH]
+        found, lengths = [entry for entry in listed if entry.name in OVERVIEW], [OVERVIEW_LENGTH]
         shares = [OVERVIEW_SHARE]
     parts = [length_table(board, found, shares, length) for length in lengths]
     shown = [length for length, part in zip(lengths, parts, strict=True) if part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from kvpolicy import registry
+from kvpolicy.hf.attachment import Hold
 
 Library = Literal["kvpress", "transformers"]
 Kind = (
@@ -45,6 +46,9 @@ COMBINATIONS = (
     "kvzip+tokenwise:bits=4",
 )
 
+HELD_IN_CODES = "uniform/adakv+kvzip+tokenwise:bits=4"
+"""Combination that is measured once more, with prompts that wait for their replay in codes."""
+
 
 class Entry(NamedTuple):
     """One row of the board: a policy, or a method of another library.
@@ -52,10 +56,17 @@ class Entry(NamedTuple):
     Attributes:
         spec: Without a budget; a reader's has the place `{read}` for the fraction of the slots that it reads.
         kind: Kind of the method that it shows; the library for a method of another one, whose spec is its code.
+        hold: How a prompt is held that waits, as `hold` of `kvpolicy.attach`.
     """
 
     spec: str
     kind: Kind
+    hold: Hold = "plain"
+
+    @property
+    def name(self) -> str:
+        """What tells rows apart: the spec, and how a prompt is held if not as keys and values."""
+        return self.spec if self.hold == "plain" else f"{self.spec}, hold={self.hold}"
 
     @property
     def by_bytes(self) -> bool:
@@ -97,7 +108,8 @@ def entries(model: str = "tiny") -> list[Entry]:
     found += [Entry(f"{SELECTOR}+{name}", "merger") for name in registry.MERGERS if name != "drop"]
     found += [Entry(f"{SELECTOR}+{CODECS.get(name, name)}", "codec") for name in registry.CODECS if name != "plain"]
     found += [Entry(spec, "combination") for spec in COMBINATIONS]
+    found += [Entry(HELD_IN_CODES, "combination", "codes")]
     found += [
         Entry(f"full+{READERS.get(name, name)}:read={{read}}", "reader") for name in registry.READERS if name != "all"
     ]
-    return [Entry(entry.spec.replace("{model}", model), entry.kind) for entry in found]
+    return [entry._replace(spec=entry.spec.replace("{model}", model)) for entry in found]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import kvpolicy
+from kvpolicy.hf.attachment import Hold
 from kvpolicy.spec.embedded_names import EmbeddedName
 from kvpolicy_eval.data.modes import Placed, place, second_question
 from kvpolicy_eval.data.tasks import draw_prompts
@@ -65,6 +66,7 @@ class TaskEvaluator:
         mode: str = "inside",
         only: Collection[str] = (),
         saved: bool = False,
+        hold: Hold = "plain",
     ) -> tuple[dict[str, float], float]:
         """Share of right answers of each task, and the bytes held, as a share of the full cache's.
 
@@ -74,11 +76,12 @@ class TaskEvaluator:
             mode: The place of the question. Tasks without a second question are left out of `second`.
             only: Names of tasks; all by default.
             saved: Whether the compressed cache is saved to a file, and the rest is fed to what is loaded.
+            hold: How a prompt is held that waits, as `hold` of `kvpolicy.attach`.
         """
         right: dict[str, float] = {}
         held_bytes = 0
         full_bytes = 0
-        with kvpolicy.attach(self.model, policy) as handle, torch.inference_mode():
+        with kvpolicy.attach(self.model, policy, hold=hold) as handle, torch.inference_mode():
             by_step = handle.policy.reads_part or policy == "all"
             for name, prompts in self.prompts.items():
                 if (only and name not in only) or (mode == "second" and second_question(prompts[0]) is None):

@@ -36,6 +36,7 @@ def make(
     compress: Annotated[bool, typer.Option("--compress", help="Compress the codes without loss.")] = False,
     chat: Chat = False,
     tile: arguments.Tile = "auto",
+    hold_codes: arguments.HoldCodes = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -55,7 +56,8 @@ def make(
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], 0)
-    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile_size)
+    hold: Any = "codes" if hold_codes else "plain"
+    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile=tile_size, hold=hold)
     if json:
         print(as_json("cache make", facts))
         return

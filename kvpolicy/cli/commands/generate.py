@@ -75,6 +75,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=-(2**63), max=2**64 - 1, metavar="INT", help="Random seed.")] = 0,
     chat: Chat = False,
     tile: arguments.Tile = "auto",
+    hold_codes: arguments.HoldCodes = False,
     dtype: arguments.Dtype = "auto",
     device: arguments.Device = "",
     json: arguments.Json = False,
@@ -100,7 +101,8 @@ def generate(
     from kvpolicy.cli.model_loading import load
 
     new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
-    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, tile=tile_size)
+    how: Any = {"tile": tile_size, "hold": "codes" if hold_codes else "plain"}
+    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, **how)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], options.new)

@@ -10,7 +10,19 @@ from typing import Annotated, Any
 import typer
 
 import kvpolicy
-from kvpolicy.cli.arguments import POLICY, Batch, Chunk, Config, Json, New, Policy, Prompt, TileTokens, prompt_length
+from kvpolicy.cli.arguments import (
+    POLICY,
+    Batch,
+    Chunk,
+    Config,
+    HoldCodes,
+    Json,
+    New,
+    Policy,
+    Prompt,
+    TileTokens,
+    prompt_length,
+)
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
 from kvpolicy.cli.layer_table import layer_facts, layer_table
 from kvpolicy.cli.model_loading import dtype_of
@@ -44,6 +56,7 @@ def plan(
     hold: Annotated[
         bool, typer.Option("--hold", help="Hold chunks until the last one, as chunks='hold' of kvpolicy.attach.")
     ] = False,
+    hold_codes: HoldCodes = False,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of weights, keys and values.")] = "bfloat16",
     tp: Annotated[
         int, typer.Option("--tp", min=1, max=2**16, metavar="RANKS", help="Number of tensor-parallel ranks.")
@@ -78,12 +91,21 @@ def plan(
     def plan_for(chunk: int | None, tile: int | None, hold: bool = hold) -> Any:
         how: dict[str, Any] = {"dtype": cache_dtype, "tp": tp, "backend": backend}
         how |= {"chunk": chunk, "tile": tile, "chunks": "hold" if hold else "select"}
+        how |= {"hold": "codes" if hold_codes else "plain"}
         return kvpolicy.plan(config, policy, **sizes, **how)  # pyright: ignore[reportArgumentType]
 
     planned = plan_for(chunk, tile)
     facts: dict[str, Any] = {"model": model, "policy": str(planned.policy), "tp": tp}
     facts["dtype"] = str(cache_dtype).removeprefix("torch.")
-    facts |= {"backend": backend, **sizes, "chunk": chunk, "tile": tile, "hold": hold, "memory": capacity}
+    facts |= {
+        "backend": backend,
+        **sizes,
+        "chunk": chunk,
+        "tile": tile,
+        "hold": hold,
+        "hold_codes": hold_codes,
+        "memory": capacity,
+    }
     facts |= figures(planned, capacity)
     parts = chunk or tile
     if parts:
@@ -192,7 +214,8 @@ def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | 
 def _in_parts(facts: dict[str, Any]) -> str:
     held = " and held" if facts["hold"] else ""
     chunk = f", prefilled {facts['chunk']:,} tokens at a time{held}" if facts["chunk"] else ""
-    return chunk + (f", in tiles of {facts['tile']:,}" if facts["tile"] else "")
+    tile = f", in tiles of {facts['tile']:,}" if facts["tile"] else ""
+    return chunk + tile + (", waiting in codes" if facts["hold_codes"] else "")
 
 
 def _why_none(facts: dict[str, Any], tried: Callable[[int | None, int | None], dict[str, Any]]) -> str:

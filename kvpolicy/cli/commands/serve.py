@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,6 +32,7 @@ def serve(
         ),
     ] = "",
     tile: arguments.Tile = "auto",
+    hold_codes: arguments.HoldCodes = False,
     prefix: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Saved cache that every request starts from, with its token ids."),
@@ -59,5 +60,6 @@ def serve(
 
         loaded, tokenizer = load(model, dtype, device)
         load_prefix = file and file.load
-        with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), tile_size) as server:
+        how: Any = {"tile": tile_size, "hold": "codes" if hold_codes else "plain"}
+        with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server:
             run(server, listener)

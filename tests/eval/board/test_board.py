@@ -30,7 +30,7 @@ def test_every_method_is_on_the_board() -> None:
     for names in registry.BUILT_IN.values():
         for name in set(names) - {"uniform", "even", "drop", "plain", "all"}:
             assert name in specs, name
-    assert len({entry.spec for entry in listed}) == len(listed)
+    assert len({entry.name for entry in listed}) == len(listed)
     for entry in listed:
         assert str(Policy.parse(entry.at(0.1)))
     assert all("{" not in entry.at(0.1) for entry in listed)
@@ -196,5 +196,5 @@ def test_every_entry_attaches_to_its_model(model: EmbeddedName) -> None:
     """Above all, every calibration that an entry names is shipped."""
     embedded, _ = kvpolicy.tiny(name=model)
     for entry in entries(model):
-        with kvpolicy.attach(embedded, entry.at(0.2)):
+        with kvpolicy.attach(embedded, entry.at(0.2), hold=entry.hold):
             kvpolicy.PolicyCache(embedded, f"{entry.at(0.2)}@800KiB" if entry.by_bytes else None, prompt=512, new=4)
