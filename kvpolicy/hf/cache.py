@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.editing import move_tokens
+from kvpolicy.engine.hidden_stats import CosineSum
 from kvpolicy.engine.host import on_host
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache_file import rank_path, write
@@ -313,6 +314,7 @@ class PolicyCache(CacheForward):
             self.prompt = fn(prompt)
         self._end = None if self._end is None else fn(torch.tensor(self._end)).tolist()
         self._cosines = None if self._cosines is None else fn(torch.tensor(self._cosines)).tolist()
+        self._metrics = {layer: CosineSum(*map(fn, sums)) for layer, sums in self._metrics.items()}  # of held chunks
 
     def reset(self) -> None:
         """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`."""

@@ -118,3 +118,23 @@ def test_other_words_are_refused() -> None:
     model = build("llama")
     with pytest.raises(KVPolicyError, match="chunks must be 'select' or 'hold', got 'keep'"):
         kvpolicy.attach(model, SMALL, chunks="keep")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("policy", ["squeeze+h2o@0.5", "squeeze+kvzip:chunk=16@0.5"])
+def test_rows_are_chosen_between_held_chunks(policy: str) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 11], [26])
+    rows = torch.tensor([1, 0, 1])
+    budgets: list[list[list[int]]] = []
+    for early in (True, False):
+        with kvpolicy.attach(model, policy, chunks="hold"):
+            cache = PolicyCache(model, prompt=[26, 11])
+            forward(model, ids, mask, 0, 18, cache)
+            if early:
+                cache.batch_select_indices(rows)
+                forward(model, ids[rows], mask[rows], 18, 26, cache)
+            else:
+                forward(model, ids, mask, 18, 26, cache)
+                cache.batch_select_indices(rows)
+        budgets.append([layer.budget.tolist() for layer in cache.policy_layers])
+    assert budgets[0] == budgets[1]
