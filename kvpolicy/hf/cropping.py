@@ -157,6 +157,11 @@ def _check(cache: Any, removed: int) -> None:
     seen = first.get_seq_length()
     if removed > seen:
         raise KVPolicyError(f"At most {seen} tokens can be cropped from this cache, got crop({-removed}).")
+    if first.pending is not None and removed < seen:
+        raise KVPolicyError(
+            "A cache must have compressed its prompt for tokens to be cropped, got one that waits for the rest of it; "
+            "try after the last chunk."
+        )
     if not all(layer.store.keeps_all for layer in cache.policy_layers):
         raise KVPolicyError(
             f"Tokens must not be cropped after an eviction, which crop({-removed}) cannot undo; try cache.mark() "

@@ -138,3 +138,17 @@ def test_rows_are_chosen_between_held_chunks(policy: str) -> None:
                 cache.batch_select_indices(rows)
         budgets.append([layer.budget.tolist() for layer in cache.policy_layers])
     assert budgets[0] == budgets[1]
+
+
+def test_a_held_chunk_is_not_cropped_in_part() -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    with kvpolicy.attach(model, "full", chunks="hold"):
+        cache = PolicyCache(model, prompt=26)
+        forward(model, ids, mask, 0, 18, cache)
+        with pytest.raises(KVPolicyError, match="must have compressed its prompt for tokens to be cropped"):
+            cache.crop(-3)
+        forward(model, ids, mask, 18, 26, cache)
+        cache.crop(-3)
+        assert cache.get_seq_length() == 23
+        check_cache(cache)
