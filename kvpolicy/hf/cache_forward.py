@@ -275,6 +275,7 @@ class CacheForward(UndoableCache):
             if self._metrics:
                 self._cosines = self.cosines().tolist()
             self._metrics = {}
+        self._holds = False  # a crop places tokens again, at once
         self._tokens = self._valid = self._first = self._unbegun = self._rope_offset = None
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
