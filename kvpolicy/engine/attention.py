@@ -37,6 +37,10 @@ class Past(NamedTuple):
     occupied: Tensor
     counts: Tensor | None = None
 
+    def to(self, device: torch.device | None) -> Past:
+        """The same on a device; as it is without one."""
+        return self if device is None else Past(*(None if t is None else t.to(device) for t in self))  # pyright: ignore
+
     def add_counts(self, score: Tensor) -> None:
         """Add the counts to scores [B, H, G, M, S + P] of the slots and of P new tokens, in place."""
         # After scale and softcap: a slot that stands for c tokens has c times the weight that its key alone has.

@@ -25,6 +25,9 @@ Changes = Mapping[int, Attention]
 ROWS = 16
 """The most changes that are measured at a time: each takes the memory of a layer's full cache."""
 
+ROW_NBYTES = 1 << 30
+"""The most bytes that a layer's full cache takes in all of them."""
+
 LOGITS = 1 << 25
 """The most logits that are computed at a time: 128 MiB of fp32."""
 
@@ -78,7 +81,7 @@ def over(past: Past) -> Attention:
     """Attention to some slots [1, H, S, D], in every row, and causally to the answer itself."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, transform: ScoreTransform) -> Tensor:
-        return attend(q, k, v, transform, _expanded(past, len(q)), None, False)[0]
+        return attend(q, k, v, transform, _expanded(past.to(q.device), len(q)), None, False)[0]
 
     return run
 
@@ -135,7 +138,8 @@ class Answer:
         Yields:
             The name, and KL(unchanged || changed) in nats, mean over `scored_tokens`.
         """
-        most = min(max(LOGITS // self._unchanged.numel(), 1), ROWS)
+        layer = max(past.keys.nbytes + past.values.nbytes for past in self._full.values())
+        most = min(max(LOGITS // self._unchanged.numel(), 1), max(ROW_NBYTES // layer, 1), ROWS)
         rows = iter(rows)
         while some := [*islice(rows, most)]:
             changed = self._predictions([changes for _, changes in some])
@@ -145,7 +149,7 @@ class Answer:
     def _predictions(self, rows: Sequence[Changes]) -> Tensor:
         """Logarithms of probabilities, [rows, M, vocabulary] fp64."""
         cache = AnswerCache(self._cache, self._full, rows)
-        device = next(iter(self._full.values())).keys.device
+        device = self._model.get_input_embeddings().weight.device
         ids = self._ids.to(device).expand(len(rows), -1)
         return self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits.double().log_softmax(-1)
 

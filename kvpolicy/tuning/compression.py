@@ -33,6 +33,7 @@ class LayerPrompt(NamedTuple):
         transform: From products to attention weights.
         forward: The arguments of the attention module.
         massive: Which tokens hold the `count` largest activations, [1, N] bool, by `count`.
+        device: Where the layer is.
     """
 
     layer_idx: int
@@ -42,6 +43,15 @@ class LayerPrompt(NamedTuple):
     transform: ScoreTransform
     forward: Forward
     massive: Mapping[int, Tensor]
+    device: torch.device
+
+    def to(self, device: torch.device | None) -> LayerPrompt:
+        """The same with queries, keys, values and the input of attention on a device; as it is without one."""
+        if device is None:
+            return self
+        queries, keys, values = (t.to(device) for t in (self.queries, self.keys, self.values))
+        forward = self.forward._replace(hidden_states=self.forward.hidden_states.to(device), queries=queries)
+        return self._replace(queries=queries, keys=keys, values=values, forward=forward)
 
 
 class WindowFacts(NamedTuple):
@@ -110,10 +120,14 @@ class Compressor:
             number: The number of the policy.
             seen: What other policies have seen of this prompt, to which this one's is added: where the same must be
                 seen, it is looked at once.
+
+        Returns:
+            What the layer then holds, on the device of the layer.
         """
         policy = self.policies[number]
         tokens = facts.tokens[number]
         assert tokens is not None
+        prompt = prompt.to(prompt.device)
         key = _seen_by(policy)
         if key not in seen:
             seen[key] = self._pending(prompt, facts, policy)
@@ -158,7 +172,7 @@ def prompt_of(call: LayerCall, length: int) -> LayerPrompt:
         others["position_ids"] = others["position_ids"][:, :length]
     forward = call.forward._replace(hidden_states=call.forward.hidden_states[:, :length], kwargs=others)
     queries, keys, values = (t[:, :, :length] for t in (call.queries, call.keys, call.values))
-    return LayerPrompt(call.layer_idx, queries, keys, values, call.transform, forward, call.massive)
+    return LayerPrompt(call.layer_idx, queries, keys, values, call.transform, forward, call.massive, keys.device)
 
 
 def whole(keys: Tensor, values: Tensor) -> Past:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvpolicy.calibration.corpus import as_windows
 from kvpolicy.engine.attention import Past
 from kvpolicy.hf.cache import PolicyCache
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
@@ -42,6 +43,7 @@ def output_errors(
     candidates: Sequence[Policy | str],
     *,
     progress: Progress | None = None,
+    tile: TileSize = None,
 ) -> Tensor:
     """Measure the error that each candidate makes in the attention output of each layer.
 
@@ -55,6 +57,7 @@ def output_errors(
         candidates: Policies or their specs: the allocator `uniform`, with or without head budgets, and a fraction of
             the prompt as budget.
         progress: Called after each window.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         The relative squared errors of windows, layers under a policy, and candidates, [W, L, C] fp64 on the CPU; NaN
@@ -71,7 +74,7 @@ def output_errors(
         >>> errors.shape, bool((errors > 0).all())
         (torch.Size([1, 8, 2]), True)
     """
-    return _of_windows(model, windows, candidates, _window_errors, progress)
+    return _of_windows(model, windows, candidates, _window_errors, progress, tile)
 
 
 def layer_kls(
@@ -80,17 +83,19 @@ def layer_kls(
     candidates: Sequence[Policy | str],
     *,
     progress: Progress | None = None,
+    tile: TileSize = None,
 ) -> Tensor:
     """Measure what each candidate in one layer alone, with all others full, does to the predictions of an answer.
 
     The prompt is run once, and the answer once for each layer and candidate. Queries, keys and values of the prompt are
-    held for all layers meanwhile.
+    held for all layers meanwhile: with `tile` in the memory of the host, from where a layer's are copied when needed.
 
     Args:
         model: A causal language model without a policy attached.
         windows: See `output_errors`.
         candidates: See `output_errors`.
         progress: Called after each window.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         KL(full || compressed) in nats, mean over the predictions of all answer tokens but the first (if there is one
@@ -107,7 +112,7 @@ def layer_kls(
         >>> layer_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
         torch.Size([1, 8, 2])
     """
-    return _of_windows(model, windows, candidates, functools.partial(_window_kls, together=False), progress)
+    return _of_windows(model, windows, candidates, functools.partial(_window_kls, together=False), progress, tile)
 
 
 def joint_kls(
@@ -116,6 +121,7 @@ def joint_kls(
     candidates: Sequence[Policy | str],
     *,
     progress: Progress | None = None,
+    tile: TileSize = None,
 ) -> Tensor:
     """Measure what each candidate in all layers at once does to the predictions of an answer.
 
@@ -124,6 +130,7 @@ def joint_kls(
         windows: See `output_errors`.
         candidates: See `output_errors`.
         progress: Called after each window.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         The KL divergence as of `layer_kls`, [W, C] fp64 on the CPU.
@@ -138,7 +145,8 @@ def joint_kls(
         >>> joint_kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
         torch.Size([1, 2])
     """
-    return _of_windows(model, windows, candidates, functools.partial(_window_kls, alone=False), progress)[:, 0]
+    measure = functools.partial(_window_kls, alone=False)
+    return _of_windows(model, windows, candidates, measure, progress, tile)[:, 0]
 
 
 def kls(
@@ -147,6 +155,7 @@ def kls(
     candidates: Sequence[Policy | str],
     *,
     progress: Progress | None = None,
+    tile: TileSize = None,
 ) -> Tensor:
     """Measure both at once, so that prompts are run, and candidates compressed, once: `joint_kls` before `layer_kls`.
 
@@ -155,6 +164,7 @@ def kls(
         windows: See `output_errors`.
         candidates: See `output_errors`.
         progress: Called after each window.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         The KL divergences, of all layers at once and of each layer alone, [W, 1 + L, C] fp64 on the CPU.
@@ -169,7 +179,7 @@ def kls(
         >>> kls(kvpolicy.tiny()[0], [window], ["window@0.2", "full"]).shape
         torch.Size([1, 9, 2])
     """
-    return _of_windows(model, windows, candidates, _window_kls, progress)
+    return _of_windows(model, windows, candidates, _window_kls, progress, tile)
 
 
 def sensitivities(
@@ -180,6 +190,7 @@ def sensitivities(
     draws: int = DRAWS,
     seed: int = 0,
     progress: Progress | None = None,
+    tile: TileSize = None,
 ) -> Tensor:
     """Measure what a relative squared error of the attention output of one layer alone does to an answer's predictions.
 
@@ -195,6 +206,7 @@ def sensitivities(
         draws: How often noise is drawn for each window and layer; the result is the mean.
         seed: Seed of the noise, which is another one for each window, layer and draw.
         progress: Called after each window.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         KL(full || disturbed) / size^2 in nats, mean over the predictions that `layer_kls` compares, [W, L] fp64 on the
@@ -214,7 +226,7 @@ def sensitivities(
     draws = check_size("draws", draws, 1)
     if not 0 < size < math.inf:
         raise KVPolicyError(f"The size of the noise must be a number above 0, got {size}; try {NOISE}.")
-    with tapped(model) as tap:
+    with tapped(model, tile) as tap:
         found = torch.zeros(len(windows), len(tap.layers), dtype=torch.float64)
         for row, window in _counted(windows, progress):
             prompts, cache = _prompts(tap, window)
@@ -235,10 +247,11 @@ def _of_windows(
     candidates: Sequence[Policy | str],
     measure: Callable[[Tap, Compressor, Window], Tensor],
     progress: Progress | None,
+    tile: TileSize,
 ) -> Tensor:
     """What a measure finds in each window, stacked."""
     windows = _checked(windows)
-    with tapped(model) as tap:
+    with tapped(model, tile) as tap:
         compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))
         return torch.stack([measure(tap, compressor, window) for _, window in _counted(windows, progress)])
 
@@ -271,6 +284,11 @@ def _window_kls(
     rows = together + alone * len(prompts)
     found = torch.full((rows, len(compressor.policies)), math.nan, dtype=torch.float64)
 
+    def kept(past: Past) -> Past:
+        for known in seen if tap.store else ():  # of one layer at a time
+            known.clear()
+        return past.to(tap.store)
+
     # A generator: `Answer.kls` takes a few changes at a time, so that few compressed layers are alive at once.
     def changes() -> Iterator[tuple[tuple[int, int], Changes]]:
         for number, tokens in enumerate(facts.tokens):
@@ -278,7 +296,7 @@ def _window_kls(
                 continue
             # The joint row and the row of a layer share its function, since `AnswerCache` batches rows that do.
             everywhere = {
-                prompt.layer_idx: over(compressor.past(prompt, facts, number, known))
+                prompt.layer_idx: over(kept(compressor.past(prompt, facts, number, known)))
                 for prompt, known in zip(prompts, seen, strict=True)
             }
             if together:
@@ -295,7 +313,7 @@ def _prompts(tap: Tap, window: Window, pins: Collection[int] = ()) -> tuple[list
     """The prompt of a window in each layer under a policy, and a cache that has seen it."""
     prompts: list[LayerPrompt] = []
     length = len(window.prompt)
-    cache = tap.run(window.prompt, length, lambda call: prompts.append(prompt_of(call, length)), pins)
+    cache = tap.run(window.prompt, length, lambda call: prompts.append(prompt_of(call, length).to(tap.store)), pins)
     return prompts, cache
 
 

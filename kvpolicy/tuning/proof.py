@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import Curves, load_tuned, save_curves
 from kvpolicy.policy import TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
@@ -28,6 +29,7 @@ def prove(
     *,
     specs: Sequence[str] | None = None,
     progress: bool = False,
+    tile: TileSize = None,
 ) -> dict[str, Any]:
     """Compare a tuned policy with the best ordinary one of the same bytes, and note the result in its file.
 
@@ -41,6 +43,7 @@ def prove(
         held_out: Others, at least two.
         specs: The ordinary policies; `rivals()` by default.
         progress: Whether to show a progress bar.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         What is noted: the verdict in one sentence, the ordinary policy, and both scores.
@@ -53,10 +56,10 @@ def prove(
         raise KVPolicyError(f"The file {str(file)!r} must hold curves, got layers; try kvpolicy tune.")
     policy = TunedPolicy(TunedFile(file=str(file)), budget)
     share = as_share(model, tuning, policy.budget)
-    rival = best_rival(model, tuning, share, specs=specs, progress=progress)
-    reference = reference_logits(model, held_out)
-    ours = score(model, held_out, policy, reference=reference)
-    theirs = score(model, held_out, rival.spec, share=share, reference=reference)
+    rival = best_rival(model, tuning, share, specs=specs, progress=progress, tile=tile)
+    reference = reference_logits(model, held_out, tile)
+    ours = score(model, held_out, policy, reference=reference, tile=tile)
+    theirs = score(model, held_out, rival.spec, share=share, reference=reference, tile=tile)
     comparison = compare(ours, theirs)
     found = {
         "verdict": verdict_line(comparison, other=rival.spec),

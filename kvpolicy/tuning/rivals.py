@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.evidence import Score, check_windows, reference_logits, score, share_bytes
@@ -85,6 +87,7 @@ def best_rival(
     specs: Sequence[str] | None = None,
     reference: Sequence[Tensor] | None = None,
     progress: bool = False,
+    tile: TileSize = None,
 ) -> BestRival:
     """Score policies at the same bytes; the best has the most correct answers, then the lowest divergence.
 
@@ -97,6 +100,7 @@ def best_rival(
         specs: The policies; `rivals()` by default. A budget that they have is not used.
         reference: What `reference_logits` returns for these windows; computed if it is not given.
         progress: Whether to show a progress bar.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         The best one and all. A policy that cannot run on some window, such as one whose smallest cache takes more
@@ -108,7 +112,7 @@ def best_rival(
     # What is wrong with any policy is the caller's mistake, and no reason to leave out all of them.
     check_windows(windows, reference)
     share_bytes(model, windows[0], share)
-    reference = reference_logits(model, windows) if reference is None else reference
+    reference = reference_logits(model, windows, tile) if reference is None else reference
     specs = rivals() if specs is None else specs
     for spec in specs:
         Policy.parse(spec)
@@ -118,7 +122,7 @@ def best_rival(
         few, full = (windows, reference) if step == 1 else (windows[::step], reference[::step])
         for spec in tqdm(some, desc=what, disable=not progress):
             try:
-                found.append(Rival(spec, score(model, few, spec, share=share, reference=full)))
+                found.append(Rival(spec, score(model, few, spec, share=share, reference=full, tile=tile)))
             except KVPolicyError as error:
                 found.append(Rival(spec, None, str(error)))
         return sorted(found, key=_rank)  # stable: of equal ones the first given is the best
@@ -134,6 +138,46 @@ def best_rival(
         why = table[0].reason if table else "none was given"
         raise KVPolicyError(f"At least one policy must run at {share:.1%} of the full cache's bytes, got none: {why}")
     return BestRival(table[0].spec, table[0].score, tuple(table))
+
+
+def estimate_rivals(
+    model: nn.Module,
+    windows: Sequence[Window],
+    held_out: int,
+    specs: Sequence[str] | None = None,
+    tile: TileSize = None,
+) -> float:
+    """Seconds that `best_rival`, and two scores of the windows that are held out, will take, from those of one window.
+
+    Args:
+        model: A causal language model without a policy attached.
+        windows: The windows of `best_rival`.
+        held_out: Other windows, on which the best one and a tuned policy are scored.
+        specs: See `best_rival`.
+        tile: See `best_rival`.
+    """
+    specs = rivals() if specs is None else specs
+    start = time.perf_counter()
+    full = reference_logits(model, windows[:1], tile)
+    once = time.perf_counter() - start
+    # A replay is a prefill more, and the time of other policies differs little beside that of the model.
+    seconds: dict[bool, float] = {}
+    for spec in specs:
+        replays = Policy.parse(spec).replay is not None
+        try:
+            if replays not in seconds:
+                seconds[replays] = score(model, windows[:1], spec, share=0.5, reference=full, tile=tile).seconds
+        except KVPolicyError:
+            continue  # it cannot run, which takes no time
+    if not seconds:
+        return 0.0
+    each = [seconds.get(Policy.parse(spec).replay is not None, 0.0) for spec in specs]
+    mean = sum(each) / len(each)
+    step = min(FIRST_ROUND, len(windows) // 4)
+    scored = len(specs) * len(windows)
+    if step > 1 and len(specs) > FINALISTS:
+        scored = len(specs) * -(-len(windows) // step) + FINALISTS * len(windows)
+    return (scored + 2 * held_out) * mean + (len(windows) + held_out) * once
 
 
 def _rank(rival: Rival) -> tuple[bool, float, float]:

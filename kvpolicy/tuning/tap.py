@@ -18,6 +18,7 @@ from kvpolicy.hf.attachment import Attachment, attachment_of
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import ropes_of
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import DecodeMode, Forward, Needs, Replay, Seen, State, View
 from kvpolicy.spec.errors import KVPolicyError
@@ -63,16 +64,19 @@ class Tap:
         attachment: What connects caches to it.
         layers: Indices of the layers that a policy manages.
         device: Where its token ids go.
+        store: Where prompts of all layers are kept; None for the devices of the layers.
     """
 
-    def __init__(self, model: nn.Module, looker: _Looker) -> None:
-        """Describe a model that `looker` is attached to."""
+    def __init__(self, model: nn.Module, looker: _Looker, *, in_tiles: bool = False) -> None:
+        """Describe a model that `looker` is attached to, and whose layers may take prompts in tiles."""
         self.model = model
         self.attachment: Attachment = attachment_of(model)
         self.layers = self.attachment.model_shape.evictable
         self._looker = looker
         self._sites = find_sites(model)
         self.device: torch.device = next(self._sites.decoder.parameters()).device
+        # Prompts that are read in tiles are long: of all layers together, they do not fit beside the weights.
+        self.store: torch.device | None = torch.device("cpu") if in_tiles else None
 
     def run(self, ids: Tensor, prompt: int, look: Look, pins: Collection[int] = ()) -> PolicyCache:
         """Run a text through the model, and show the call of each layer's attention to a function.
@@ -127,8 +131,12 @@ class Tap:
 
 
 @contextmanager
-def tapped(model: nn.Module) -> Generator[Tap]:
+def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
     """Look at a model's attention inside, without gradients; afterwards the model is as it was.
+
+    Args:
+        model: A causal language model without a policy attached.
+        tile: The most tokens that a layer takes at a time, as for `attach`.
 
     Raises:
         KVPolicyError: If the model is not supported, is sharded over ranks, or has a policy attached.
@@ -143,8 +151,8 @@ def tapped(model: nn.Module) -> Generator[Tap]:
     """
     looker = _Looker()
     # A budget of one token: selectors are shown the whole prompt, and the cache itself need not hold it.
-    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1)):
-        tap = Tap(model, looker)
+    with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1), tile=tile):
+        tap = Tap(model, looker, in_tiles=tile is not None)
         if tap.attachment.place[1] > 1:
             raise KVPolicyError(
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "

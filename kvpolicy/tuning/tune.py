@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvpolicy.calibration.finished import refuse_other
 from kvpolicy.hf.identity import identity, model_info
+from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.planning.curves import MEASURES, Curves, Measure, load_tuned, save_curves
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
@@ -36,14 +37,16 @@ def tune(
     name: str | None = None,
     progress: Progress | None = None,
     force: bool = False,
+    tile: TileSize = None,
 ) -> Curves:
     """Measure the distortion of each candidate in each layer, and write the curves to a file.
 
     A distortion is a mean over windows, of one of three kinds. `kl`: the KL divergence of the predictions if this layer
     alone is compressed. `joint`: the same times `interaction`, what the candidate does in all layers at once relative
     to the sum over layers, since layers that can stand in for one another show nothing alone. `output`: the relative
-    squared error of the layer's attention output, times what noise of that size there does to the predictions; it needs
-    the memory of one more layer, the others that of queries, keys and values of a prompt in all layers.
+    squared error of the layer's attention output, times what noise of that size there does to the predictions. Queries,
+    keys and values of a prompt are held in all layers: with `tile` in the memory of the host, and those of one layer at
+    a time on the device.
 
     An interrupted run continues where it was: what is done is in `OUT.unfinished` until all is. A file that is finished
     already is returned as it is.
@@ -57,6 +60,7 @@ def tune(
         name: Name of the model in the file.
         progress: Called after each window.
         force: Whether to replace a file that holds something else: another model, text or other options.
+        tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
         What was written.
@@ -96,7 +100,7 @@ def tune(
     rows: list[Tensor] = []
     for number, window in enumerate(windows):
         rows.append(
-            steps.get(f"window {number}", functools.partial(_measured, model, window, policies, measure, number))
+            steps.get(f"window {number}", functools.partial(_measured, model, window, policies, measure, number, tile))
         )
         if progress is not None:
             progress(number + 1, len(windows))
@@ -146,7 +150,13 @@ def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
     refuse_other(out, "tuning")
 
 
-def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[Policy], measure: Measure) -> float:
+def estimate(
+    model: nn.Module,
+    windows: Sequence[Window],
+    candidates: Sequence[Policy],
+    measure: Measure,
+    tile: TileSize = None,
+) -> float:
     """Seconds that `tune` will take, from a part of what it does with one window.
 
     The time grows with windows, and with layers times candidates.
@@ -154,25 +164,28 @@ def estimate(model: nn.Module, windows: Sequence[Window], candidates: Sequence[P
     # A replay of the prompt serves all candidates that need it, and is no cost of each.
     few = list({candidate.replay: candidate for candidate in candidates}.values())
     many = [*few, *candidates[:: max(len(candidates) // 6, 1)]]
-    _measured(model, windows[0], few, measure, 0)
+    _measured(model, windows[0], few, measure, 0, tile)
     seconds: list[float] = []
     for some in (few, many):
         start = time.perf_counter()
-        _measured(model, windows[0], some, measure, 0)
+        _measured(model, windows[0], some, measure, 0, tile)
         seconds.append(time.perf_counter() - start)
     each = max(seconds[1] - seconds[0], 0.0) / (len(many) - len(few))
     return len(windows) * (seconds[0] + each * max(len(candidates) - len(few), 0))
 
 
-def _measured(model: nn.Module, window: Window, policies: Sequence[Policy], measure: Measure, seed: int) -> Tensor:
+def _measured(
+    model: nn.Module, window: Window, policies: Sequence[Policy], measure: Measure, seed: int, tile: TileSize
+) -> Tensor:
     """What one window shows of each candidate, NaN where it cannot be used.
 
     Returns:
         The distortion of each layer, [L, C] fp64; of `joint`, [1 + L, C], where the first row is that of all layers.
     """
     if measure == "output":
-        return output_errors(model, [window], policies)[0] * sensitivities(model, [window], seed=seed)[0][:, None]
-    return (layer_kls if measure == "kl" else kls)(model, [window], policies)[0]
+        noise = sensitivities(model, [window], seed=seed, tile=tile)[0]
+        return output_errors(model, [window], policies, tile=tile)[0] * noise[:, None]
+    return (layer_kls if measure == "kl" else kls)(model, [window], policies, tile=tile)[0]
 
 
 def _statistics(rows: Tensor, measure: Measure) -> tuple[Any, Any]:

@@ -78,11 +78,11 @@ def test_an_interrupted_run_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     measured = module._measured
     calls: list[int] = []
 
-    def stops(model: Any, one: Window, policies: Any, measure: Any, seed: int) -> Tensor:
+    def stops(model: Any, one: Window, policies: Any, measure: Any, seed: int, tile: Any) -> Tensor:
         calls.append(seed)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return measured(model, one, policies, measure, seed)
+        return measured(model, one, policies, measure, seed, tile)
 
     monkeypatch.setattr(module, "_measured", stops)
     with pytest.raises(KeyboardInterrupt):

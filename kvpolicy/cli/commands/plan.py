@@ -41,8 +41,8 @@ _MEMORY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(|[bB]|[kKmMgGtT](?:[iI]
 MOST_GIB = 10**6
 """A memory of so many GiB is a mistake."""
 
-HINT = "kvpolicy tune finds a policy for each layer within such bytes, from what it does to your text."
-"""Where a plan leads to."""
+HINT = "{} finds a policy for each layer within such bytes, from what it does to your text."
+"""Where a plan leads to, if it fits: `tune_command`."""
 
 
 def plan(
@@ -107,6 +107,7 @@ def plan(
         "memory": capacity,
     }
     facts |= figures(planned, capacity)
+    facts["tune"] = tune_command(describe(config, cache_dtype), planned.weights.nbytes, prompt, capacity, tp)
     parts = chunk or tile
     if parts:
         ways = {
@@ -208,7 +209,31 @@ def render(facts: dict[str, Any], full: int, tried: Callable[[int | None, int | 
         lines += [table([("the prompt", "peak while prefilling"), *peaks]), ""]
     if not facts["largest_batch"]["policy"]:
         lines += [paragraph(_why_none(facts, tried)), ""]
-    return "\n".join([*lines, paragraph(f"{FOOTER} {HINT}")])
+    hint = f" {HINT.format(facts['tune'])}" if facts["tune"] else ""
+    return "\n".join([*lines, paragraph(f"{FOOTER}{hint}")])
+
+
+def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int) -> str:
+    """The command that tunes a policy on prompts of this length, with tiles if it needs them; empty if it does not fit.
+
+    Args:
+        model: The shape of the model's cache.
+        weights: Bytes of its weights.
+        prompt: Tokens of a prompt.
+        memory: Bytes of the device.
+        ranks: Ranks over which the model is sharded, which cannot tune.
+    """
+    from kvpolicy.policy import Policy
+    from kvpolicy.tuning.grid import default_grid
+    from kvpolicy.tuning.peak import tuning_peak
+    from kvpolicy.tuning.rivals import rivals
+    from kvpolicy.tuning.windows import ANSWER
+
+    policies = [*default_grid(), *map(Policy.parse, rivals())]
+    for tile in (None, *(each for each in SIZES if each < prompt)) if ranks == 1 else ():
+        if tuning_peak(model, weights, policies, prompt, ANSWER, tile) <= memory:
+            return "kvpolicy tune" + (f" --tile {tile}" if tile else "")
+    return ""
 
 
 def _in_parts(facts: dict[str, Any]) -> str:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpolicy.cli.arguments import Device, Json, parse_fractions
+from kvpolicy.cli.arguments import Device, Json, Tile, parse_fractions, tile_of
 from kvpolicy.cli.completion import complete_model
 from kvpolicy.cli.formatting import as_json, counted, duration, paragraph, table
+from kvpolicy.cli.formatting import size as format_size
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -52,6 +53,7 @@ def tune(
         typer.Option("--rival", metavar="POLICY", help="Ordinary policies to compare with; repeat it. By default 28."),
     ] = None,
     no_evidence: Annotated[bool, typer.Option("--no-evidence", help="Do not compare with ordinary policies.")] = False,
+    tile: Tile = "auto",
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="Dtype of the weights: auto is float32 on a CPU.")
     ] = "auto",
@@ -67,16 +69,19 @@ def tune(
     budget: tuned:file=FILE@BUDGET.
     """
     from kvpolicy.planning.curves import MEASURES
-    from kvpolicy.policy import TunedPolicy
+    from kvpolicy.policy import Policy, TunedPolicy
     from kvpolicy.policy.tuned import TunedFile
     from kvpolicy.spec.budget import parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
     from kvpolicy.tuning.proof import prove
+    from kvpolicy.tuning.rivals import estimate_rivals
+    from kvpolicy.tuning.rivals import rivals as ordinary_policies
     from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.windows import read_windows, split
 
     wanted = parse_budget(budget)
+    tile_size = tile_of(tile)
     grid = make_grid(policies or PARTS, parse_fractions("--shares", shares) if shares else SHARES)
     if measure not in MEASURES:
         raise KVPolicyError(f"--measure must be one of {', '.join(MEASURES)}, got {measure!r}; try joint.")
@@ -84,16 +89,20 @@ def tune(
     found = read_windows(tokenizer, text, prompt=prompt or None, answer=answer or None, limit=windows, seed=seed)
     tuning, others = (found, []) if no_evidence else split(found, held_out, seed)
     if not quiet and not Path(out).exists():
-        seconds = estimate(loaded, tuning, grid, measure)  # pyright: ignore[reportArgumentType]
+        compared = [] if no_evidence else [Policy.parse(spec) for spec in rivals or ordinary_policies()]
+        _print_peak(loaded, [*grid, *compared], found, tile_size)
+        seconds = estimate(loaded, tuning, grid, measure, tile_size)  # pyright: ignore[reportArgumentType]
+        if not no_evidence:
+            seconds += estimate_rivals(loaded, tuning, len(others), rivals, tile_size)
         what = f"{counted(len(grid), 'candidate')} in each layer on {counted(len(tuning), 'text')}"
         # To standard error, so that standard output has the result alone.
         print(f"Measuring {what}: about {duration(seconds)}.", file=sys.stderr, flush=True)
     bar = None if quiet else _Bar()
-    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar, force=force)  # pyright: ignore
+    curves = run(loaded, tuning, out, candidates=grid, measure=measure, progress=bar, force=force, tile=tile_size)  # pyright: ignore
     spec = str(TunedPolicy(TunedFile(file=out), wanted))
     evidence: dict[str, Any] | None = None
     if not no_evidence:
-        evidence = prove(loaded, out, wanted, tuning, others, specs=rivals, progress=not quiet)
+        evidence = prove(loaded, out, wanted, tuning, others, specs=rivals, progress=not quiet, tile=tile_size)
     facts = {
         "file": out,
         "policy": spec,
@@ -112,6 +121,19 @@ def _load(model: str, dtype: str, device: str) -> tuple[Any, Any]:
     if dtype == "auto" and next(loaded.parameters()).device.type == "cpu":
         loaded = loaded.float()
     return loaded, tokenizer
+
+
+def _print_peak(model: Any, policies: list[Any], windows: list[Any], tile: Any) -> None:
+    """Print what measuring takes on the device, before anything is measured."""
+    from kvpolicy.hf.model_spec import describe
+    from kvpolicy.tuning.peak import tuning_peak
+
+    weights = sum(part.nbytes for part in model.parameters())
+    prompt = max(len(window.prompt) for window in windows)
+    answer = max(len(window.follow) for window in windows)
+    shape = describe(model.config, model.dtype)
+    peak = tuning_peak(shape, weights, policies, prompt, answer, tile if isinstance(tile, int) else None)
+    print(f"At most {format_size(peak)} are in use on the device, weights included.", file=sys.stderr, flush=True)
 
 
 def _render(facts: dict[str, Any]) -> str:
