@@ -234,6 +234,7 @@ class PolicyCache(CacheForward):
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Set what `numbers` returned."""
         self._prompt = numbers["prompt"]
+        self._awaits = self._prompt is not None
         self.new, self._end, self._cosines = (numbers[name] for name in ("new", "end", "cosines"))
         self.guard.columns = numbers["columns"]
 

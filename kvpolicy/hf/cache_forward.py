@@ -29,6 +29,7 @@ from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, Ranks
 from kvpolicy.reporting.logging import log_extended
 from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy.spec.validation import at_least
 
 
 class CacheForward(UndoableCache):
@@ -66,6 +67,7 @@ class CacheForward(UndoableCache):
             None  # rows without a token before the running forward, [B]; None if there are none
         )
         self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
+        self._awaits = False  # whether tokens of an announced prompt may still come
         self._holds = False  # whether the running forward's tokens are held until the prompt is complete, or replayed
         self._unbegun: Tensor | None = None  # rows whose prompt is the first one, earlier chunks included, [B]
 
@@ -88,6 +90,7 @@ class CacheForward(UndoableCache):
     @prompt.setter
     def prompt(self, prompt: Tensor | None) -> None:
         """Announce a prompt."""
+        self._awaits = prompt is not None
         self._prompt: list[int] | int | None = None if prompt is None else prompt.tolist()
 
     def _make_room(self, layer: PolicyLayer, new: int | None = None) -> None:
@@ -104,7 +107,7 @@ class CacheForward(UndoableCache):
         self._check_attached()
         first = self.policy_layers[0]
         new = tokens.shape[1]
-        one_token = new == 1 and first.is_initialized and first.pending is None
+        one_token = new == 1 and first.is_initialized and first.pending is None and not self._begins_held(mask)
         fits = not one_token and mask is not None and mask.dim() == 2 and mask.shape[1] >= new  # others are refused
         valid = mask[:, -new:].bool() if mask is not None and fits else None
         seen = first.length if first.is_initialized else tokens.new_zeros(tokens.shape[0], dtype=torch.int64)
@@ -119,13 +122,15 @@ class CacheForward(UndoableCache):
             # rotating them to later positions makes up for it.
             rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
         starts = not one_token and bool((seen == 0).any())
-        replays = self.policy.replay is not None and (starts or first.pending is not None)
+        holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
+        # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.
+        replays = self.policy.replay is not None and (starts or holds or first.pending is not None)
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.note_forward(new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._one_token = one_token
-        self._holds = replays or self._holds_chunk(first, seen, new, valid, one_token=one_token)
+        self._holds = replays or holds
         self._rope_offset = offset
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.is_inference and not torch.is_inference_mode_enabled():
@@ -143,9 +148,23 @@ class CacheForward(UndoableCache):
         self, first: PolicyLayer, seen: Tensor, new: int, valid: Tensor | None, *, one_token: bool
     ) -> bool:
         """Whether a forward is a chunk of an announced prompt that is held until its last one."""
-        if self.attachment.chunks != HOLD or one_token or self.policy.replay is not None:
+        if self.attachment.chunks != HOLD or one_token:
             return False
         return first.pending is not None or self.is_chunk(seen, new, valid)
+
+    def _begins_held(self, mask: Tensor | None) -> bool:
+        """Whether a single token is the first chunk of an announced prompt that is held, and no generated token."""
+        if self.attachment.chunks != HOLD or self.held_mark is not None or not self._awaits:
+            return False
+        valid = mask[:, -1:].bool() if mask is not None and mask.dim() == 2 else None
+        # Asked once after each prompt: the steps of a generation do not wait for the device.
+        self._awaits = self.is_chunk(self.policy_layers[0].length, 1, valid)
+        return self._awaits
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the running forward is a decode step."""
+        return self._one_token
 
     def is_chunk(self, seen: Tensor, new: int, valid: Tensor | None) -> bool:
         """Whether more of the announced prompt follows the new tokens of a forward.
@@ -202,7 +221,7 @@ class CacheForward(UndoableCache):
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif store.is_initialized and q.shape[2] == 1 and layer.pending is None:
+        elif store.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._holds:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
@@ -312,7 +331,9 @@ class CacheForward(UndoableCache):
         if self.prompt is None:
             return True
         # One number is the longest row's.
-        return bool((length >= self.prompt).all()) if self.prompt.dim() else int(length.max()) >= int(self.prompt)
+        if not self.prompt.dim():
+            return int(length.max()) >= int(self.prompt)
+        return torch.equal(at_least(length, self.prompt), length)
 
     def _replay(self, decoder: nn.Module) -> None:
         """Score the prompts that the layers hold by a replay, if the selector needs one."""

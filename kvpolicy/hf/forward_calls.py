@@ -47,7 +47,7 @@ def _module_call(
 ) -> Forward | None:
     """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]
-    if hidden.shape[1] == 1 and layer.is_initialized and cache.tile is None:
+    if cache.is_step:
         return None
     own = ("hidden_states", "attention_mask", *CACHE_NAMES)
     others = {name: value for name, value in kwargs.items() if name not in own}

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy import KVPolicyError, Policy, PolicyCache
 from kvpolicy.spec.errors import KVPolicyWarning
 from kvpolicy.testing import check_cache
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
+from tests.robust.test_tiles import NOTED, Noting
 
 TURNS = [26, 1, 1, 7, 1]
 SMALL = "snapkv:window=4:kernel=3@0.5"
@@ -152,3 +153,50 @@ def test_a_held_chunk_is_not_cropped_in_part() -> None:
         cache.crop(-3)
         assert cache.policy_layers[0].pending is None and (cache.policy_layers[0].positions >= 0).sum(-1).max() == 23
         check_cache(cache)
+
+
+@pytest.mark.parametrize("policy", [SMALL, "squeeze+h2o@0.5", "squeeze+kvzip:chunk=9:sinks=2@0.3"])
+@pytest.mark.parametrize("pieces", [[7], [1, 6], [3, 4], [1] * 7], ids=str)
+def test_a_later_prompt_is_held_even_if_it_begins_with_one_token(policy: str, pieces: list[int]) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26, 11], TURNS)
+    found: list[tuple[list[Tensor], Tensor]] = []
+    for chunks, turns in (("select", [26, 1, 1, 7, 1]), ("hold", [26, 1, 1, *pieces, 1])):
+        with kvpolicy.attach(model, policy, chunks=chunks):  # pyright: ignore[reportArgumentType]
+            cache = PolicyCache(model, prompt=[26, 11], new=10)
+            start = 0
+            logits = torch.zeros(0)
+            for number, turn in enumerate(turns):
+                if number == 3:
+                    cache.expect([35, 20], 1)
+                logits = forward(model, ids, mask, start, start + turn, cache)
+                start += turn
+                check_cache(cache)
+        assert cache.policy_layers[0].pending is None
+        found.append(([layer.head_positions.sort(-1).values for layer in cache.policy_layers], logits[:, -1]))
+    (expected, last), (positions, own) = found
+    assert all(torch.equal(*pair) for pair in zip(positions, expected, strict=True))
+    torch.testing.assert_close(own, last, atol=1e-3, rtol=1e-3)
+
+
+def test_a_last_chunk_of_one_token_has_the_arguments_of_its_attention() -> None:
+    model = build("llama", layers=2)
+    ids, mask = make_batch([26], [26])
+    NOTED.clear()
+    with kvpolicy.attach(model, Policy(selector=Noting(), budget=0.5), chunks="hold"):
+        cache = PolicyCache(model, prompt=26)
+        for start, stop in ((0, 25), (25, 26)):
+            forward(model, ids, mask, start, stop, cache)
+    assert NOTED and all(seen.forward is not None for seen in NOTED)
+
+
+@pytest.mark.parametrize("chunks", ["select", "hold"])
+def test_an_announcement_for_other_rows_is_refused_before_anything_changes(chunks: Any) -> None:
+    model = build("llama")
+    ids, mask = make_batch([26], [26])
+    with kvpolicy.attach(model, SMALL, chunks=chunks):
+        cache = PolicyCache(model, prompt=[26, 11])
+        with pytest.raises(KVPolicyError, match="one length or one per row, got 2 lengths for 1 rows"):
+            forward(model, ids, mask, 0, 20, cache)
+        cache.prompt = torch.tensor(26)
+        forward(model, ids, mask, 0, 20, cache)
