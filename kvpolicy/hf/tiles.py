@@ -119,9 +119,12 @@ def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], N
         tokens = size()
         if tokens is None or hidden.shape[1] <= tokens or args or kwargs:
             return original(hidden, *args, **kwargs)
-        out = torch.empty_like(hidden)
+        out: Tensor | None = None
         for start in range(0, hidden.shape[1], tokens):
-            out[:, start : start + tokens] = original(hidden[:, start : start + tokens])
+            part: Tensor = original(hidden[:, start : start + tokens])
+            if out is None:
+                out = part.new_empty(hidden.shape)  # of another dtype, where a norm stays in fp32
+            out[:, start : start + tokens] = part
         return out
 
     setattr(module, name, forward)

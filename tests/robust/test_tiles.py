@@ -275,3 +275,15 @@ def test_the_log_says_what_auto_chose(caplog: pytest.LogCaptureFixture, monkeypa
         model(torch.tensor([[5]]), past_key_values=cache)
     assert caplog.text.count("a prompt of 40 tokens is read in tiles of 8") == 1
     assert cache.tile_size is None, "a step has one token"
+
+
+def test_a_norm_that_stays_in_fp32_gives_fp32() -> None:
+    model = copy.deepcopy(build("llama", layers=2)).to(torch.bfloat16)
+    model.model.norm.float()
+    model.lm_head.float()
+    found: list[Tensor] = []
+    for tile in (None, 16):
+        with kvpolicy.attach(model, "window@0.5", tile=tile), torch.no_grad():
+            found.append(model(prompt()).logits)
+    assert found[1].dtype == torch.float32
+    torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
