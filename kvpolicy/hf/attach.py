@@ -193,6 +193,7 @@ class Handle:
             self._undo += [norm_in_tiles(norm, self._tile_size) for norm in last_norms(sites.decoder)]
             for outer in around(self._model, sites.decoder):
                 self._undo.append(outer.register_forward_pre_hook(self._before_outer, with_kwargs=True).remove)
+                self._undo.append(outer.register_forward_hook(_end_masks, always_call=True).remove)
             self._undo.append(sites.decoder.register_forward_hook(_end_masks, always_call=True).remove)
         self._undo += offer_cache(self._model, self._note_cache)
 

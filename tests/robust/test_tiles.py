@@ -287,3 +287,14 @@ def test_a_norm_that_stays_in_fp32_gives_fp32() -> None:
             found.append(model(prompt()).logits)
     assert found[1].dtype == torch.float32
     torch.testing.assert_close(found[1], found[0], atol=0.05, rtol=0.05)
+
+
+def test_an_error_before_the_decoder_leaves_no_masks_for_later() -> None:
+    model = build("gemma3_pictures")
+    with torch.no_grad():
+        with kvpolicy.attach(model, "full"):
+            expected = model(prompt()).logits
+        with kvpolicy.attach(model, "full", tile=9), pytest.raises(ValueError, match="exactly one"):
+            model(prompt(), inputs_embeds=torch.zeros(1, PROMPT, 32))
+        with kvpolicy.attach(model, "full"):
+            assert torch.equal(model(prompt()).logits, expected)
