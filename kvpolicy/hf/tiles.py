@@ -83,7 +83,7 @@ def take_tiles(site: Site) -> Callable[[], None]:
     name = "_old_forward" if hasattr(block, "_old_forward") else "forward"  # accelerate keeps the original there
     before = block.__dict__.get(name)
     original = getattr(block, name)
-    names = list(inspect.signature(original).parameters)
+    names = _names(block, original)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a step has one token
@@ -92,7 +92,7 @@ def take_tiles(site: Site) -> Callable[[], None]:
         cache = next((arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None), None)
         size = getattr(cache, "tile_size", None)
         if size is not None:
-            return _run(site, original, arguments, cache, size)
+            return _run(site, _with_places(original, names[: len(args)]), arguments, cache, size)
         mask = arguments.get("attention_mask")
         if isinstance(mask, DeferredMask):  # made before it was known that this forward has no cache
             return original(**arguments | {"attention_mask": mask.whole()})
@@ -100,6 +100,21 @@ def take_tiles(site: Site) -> Callable[[], None]:
 
     setattr(block, name, forward)
     return lambda: _restore(block, name, before)
+
+
+def _names(block: nn.Module, original: Callable[..., Any]) -> list[str]:
+    """The arguments of a layer; those of its class where the layer's own forward is a wrapper that names others."""
+    names = list(inspect.signature(original).parameters)
+    if "hidden_states" in names:
+        return names
+    return list(inspect.signature(type(block).forward).parameters)[1:]
+
+
+def _with_places(original: Callable[..., Any], places: list[str]) -> Callable[..., Any]:
+    """A function of keywords that passes some of them by their places, as the caller did."""
+    if not places:
+        return original
+    return lambda **kwargs: original(*[kwargs.pop(name) for name in places], **kwargs)
 
 
 def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], None]:

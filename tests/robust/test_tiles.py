@@ -298,3 +298,15 @@ def test_an_error_before_the_decoder_leaves_no_masks_for_later() -> None:
             model(prompt(), inputs_embeds=torch.zeros(1, PROMPT, 32))
         with kvpolicy.attach(model, "full"):
             assert torch.equal(model(prompt()).logits, expected)
+
+
+def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
+    model = copy.deepcopy(build("llama", layers=2))
+    layer: Any = model.get_submodule("model.layers.0")
+    inner = layer.forward
+    layer.forward = lambda x, *args, **kwargs: inner(x, *args, **kwargs) * 1.5
+    found: list[Tensor] = []
+    for tile in (None, 16):
+        with kvpolicy.attach(model, "h2o@0.5", tile=tile), torch.no_grad():
+            found.append(model(prompt()).logits)
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
