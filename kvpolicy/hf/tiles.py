@@ -170,6 +170,11 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
     columns = arguments["hidden_states"].shape[1]
     _check_arguments(site, arguments, columns)
     mask = arguments.get("attention_mask")
+    if cache.layers[site.layer_idx].is_sliding and not isinstance(mask, DeferredMask):
+        raise KVPolicyError(
+            "tile must be None for masks of sliding windows that were made before the forward, which are those of a "
+            "whole prompt, got a size; try the 2-D mask of padding."
+        )
     valid = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     out: Tensor | None = None
     others: tuple[Any, ...] | None = None

@@ -310,3 +310,14 @@ def test_a_wrapped_layer_is_given_its_arguments_as_before() -> None:
         with kvpolicy.attach(model, "h2o@0.5", tile=tile), torch.no_grad():
             found.append(model(prompt()).logits)
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 10, dtype=torch.bool)], ids=["none", "padding"])
+def test_ready_made_masks_of_windows_are_refused(mask: Tensor | None) -> None:
+    """A prompt that is shorter than the window needs none in one piece, and each of its tiles does."""
+    model = build("gemma3")
+    masks: Any = {"full_attention": None, "sliding_attention": mask}
+    with kvpolicy.attach(model, "full", tile=4), torch.no_grad():
+        with pytest.raises(KVPolicyError, match="tile must be None for masks of sliding windows that were made before"):
+            model(prompt()[:, :10], attention_mask=masks)
+        model(prompt()[:, :10])
