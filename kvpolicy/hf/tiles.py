@@ -25,6 +25,9 @@ CACHE_NAMES = ("past_key_values", "layer_past")
 COLUMNS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2}
 """The dimension of tokens in the arguments of decoder layers that have one."""
 
+OFFLOADED = "_old_forward"
+"""Where accelerate keeps the forward of a module that it wraps."""
+
 SHARED = ("shared_kv_states",)
 """Arguments through which layers pass keys to later layers."""
 
@@ -79,27 +82,27 @@ def check_layers(sites: list[Site]) -> None:
 
 def take_tiles(site: Site) -> Callable[[], None]:
     """Let a decoder layer take its tokens in tiles where its cache has a tile size; returns how to undo it."""
-    block: Any = site.block
-    name = "_old_forward" if hasattr(block, "_old_forward") else "forward"  # accelerate keeps the original there
-    before = block.__dict__.get(name)
-    original = getattr(block, name)
-    names = _names(block, original)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # a step has one token
+    def in_tiles(original: Callable[..., Any]) -> Callable[..., Any]:
+        names = _names(site.block, original)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a step has one token
+                return original(*args, **kwargs)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            cache = next((arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None), None)
+            size = getattr(cache, "tile_size", None)
+            if size is not None:
+                return _run(site, _with_places(original, names[: len(args)]), arguments, cache, size)
+            mask = arguments.get("attention_mask")
+            if isinstance(mask, DeferredMask):  # made before it was known that this forward has no cache
+                whole = arguments | {"attention_mask": mask.whole()}
+                return _with_places(original, names[: len(args)])(**whole)
             return original(*args, **kwargs)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        cache = next((arguments[key] for key in CACHE_NAMES if arguments.get(key) is not None), None)
-        size = getattr(cache, "tile_size", None)
-        if size is not None:
-            return _run(site, _with_places(original, names[: len(args)]), arguments, cache, size)
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, DeferredMask):  # made before it was known that this forward has no cache
-            return original(**arguments | {"attention_mask": mask.whole()})
-        return original(*args, **kwargs)
 
-    setattr(block, name, forward)
-    return lambda: _restore(block, name, before)
+        return forward
+
+    return _shadow(site.block, in_tiles)
 
 
 def _names(block: nn.Module, original: Callable[..., Any]) -> list[str]:
@@ -124,26 +127,25 @@ def norm_in_tiles(module: Any, size: Callable[[], int | None]) -> Callable[[], N
         module: The norm.
         size: The tile size of the running forward, or None.
     """
-    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
-    before = module.__dict__.get(name)
-    original = getattr(module, name)
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or hidden.dim() != 3:
-            return original(hidden, *args, **kwargs)
-        tokens = size()
-        if tokens is None or hidden.shape[1] <= tokens or args or kwargs:
-            return original(hidden, *args, **kwargs)
-        out: Tensor | None = None
-        for start in range(0, hidden.shape[1], tokens):
-            part: Tensor = original(hidden[:, start : start + tokens])
-            if out is None:
-                out = part.new_empty(hidden.shape)  # of another dtype, where a norm stays in fp32
-            out[:, start : start + tokens] = part
-        return out
+    def in_tiles(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or hidden.dim() != 3:
+                return original(hidden, *args, **kwargs)
+            tokens = size()
+            if tokens is None or hidden.shape[1] <= tokens or args or kwargs:
+                return original(hidden, *args, **kwargs)
+            out: Tensor | None = None
+            for start in range(0, hidden.shape[1], tokens):
+                part: Tensor = original(hidden[:, start : start + tokens])
+                if out is None:
+                    out = part.new_empty(hidden.shape)  # of another dtype, where a norm stays in fp32
+                out[:, start : start + tokens] = part
+            return out
 
-    setattr(module, name, forward)
-    return lambda: _restore(module, name, before)
+        return forward
+
+    return _shadow(module, in_tiles)
 
 
 def around(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
@@ -158,11 +160,32 @@ def last_norms(decoder: nn.Module) -> list[nn.Module]:
     return [module for module in decoder.children() if type(module).__name__.endswith("Norm")]
 
 
-def _restore(module: Any, name: str, before: Any) -> None:
-    if before is None:
-        module.__dict__.pop(name, None)
-    else:
-        setattr(module, name, before)
+def _shadow(module: Any, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Shadow the forward of a module by one that is made of it; returns how to undo it.
+
+    Others may have wrapped the new forward by then, such as accelerate: their wrapper stays, around the old one.
+    """
+    name = OFFLOADED if hasattr(module, OFFLOADED) else "forward"
+    before = module.__dict__.get(name)
+    original = getattr(module, name)
+    replaced = replace(original)
+    runs = [replaced]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return runs[0](*args, **kwargs)
+
+    setattr(module, name, forward)
+
+    def undo() -> None:
+        runs[0] = original
+        for place in ("forward", OFFLOADED):
+            if module.__dict__.get(place) is forward:
+                if before is None and place == name:
+                    del module.__dict__[place]
+                else:
+                    setattr(module, place, original)
+
+    return undo
 
 
 def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], cache: Any, size: int) -> Any:

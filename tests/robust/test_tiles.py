@@ -321,3 +321,29 @@ def test_ready_made_masks_of_windows_are_refused(mask: Tensor | None) -> None:
         with pytest.raises(KVPolicyError, match="tile must be None for masks of sliding windows that were made before"):
             model(prompt()[:, :10], attention_mask=masks)
         model(prompt()[:, :10])
+
+
+def test_detaching_leaves_the_hooks_that_accelerate_has_added_since() -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    model = copy.deepcopy(build("llama", layers=2))
+    with torch.no_grad():
+        expected = model(prompt()).logits
+        handle = kvpolicy.attach(model, "h2o@0.5", tile=7)
+        model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        model(prompt())
+        handle.detach()
+        assert torch.equal(model(prompt()).logits, expected)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert all("kvpolicy" not in str(vars(module).get("forward")) for module in model.modules())
+
+
+def test_detaching_leaves_a_wrapper_that_was_put_around_a_layer_since() -> None:
+    model = copy.deepcopy(build("llama", layers=2))
+    layer: Any = model.get_submodule("model.layers.0")
+    calls: list[int] = []
+    with kvpolicy.attach(model, "h2o@0.5", tile=7):
+        inner = layer.forward
+        layer.forward = lambda *args, **kwargs: (calls.append(1), inner(*args, **kwargs))[1]
+    with torch.no_grad():
+        model(prompt())
+    assert calls == [1]
