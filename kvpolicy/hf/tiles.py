@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kvpolicy.hf.deferred_masks import DeferredMask
 from kvpolicy.hf.discovery import Site
 from kvpolicy.hf.held_weights import hold_weights
+from kvpolicy.hf.recorded import Recorded
 from kvpolicy.spec.errors import KVPolicyError
 
 CACHE_NAMES = ("past_key_values", "layer_past")
@@ -204,15 +205,18 @@ def _run(site: Site, original: Callable[..., Any], arguments: dict[str, Any], ca
     with ExitStack() as stack:
         stack.enter_context(hold_weights(site.block))
         stack.callback(setattr, cache, "tile", None)
+        recorded = Recorded()
         for start in range(0, columns, size):
             tile = Tile(start, min(start + size, columns), columns, valid, arguments)
             cache.tile = tile
+            recorded.begin_tile()
             found = original(**dict(_cut(arguments, tile, cache.layers[site.layer_idx])))
             part: Tensor = found[0] if isinstance(found, tuple) else found
             others = found[1:] if isinstance(found, tuple) else None
             if out is None:
                 out = part.new_empty(part.shape[0], columns, *part.shape[2:])
             out[:, tile.start : tile.stop] = part
+        recorded.join(arguments["hidden_states"].shape[0])
     return out if others is None else (out, *others)
 
 

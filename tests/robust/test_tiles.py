@@ -347,3 +347,16 @@ def test_detaching_leaves_a_wrapper_that_was_put_around_a_layer_since() -> None:
     with torch.no_grad():
         model(prompt())
     assert calls == [1]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "jetmoe", "afmoe"])
+def test_recorded_router_logits_are_those_of_a_prompt(family: str) -> None:
+    model = build(family)
+    ids, mask = make_batch([PROMPT, PROMPT], [PROMPT])
+    found: list[tuple[Tensor, ...]] = []
+    for tile in (None, 13):
+        with kvpolicy.attach(model, "full", tile=tile), torch.no_grad():
+            found.append(model(ids, attention_mask=mask, output_router_logits=True).router_logits)
+    assert len(found[0]) == len(found[1]) > 0
+    for whole, tiled in zip(*found, strict=True):
+        torch.testing.assert_close(tiled, whole, atol=1e-4, rtol=1e-4)
