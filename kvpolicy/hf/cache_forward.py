@@ -333,7 +333,7 @@ class CacheForward(UndoableCache):
         # One number is the longest row's.
         if not self.prompt.dim():
             return int(length.max()) >= int(self.prompt)
-        return torch.equal(at_least(length, self.prompt), length)
+        return bool((at_least(length, self.prompt) == length).all())
 
     def _replay(self, decoder: nn.Module) -> None:
         """Score the prompts that the layers hold by a replay, if the selector needs one."""

@@ -33,7 +33,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
                 if layer.store.selector.needs.forward and not torch.compiler.is_compiling():
-                    kwargs["policy_call"] = _module_call(layer, cache, module, args, kwargs)
+                    kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
                 kwargs["policy_cache"] = cache
         elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]
             if cache.wants_inputs:
@@ -43,7 +43,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _module_call(
-    layer: PolicyLayer, cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cache: PolicyCache, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Forward | None:
     """The arguments of a prompt's attention; None in a decode step, which scores nothing."""
     hidden: Tensor = args[0] if args else kwargs["hidden_states"]

@@ -233,8 +233,8 @@ MUTATIONS = (
     Mutation(
         name="a held batch is complete with its shortest row",
         file="kvpolicy/hf/cache_forward.py",
-        old="bool((length >= self.prompt).all())",
-        new="bool((length >= self.prompt).any())",
+        old="bool((at_least(length, self.prompt) == length).all())",
+        new="bool((at_least(length, self.prompt) == length).any())",
         tests=("tests/engine/test_replay.py::test_a_shorter_row_waits_for_the_longest",),
     ),
     Mutation(
@@ -344,8 +344,8 @@ MUTATIONS = (
     Mutation(
         name="one token left over is a decode step for a scorer",
         file="kvpolicy/hf/forward_calls.py",
-        old="if hidden.shape[1] == 1 and layer.is_initialized and cache.tile is None:",
-        new="if hidden.shape[1] == 1 and layer.is_initialized:",
+        old="if cache.is_step:",
+        new="if hidden.shape[1] == 1:",
         tests=("tests/robust/test_tiles.py",),
     ),
     Mutation(
