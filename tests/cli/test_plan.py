@@ -202,3 +202,29 @@ def test_the_docs_show_the_output(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("the docs are not installed")
     line, _, rest = page.read_text(encoding="utf-8").partition("$ kvpolicy ")[2].partition("\n")
     assert rest.partition("```")[0] == output(line, capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "command"),
+    [
+        ("--prompt 4096 --memory 48", "kvpolicy tune"),
+        ("--prompt 127000 --memory 48", "kvpolicy tune --tile 16384"),
+        ("--prompt 127000 --tile 4096 --memory 24", ""),
+        ("--prompt 4096 --memory 48 --tp 2", ""),
+    ],
+)
+def test_tune_is_recommended_where_it_fits(line: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(output(f"plan llama-3.1-8b snapkv@0.2 {line}", capsys).split())
+    assert f"{command} finds a policy for each layer" in text or not command
+    assert ("kvpolicy tune" in text) == bool(command)
+    assert json.loads(output(f"plan llama-3.1-8b snapkv@0.2 {line} --json", capsys))["tune"] == command
+
+
+def test_prompts_that_wait_in_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan llama-3.1-8b kvzip+tokenwise:bits=4@0.2 --prompt 64k --tile 4096 --json"
+    plain, coded = (json.loads(output(line + more, capsys)) for more in ("", " --hold-codes"))
+    assert coded["hold_codes"] and not plain["hold_codes"]
+    assert coded["peak"]["prefill"]["policy"] < plain["peak"]["prefill"]["policy"] - 4 * 2**30
+    assert "waiting in codes" in output(line.replace(" --json", " --hold-codes"), capsys)
+    assert main(["plan", "tiny", "kvzip@0.2", "--hold-codes"]) == 2
+    assert "for hold='codes', got" in capsys.readouterr().err

@@ -41,11 +41,18 @@ MUTATIONS = (
         tests=("tests/codecs/test_tokenwise.py", "tests/codecs/test_kivi.py"),
     ),
     Mutation(
-        name="the norms that order channels are summed in fp32",
-        file="kvpolicy/codecs/bfp.py",
+        name="sums over tokens are made in fp32",
+        file="kvpolicy/codecs/_common.py",
         old=".sum(2, keepdim=True, dtype=torch.float64)",
         new=".sum(2, keepdim=True)",
         tests=("tests/codecs/test_bfp.py",),
+    ),
+    Mutation(
+        name="of a long prompt, only the first range of tokens is summed",
+        file="kvpolicy/codecs/_common.py",
+        old="    return sum(sums[1:], sums[0])\n\n\ndef take(",
+        new="    return sums[0]\n\n\ndef take(",
+        tests=("tests/codecs/test_chunks.py",),
     ),
     Mutation(
         name="masked tokens count in the scale of coefficients",

@@ -309,4 +309,35 @@ MUTATIONS = (
         new="mine, mixed = (t[: len(queries)][:, :, columns] for t in (keys, values))",
         tests=("tests/engine/test_prompt_tiles.py",),
     ),
+    Mutation(
+        name="what the first chunk was fitted to is fitted again to a later one",
+        file="kvpolicy/engine/prompt_codes.py",
+        old="has_codes = begun[:, None].expand(-1, heads)",
+        new="has_codes = (begun & ~begun)[:, None].expand(-1, heads)",
+        tests=("tests/engine/test_prompt_codes.py",),
+    ),
+    Mutation(
+        name="codes that wait do not follow their rows",
+        file="kvpolicy/engine/prefill.py",
+        old="codes=None if self.codes is None else self.codes.map_rows(fn),",
+        new="codes=self.codes,",
+        tests=("tests/engine/test_prompt_codes.py",),
+    ),
+    Mutation(
+        name="padding is encoded as a token of a waiting prompt",
+        file="kvpolicy/engine/prompt_codes.py",
+        old="written = valid[:, None].expand(-1, heads, -1)",
+        new="written = (valid | True)[:, None].expand(-1, heads, -1)",
+        tests=("tests/engine/test_prompt_codes.py",),
+    ),
+    Mutation(
+        name="tokens that are nearly in order are taken for a range",
+        file="kvpolicy/engine/token_batch.py",
+        old="if bool((index == torch.arange(start, start + size, device=index.device)).all()):",
+        new="if bool((index == torch.arange(start, start + size, device=index.device))[:1].all()):",
+        tests=(
+            "tests/engine/test_token_batch.py",
+            "tests/conformance/test_moves.py",
+        ),
+    ),
 )

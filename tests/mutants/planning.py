@@ -53,8 +53,8 @@ MUTATIONS = (
     Mutation(
         name="later chunks of a measured prompt take no memory",
         file="kvpolicy/planning/memory.py",
-        old="max(len(layers) * piece, sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
-        new="len(layers) * piece + unmanaged_nbytes",
+        old="max(held(new) + min(plain, piece), sum(layers) + piece * (piece < prompt)) + unmanaged_nbytes",
+        new="held(new) + min(plain, piece) + unmanaged_nbytes",
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(
@@ -156,5 +156,19 @@ MUTATIONS = (
         old="return Tokens(keep, extra, expected_len, prompt if grows else last)",
         new="return Tokens(keep, extra, expected_len, last)",
         tests=("tests/engine/test_announcements.py",),
+    ),
+    Mutation(
+        name="codes that wait are planned as keys and values",
+        file="kvpolicy/hf/plan.py",
+        old="held = held_codes if hold == CODES else None",
+        new="held = None",
+        tests=("tests/planning/test_activations.py",),
+    ),
+    Mutation(
+        name="a codec that encodes in ranges is planned as if it did not",
+        file="kvpolicy/planning/activations.py",
+        old="at_once = min(encoded, piece.batch * traits.at_once) if traits.at_once else encoded",
+        new="at_once = encoded",
+        tests=("tests/planning/test_activations.py",),
     ),
 )

@@ -85,4 +85,25 @@ MUTATIONS = (
         new=".splitlines(keepends=True)]",
         tests=TUNE,
     ),
+    Mutation(
+        name="the peak of tuning forgets prompts of other layers",
+        file="kvpolicy/tuning/peak.py",
+        old="else (layers + 1) * layer",
+        new="else layer",
+        tests=("tests/tuning/test_long_prompts.py",),
+    ),
+    Mutation(
+        name="seconds of the evidence do not grow with the ordinary policies",
+        file="kvpolicy/tuning/rivals.py",
+        old="    scored = len(specs) * len(windows)\n",
+        new="    scored = len(windows)\n",
+        tests=("tests/tuning/test_long_prompts.py",),
+    ),
+    Mutation(
+        name="what was seen of one layer stays on its device for other candidates",
+        file="kvpolicy/tuning/measure.py",
+        old="            known.clear()",
+        new="            pass",
+        tests=("tests/tuning/test_long_prompts.py",),
+    ),
 )

@@ -47,7 +47,9 @@ class Evaluator:
         self.docs = docs
         self.calls = []
 
-    def accuracy(self, policy: str, byte_share: float | None, mode: str) -> tuple[dict[str, float], float]:
+    def accuracy(
+        self, policy: str, byte_share: float | None, mode: str, hold: str = "plain"
+    ) -> tuple[dict[str, float], float]:
         self.calls.append((policy, byte_share, mode))
         if policy == "tova":
             raise KVPolicyError("The budget must be larger, got 1; try 2.")

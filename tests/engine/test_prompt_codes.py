@@ -15,6 +15,7 @@ from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.codecs.turboquant import TurboQuant
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_codes import PromptCodes
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.protocols import Codec, StageStore
 from kvpolicy.testing import check_cache
@@ -67,7 +68,7 @@ def test_codes_of_two_chunks_are_those_of_a_store(codec: Codec) -> None:
     shown = held.flags[:, None, :, None]
     assert torch.where(shown, found.keys, 0).equal(torch.where(shown, keys, 0))
     assert torch.where(shown, found.values, 0).equal(torch.where(shown, values, 0))
-    assert found.codes is None and held.encoded(codec, ()) is held
+    assert isinstance(held.codes, PromptCodes) and found.codes is None and held.encoded(codec, ()) is held
     moved = held.map_rows(lambda t: t[[1, 0, 1]]).decoded()
     assert moved.keys.equal(found.keys[[1, 0, 1]]) and moved.values.equal(found.values[[1, 0, 1]])
 
