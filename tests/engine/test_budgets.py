@@ -9,9 +9,10 @@ import torch
 
 import kvpolicy
 from kvpolicy import Policy
+from kvpolicy.testing import check_cache
 from tests.conformance.access import kept_positions
 from tests.conformance.models import build
-from tests.conformance.play import make_batch, talk
+from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import ALLOCATORS, SELECTORS, words
 from tests.sampling import product
 
@@ -100,3 +101,21 @@ def test_a_share_is_of_each_rows_own_length(share: float) -> None:
     want = [max(1, round(share * 100) * n // 100) for n in lengths]
     assert cache.policy_layers[0].budget.tolist() == want
     assert (cache.policy_layers[0].positions >= 0).sum(-1)[:, 0].tolist() == want
+
+
+def test_a_budget_that_shrinks_leaves_codes_where_they_are() -> None:
+    """A later prompt, with fewer new tokens behind it, gives a layer of a pyramid less than the first one did."""
+    model = build("llama")
+    ids, mask = make_batch([12], [12])
+    policy = "pyramid:beta=4+tova+tokenwise:group_size=4:residual_length=4:block_size=4@20"
+    with kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, prompt=5, new=20)
+        forward(model, ids, mask, 0, 5, cache)
+        before = int(cache.policy_layers[-1].budget)
+        cache.expect(11, 20)
+        forward(model, ids, mask, 5, 11, cache)
+        last = cache.policy_layers[-1]
+        assert int(last.budget) < before and bool((last.positions[..., last.layout.exact :] >= 0).any())
+        check_cache(cache)
+        forward(model, ids, mask, 11, 12, cache)
+        check_cache(cache)

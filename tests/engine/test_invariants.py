@@ -94,8 +94,10 @@ def fill_a_buffer(store: Any) -> None:
     store.limits.flush_threshold.fill_(1)
 
 
-def lower_a_stage(store: Any) -> None:
-    store.limits.stage_capacity.fill_(1)
+def use_a_slot_of_a_longer_row(store: Any) -> None:
+    first = store.layout.exact
+    store.positions[1, :, -1] = store.positions[1, :, first]
+    store.positions[1, :, first] = -1
 
 
 def lower_counts(store: Any) -> None:
@@ -154,7 +156,7 @@ IN_SLOTS: list[tuple[str, Damage, str]] = [
     (CODES, leave_nan_in_a_buffer, "keys of empty slots are finite"),
     (CODES, count_steps, "no step is counted that has no slot"),
     (CODES, fill_a_buffer, "a full buffer was demoted"),
-    (CODES, lower_a_stage, "no more slots of stage 0"),
+    (CODES, use_a_slot_of_a_longer_row, "no more slots of stage 0"),
     ("h2o+merge@0.5", lower_counts, "at least one token"),
     ("h2o+merge@0.5", raise_counts, "tokens that the row has seen"),
 ]
