@@ -21,6 +21,9 @@ TILE_ELEMENTS = 1 << 20
 MASK_ELEMENTS = 1 << 24
 """Elements of the mask of one call of fused attention: 16 MiB of bool."""
 
+MASK_ROWS = 256
+"""The most queries of such a call: fused attention computes what its mask hides, half as many keys for each query."""
+
 
 class Past(NamedTuple):
     """Every slot of a layer, decoded.
@@ -178,7 +181,7 @@ def _attend_behind(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 
         bias: Any = causal_lower_right(new, keys.shape[2])
         return _attend_fused(q, keys, values, scale, bias)
-    rows = max(MASK_ELEMENTS // keys.shape[2], 16)
+    rows = min(max(MASK_ELEMENTS // keys.shape[2], 16), MASK_ROWS)
     out = torch.empty_like(q)
     for start in range(0, new, rows):
         stop = min(start + rows, new)

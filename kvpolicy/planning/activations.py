@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS
+from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
 
@@ -243,7 +243,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
     if needs.attn_sum or piece.past or prefill.widths.tiled:
         attended = joined + _tile_bytes(scores, tile.columns) + 4 * scores * needs.attn_sum
     elif tile.columns < piece.columns:  # a mask of some queries of the tile, which becomes one of numbers
-        rows = min(max(MASK_ELEMENTS // max(piece.columns, 1), SHORTEST_TILE), tile.columns)
+        rows = min(max(MASK_ELEMENTS // max(piece.columns, 1), SHORTEST_TILE), MASK_ROWS, tile.columns)
         attended = (1 + size) * rows * piece.columns
     window = min(needs.window_queries, piece.columns)
     scored = joined + scores * (9 * window + 16) if window else 0
