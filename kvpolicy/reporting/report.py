@@ -85,7 +85,7 @@ class Report:
     @property
     def all_moved(self) -> int:
         """Bytes that a decode step would read of these layers if it read everything that is kept."""
-        return sum(layer.nbytes.get(kind, 0) for layer in self.layers if layer.budget for kind in READ_KINDS)
+        return sum(layer.nbytes.get(kind, 0) for layer in self.layers for kind in READ_KINDS)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers and strings for JSON, with the versions of kvpolicy and of the format."""

@@ -49,11 +49,4 @@ MUTATIONS = (
         new="if sum(cells(text) for text, _ in last) + cells(piece[0]) < width:",
         tests=("tests/test_report_edges.py",),
     ),
-    Mutation(
-        name="windows count in the bytes that a step would read",
-        file="kvpolicy/reporting/report.py",
-        old="for layer in self.layers if layer.budget for kind in READ_KINDS",
-        new="for layer in self.layers for kind in READ_KINDS",
-        tests=("tests/engine/test_report.py",),
-    ),
 )
