@@ -13,6 +13,7 @@ from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.hf.cache import PolicyCache
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.protocols import Forward
+from kvpolicy.tuning.peak import LOGITS, ROW_NBYTES, ROWS
 
 T = TypeVar("T")
 
@@ -21,15 +22,6 @@ Attention = Callable[[Tensor, Tensor, Tensor, ScoreTransform], Tensor]
 
 Changes = Mapping[int, Attention]
 """The attention of some layers, by their indices in the model."""
-
-ROWS = 16
-"""The most changes that are measured at a time: each takes the memory of a layer's full cache."""
-
-ROW_NBYTES = 1 << 30
-"""The most bytes that a layer's full cache takes in all of them."""
-
-LOGITS = 1 << 25
-"""The most logits that are computed at a time: 128 MiB of fp32."""
 
 
 class AnswerCache(PassingCache):

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.planning.activations import Prefill
 from kvpolicy.policy import Policy
-from kvpolicy.tuning.answers import LOGITS, ROW_NBYTES, ROWS
+
+ANSWER = 64
+"""Tokens behind a prompt that is cut out of plain text, which are its answer."""
+
+ROWS = 16
+"""The most changes that are measured at a time: each takes the memory of a layer's full cache."""
+
+ROW_NBYTES = 1 << 30
+"""The most bytes that a layer's full cache takes in all of them."""
+
+LOGITS = 1 << 25
+"""The most logits that are computed at a time: 128 MiB of fp32."""
 
 
 def tuning_peak(
@@ -30,7 +41,7 @@ def tuning_peak(
         >>> shape = describe(config_of("llama-3.1-8b"))
         >>> policies = [Policy.parse("snapkv@0.1"), Policy.parse("snapkv+tokenwise:bits=4@0.2")]
         >>> [round(tuning_peak(shape, 15 * 2**30, policies, 127_000, 64, tile) / 2**30) for tile in (None, 4096)]
-        [91, 23]
+        [109, 22]
     """
     widths, size = model.widths, model.shape.dtype.itemsize
     layers = len(model.evictable)

@@ -13,24 +13,8 @@ from kvpolicy.hf.tile_size import TileSize
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.tuning.evidence import Score, check_windows, reference_logits, score, share_bytes
+from kvpolicy.tuning.ordinary import rivals
 from kvpolicy.tuning.windows import Window
-
-_SELECTORS = ("window", "streaming", "h2o", "snapkv", "tova", "expected", "keydiff", "kvzip", "kvcrush/snapkv")
-_CODECS = ("", "+tokenwise:bits=4")
-_OTHERS = (
-    "squeeze+snapkv",
-    "squeeze+snapkv+tokenwise:bits=4",
-    "pyramid+snapkv+tokenwise:bits=4",
-    "uniform/adakv+snapkv+tokenwise:bits=4",
-    "squeeze+keydiff+tokenwise:bits=4",
-    "squeeze+kvzip+tokenwise:bits=4",
-    "uniform/adakv+kvzip+tokenwise:bits=4",
-    "squeeze/adakv+kvzip+tokenwise:bits=4",
-    "kvzip+kivi:bits=2",
-    "squeeze+kvzip+tokenwise:bits=8",
-)
-"""Budgets that differ by layer or head, and codes of fewer and of more bits."""
-
 
 FIRST_ROUND = 4
 """One in so many windows is used to find the finalists, if that leaves at least four."""
@@ -66,17 +50,6 @@ class BestRival(NamedTuple):
     spec: str
     score: Score
     table: tuple[Rival, ...]
-
-
-def rivals() -> tuple[str, ...]:
-    """Specs of ordinary policies, without budgets: selectors and allocators, plain and with codecs.
-
-    Examples:
-        >>> len(rivals()), rivals()[:3]
-        (28, ('window', 'window+tokenwise:bits=4', 'streaming'))
-    """
-    alone = [base + codec for base in _SELECTORS for codec in _CODECS]
-    return (*alone, *_OTHERS)
 
 
 def best_rival(

@@ -15,12 +15,10 @@ from torch import Tensor
 from kvpolicy.calibration.corpus import token_windows
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
+from kvpolicy.tuning.peak import ANSWER
 
 PROMPT = 1024
 """Tokens of a prompt that is cut out of plain text."""
-
-ANSWER = 64
-"""Tokens behind it that are its answer."""
 
 LIMIT = 64
 """The most windows that are read."""

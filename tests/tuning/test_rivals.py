@@ -10,7 +10,8 @@ import torch
 
 import kvpolicy
 from kvpolicy.tuning.evidence import Score, reference_logits, score
-from kvpolicy.tuning.rivals import best_rival, rivals
+from kvpolicy.tuning.ordinary import rivals
+from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.windows import Window
 from kvpolicy_eval.data.prompts import recall
 

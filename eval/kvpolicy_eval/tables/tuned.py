@@ -19,7 +19,8 @@ from torch import nn
 import kvpolicy
 from kvpolicy.tuning.comparison import Comparison, Difference, compare
 from kvpolicy.tuning.evidence import Score, reference_logits, score
-from kvpolicy.tuning.rivals import best_rival, rivals
+from kvpolicy.tuning.ordinary import rivals
+from kvpolicy.tuning.rivals import best_rival
 from kvpolicy.tuning.tune import tune
 from kvpolicy.tuning.windows import Window, read_windows
 from kvpolicy_eval.common.markdown import add_fill_argument, publish, table

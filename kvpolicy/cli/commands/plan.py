@@ -225,9 +225,8 @@ def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int)
     """
     from kvpolicy.policy import Policy
     from kvpolicy.tuning.grid import default_grid
-    from kvpolicy.tuning.peak import tuning_peak
-    from kvpolicy.tuning.rivals import rivals
-    from kvpolicy.tuning.windows import ANSWER
+    from kvpolicy.tuning.ordinary import rivals
+    from kvpolicy.tuning.peak import ANSWER, tuning_peak
 
     policies = [*default_grid(), *map(Policy.parse, rivals())]
     for tile in (None, *(each for each in SIZES if each < prompt)) if ranks == 1 else ():

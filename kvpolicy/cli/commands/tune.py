@@ -73,9 +73,9 @@ def tune(
     from kvpolicy.policy.tuned import TunedFile
     from kvpolicy.spec.budget import parse_budget
     from kvpolicy.tuning.grid import PARTS, SHARES, make_grid
+    from kvpolicy.tuning.ordinary import rivals as ordinary_policies
     from kvpolicy.tuning.proof import prove
     from kvpolicy.tuning.rivals import estimate_rivals
-    from kvpolicy.tuning.rivals import rivals as ordinary_policies
     from kvpolicy.tuning.tune import estimate
     from kvpolicy.tuning.tune import tune as run
     from kvpolicy.tuning.windows import read_windows, split
