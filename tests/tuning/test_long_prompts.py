@@ -11,6 +11,8 @@ import torch
 from kvpolicy.hf.embedded import config_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.policy import Policy
+from kvpolicy.tuning import rivals
+from kvpolicy.tuning.evidence import Score
 from kvpolicy.tuning.measure import joint_kls, layer_kls, output_errors, sensitivities
 from kvpolicy.tuning.peak import tuning_peak
 from kvpolicy.tuning.proof import prove
@@ -60,11 +62,20 @@ def test_prompts_of_all_layers_are_stored_on_the_host() -> None:
         assert tap.store == torch.device("cpu")
 
 
-def test_seconds_of_the_evidence() -> None:
-    few = estimate_rivals(MODEL, WINDOWS, 2, ["window"])
-    many = estimate_rivals(MODEL, WINDOWS, 2, ["window"] * 40)
-    assert 0 < few < many
+def test_seconds_of_the_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three windows, and two that are held out, of which a score takes a second."""
+
+    def one_second(*args: Any, **kwargs: Any) -> Score:
+        none = torch.zeros(1)
+        return Score(none, none, none, 0.0, seconds=1.0)
+
     assert estimate_rivals(MODEL, WINDOWS, 2, ["streaming:sinks=64"]) == 0, "it cannot run"
+    monkeypatch.setattr(rivals, "score", one_second)
+    monkeypatch.setattr(rivals, "reference_logits", lambda *args: [])
+    assert estimate_rivals(MODEL, WINDOWS, 2, ["window"]) == pytest.approx(3 + 2 * 2, abs=0.1)
+    assert estimate_rivals(MODEL, WINDOWS, 2, ["window", "kvzip"] * 20) == pytest.approx(40 * 3 + 2 * 2, abs=0.1)
+    many = WINDOWS * 4  # a quarter of them first, then the best policies on all
+    assert estimate_rivals(MODEL, many, 2, ["window"] * 40) == pytest.approx(40 * 4 + 8 * 12 + 2 * 2, abs=0.1)
 
 
 LEAST = 0.4

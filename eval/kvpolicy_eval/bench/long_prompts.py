@@ -143,7 +143,7 @@ def _print_peak(policy: str, tile: int) -> None:
     """Print the bytes that a prefill adds to this process at most, and those that a plan says, without weights."""
     model = llama(8, hidden=1024, heads=16)
     ids = tokens(PEAK_TOKENS)
-    _prefill(model, policy, ids[:, :512], tile and 256)  # what the libraries allocate once
+    _prefill(model, policy, ids[:, :512], 256 if tile else None)  # what the libraries allocate once
     before = _status("VmRSS")
     _prefill(model, policy, ids, tile or None)
     plan = kvpolicy.plan(model, policy, prompt=PEAK_TOKENS, new=1, tile=tile or None)
