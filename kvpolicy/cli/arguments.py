@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -157,6 +157,11 @@ Tile = Annotated[
     ),
 ]
 """The default of the parameter is `auto`; `tile_of` reads the value."""
+
+
+def hold_of(hold_codes: bool) -> Literal["plain", "codes"]:
+    """How a prompt is held that waits, as `hold` of `kvpolicy.attach`."""
+    return "codes" if hold_codes else "plain"
 
 
 def tile_of(text: str) -> Any:

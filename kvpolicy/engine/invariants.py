@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.reading import ReadState, by_entry, read_shape, row_entries
-from kvpolicy.engine.row_limits import has_dictionary, with_tokens
+from kvpolicy.engine.row_limits import has_dictionary, stage_slots, with_tokens
 from kvpolicy.engine.state import map_state, tensors
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.engine.undo_log import UNDO_LOG
@@ -112,13 +112,13 @@ def _check_slots(store: LayerStore) -> None:
     _require(sizes == (layout.exact, layout.exact), store, "keys and values have the slots of the buffer")
     if store.limits is None:
         return
+    # A budget that shrinks with a later prompt leaves tokens in slots that the row was given before.
+    given = stage_slots([store.codec.layout(count) for count in store.expected_len], len(store.codec.stages))
+    most = store.limits.stage_capacity.maximum(store.limits.stage_capacity.new_tensor(given))
     for stage, (start, size) in enumerate(zip(layout.starts(), layout.coded, strict=True)):
         slot = torch.arange(size, device=store.positions.device)
-        # A budget that shrinks with a later prompt leaves tokens in slots that the row was given before.
-        given = [(*store.codec.layout(count).coded, *[0] * (stage + 1))[stage] for count in store.expected_len]
-        most = store.limits.stage_capacity[:, stage].maximum(torch.tensor(given, device=slot.device))
         coded = store.positions[..., start : start + size]
-        within = (slot < most[:, None, None]) | (coded < 0)
+        within = (slot < most[:, stage, None, None]) | (coded < 0)
         _require(within, store, f"a row uses no more slots of stage {stage} than it would alone")
     if store.reserved:
         first = store.positions[..., : store.reserved]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
-from kvpolicy.protocols import Codec, Traits, traits_for
+from kvpolicy.protocols import Codec, Layout, Traits, traits_for
 
 
 class RowBudget(NamedTuple):
@@ -106,12 +106,15 @@ def with_tokens(limits: RowLimits, codec: Codec, tokens: list[int], reserved: in
         for layout, own in zip(layouts, has_dictionary, strict=True)
     ]
     limits = _with_sizes(limits, codec, tokens)
-    stages = limits.stage_capacity.shape[1]
-    capacity = [[*layout.coded, *[0] * (stages - len(layout.coded))] for layout in layouts]
     return limits._replace(
         flush_threshold=limits.flush_threshold.new_tensor(threshold),
-        stage_capacity=limits.stage_capacity.new_tensor(capacity),
+        stage_capacity=limits.stage_capacity.new_tensor(stage_slots(layouts, limits.stage_capacity.shape[1])),
     )
+
+
+def stage_slots(layouts: list[Layout], stages: int) -> list[list[int]]:
+    """Coded slots of each of `stages` stages, by layout; the layout of a row with few tokens has none."""
+    return [[*layout.coded, *[0] * (stages - len(layout.coded))] for layout in layouts]
 
 
 def _with_sizes(limits: RowLimits, codec: Codec, tokens: list[int]) -> RowLimits:

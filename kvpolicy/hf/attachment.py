@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +14,8 @@ from kvpolicy.parallel.runtime import Sharing
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, ModelInfo, Ranks
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+
+Word = TypeVar("Word", bound=str)
 
 Chunks = Literal["select", "hold"]
 """What becomes of a chunk of a prompt: it is compressed, or held until the last one."""
@@ -35,9 +37,7 @@ def check_hold(hold: object) -> Hold:
     Raises:
         KVPolicyError: If it is neither.
     """
-    if hold not in (PLAIN, CODES):
-        raise KVPolicyError(f"hold must be 'plain' or 'codes', got {hold!r}; try hold='codes'.")
-    return CODES if hold == CODES else PLAIN
+    return _one_of("hold", hold, PLAIN, CODES)
 
 
 def check_held_codes(hold: Hold, policy: Policy) -> None:
@@ -61,9 +61,15 @@ def check_chunks(chunks: object) -> Chunks:
     Raises:
         KVPolicyError: If it is neither.
     """
-    if chunks not in (SELECT, HOLD):
-        raise KVPolicyError(f"chunks must be 'select' or 'hold', got {chunks!r}; try chunks='hold'.")
-    return HOLD if chunks == HOLD else SELECT
+    return _one_of("chunks", chunks, SELECT, HOLD)
+
+
+def _one_of(name: str, value: object, usual: Word, other: Word) -> Word:
+    if value == usual:
+        return usual
+    if value == other:
+        return other
+    raise KVPolicyError(f"{name} must be {usual!r} or {other!r}, got {value!r}; try {name}={other!r}.")
 
 
 # Weak, so that a model can be freed. An attachment must therefore hold no reference to its model.

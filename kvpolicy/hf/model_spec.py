@@ -95,12 +95,8 @@ class ModelShape:
             tile: Tokens that a layer takes at a time; None for all.
             holds: Whether chunks are held until the last one.
         """
-        windows = {(window, self.unmanaged_shapes[index]) for index, window in self.unmanaged.items()}
-        return Prefill(
-            policy=policy,
-            shape=self.shape,
-            widths=self.widths,
-            windows=tuple(windows),
+        return self._prefill(
+            policy,
             columns=columns,
             chunk=min(chunk or columns, columns),
             slots=max(layer.layout.slots for layer in layers),
@@ -108,6 +104,21 @@ class ModelShape:
             tile=tile,
             holds=holds,
         )
+
+    def prompt_prefill(self, policy: Policy, columns: int, tile: int | None) -> Prefill:
+        """The prefill of a prompt in one piece of which a layer may keep, and encode, everything.
+
+        Args:
+            policy: The policy.
+            columns: Tokens of the prompt.
+            tile: Tokens that a layer takes at a time; None for all.
+        """
+        coded = columns if any(own.codec.stages for own in policy.distinct) else 0
+        return self._prefill(policy, columns=columns, chunk=columns, slots=columns, coded=coded, tile=tile)
+
+    def _prefill(self, policy: Policy, **sizes: Any) -> Prefill:
+        windows = {(window, self.unmanaged_shapes[index]) for index, window in self.unmanaged.items()}
+        return Prefill(policy=policy, shape=self.shape, widths=self.widths, windows=tuple(windows), **sizes)
 
 
 def describe(config: Any, dtype: torch.dtype | None = None, tp: int = 1) -> ModelShape:

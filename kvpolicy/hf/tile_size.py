@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.planning.activations import Prefill
 from kvpolicy.policy import Policy
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.validation import check_size
@@ -76,17 +75,7 @@ def _fitting(policy: Policy, model: ModelShape, shape: tuple[int, int], free: in
 def _needed(policy: Policy, model: ModelShape, shape: tuple[int, int], tile: int | None) -> int:
     """Bytes of a forward of tokens [B, P], and of the keys and values of one layer."""
     batch, columns = shape
-    prefill = Prefill(
-        policy=policy,
-        shape=model.shape,
-        widths=model.widths,
-        windows=tuple({(window, model.unmanaged_shapes[index]) for index, window in model.unmanaged.items()}),
-        columns=columns,
-        chunk=columns,
-        slots=columns,
-        coded=columns if any(own.codec.stages for own in policy.distinct) else 0,
-        tile=tile,
-    )
+    prefill = model.prompt_prefill(policy, columns, tile)
     return prefill.activation_bytes(batch) + batch * columns * model.shape.token_nbytes
 
 

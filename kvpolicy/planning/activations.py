@@ -276,8 +276,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
 
 def _encoded(prefill: Prefill, policy: Policy, piece: Piece) -> int:
     """The most tokens of a row that are encoded: of a later chunk, those that make room for its tokens."""
-    traits = policy.codec.traits
-    if not piece.past or prefill.holds or traits.recode_all:
+    if not piece.past or prefill.holds or policy.codec.traits.recode_all:
         return prefill.coded
     return min(prefill.coded, prefill.slots - prefill.coded + piece.columns)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.planning.activations import Prefill
 from kvpolicy.policy import Policy
 
 ANSWER = 64
@@ -49,7 +48,7 @@ def tuning_peak(
     # Queries, keys and values, and the input of attention; the newest layer's are held beside those that are kept.
     layer = vectors + prompt * (widths.queries + widths.hidden) * size
     held = layer if tile is not None and tile < prompt else (layers + 1) * layer
-    forwards = [_prefill(model, policy, prompt, tile).activation_bytes(1) for policy in policies]
+    forwards = [model.prompt_prefill(policy, prompt, tile).activation_bytes(1) for policy in policies]
     # Rows of answers, each with the prompt of a layer and a copy of it behind which the answer stands.
     logits = answer * widths.vocab
     rows = max(min(ROWS, ROW_NBYTES // max(vectors, 1), LOGITS // max(logits, 1)), 1)
@@ -60,18 +59,3 @@ def tuning_peak(
     waiting = layers * vectors + max(forwards) if waits else 0
     unmanaged = model.unmanaged_prefill_bytes(1, prompt, min(prompt, tile or prompt))
     return weights + unmanaged + max(held + max(*forwards, answers), waiting)
-
-
-def _prefill(model: ModelShape, policy: Policy, prompt: int, tile: int | None) -> Prefill:
-    """The prefill of a prompt, of which a layer may encode all."""
-    return Prefill(
-        policy=policy,
-        shape=model.shape,
-        widths=model.widths,
-        windows=tuple({(window, model.unmanaged_shapes[index]) for index, window in model.unmanaged.items()}),
-        columns=prompt,
-        chunk=prompt,
-        slots=prompt,
-        coded=prompt if policy.codec.stages else 0,
-        tile=tile,
-    )

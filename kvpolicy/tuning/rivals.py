@@ -135,8 +135,8 @@ def estimate_rivals(
     once = time.perf_counter() - start
     # A replay is a prefill more, and the time of other policies differs little beside that of the model.
     seconds: dict[bool, float] = {}
-    for spec in specs:
-        replays = Policy.parse(spec).replay is not None
+    replayed = [Policy.parse(spec).replay is not None for spec in specs]
+    for spec, replays in zip(specs, replayed, strict=True):
         try:
             if replays not in seconds:
                 seconds[replays] = score(model, windows[:1], spec, share=0.5, reference=full, tile=tile).seconds
@@ -144,8 +144,7 @@ def estimate_rivals(
             continue  # it cannot run, which takes no time
     if not seconds:
         return 0.0
-    each = [seconds.get(Policy.parse(spec).replay is not None, 0.0) for spec in specs]
-    mean = sum(each) / len(each)
+    mean = sum(seconds.get(replays, 0.0) for replays in replayed) / len(replayed)
     step = min(FIRST_ROUND, len(windows) // 4)
     scored = len(specs) * len(windows)
     if step > 1 and len(specs) > FINALISTS:

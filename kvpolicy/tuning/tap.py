@@ -55,6 +55,8 @@ class LayerCall(NamedTuple):
 
 Look = Callable[[LayerCall], None]
 
+_HOST = torch.device("cpu")
+
 
 class Tap:
     """A model in eval mode whose attention is looked at; made by `tapped`.
@@ -64,19 +66,18 @@ class Tap:
         attachment: What connects caches to it.
         layers: Indices of the layers that a policy manages.
         device: Where its token ids go.
-        store: Where prompts of all layers are kept; None for the devices of the layers.
+        store: Where a prompt of all layers is kept, from the run that reads it; None for the devices of the layers.
     """
 
-    def __init__(self, model: nn.Module, looker: _Looker, *, in_tiles: bool = False) -> None:
-        """Describe a model that `looker` is attached to, and whose layers may take prompts in tiles."""
+    def __init__(self, model: nn.Module, looker: _Looker) -> None:
+        """Describe a model that `looker` is attached to."""
         self.model = model
         self.attachment: Attachment = attachment_of(model)
         self.layers = self.attachment.model_shape.evictable
         self._looker = looker
         self._sites = find_sites(model)
         self.device: torch.device = next(self._sites.decoder.parameters()).device
-        # Prompts that are read in tiles are long: of all layers together, they do not fit beside the weights.
-        self.store: torch.device | None = torch.device("cpu") if in_tiles else None
+        self.store: torch.device | None = _HOST if isinstance(self.attachment.tile, int) else None
 
     def run(self, ids: Tensor, prompt: int, look: Look, pins: Collection[int] = ()) -> PolicyCache:
         """Run a text through the model, and show the call of each layer's attention to a function.
@@ -97,6 +98,8 @@ class Tap:
             massive.update((count, massive_tokens(hidden[:, :prompt], None, count)) for count in pins)
 
         cache = PolicyCache(self.model)
+        # A prompt that is read in tiles is long: of all layers together, it does not fit beside the weights.
+        self.store = None if self.attachment.tile_size(ids[None].to(self.device)) is None else _HOST
         with ExitStack() as hooks:
             for site in self._sites.layers if pins else ():
                 hooks.callback(site.block.register_forward_pre_hook(note, with_kwargs=True).remove)
@@ -152,7 +155,7 @@ def tapped(model: nn.Module, tile: TileSize = None) -> Generator[Tap]:
     looker = _Looker()
     # A budget of one token: selectors are shown the whole prompt, and the cache itself need not hold it.
     with eval_mode(model), torch.no_grad(), attach(model, Policy(selector=looker, budget=1), tile=tile):
-        tap = Tap(model, looker, in_tiles=tile is not None)
+        tap = Tap(model, looker)
         if tap.attachment.place[1] > 1:
             raise KVPolicyError(
                 f"The model must be on one rank to be measured, got {tap.attachment.place[1]}; try loading it without "

@@ -56,8 +56,8 @@ def make(
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], 0)
-    hold: Any = "codes" if hold_codes else "plain"
-    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, tile=tile_size, hold=hold)
+    how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
+    facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, **how)
     if json:
         print(as_json("cache make", facts))
         return

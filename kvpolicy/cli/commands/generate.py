@@ -101,8 +101,8 @@ def generate(
     from kvpolicy.cli.model_loading import load
 
     new_tokens = new or (SAMPLE_NEW_TOKENS if is_sample else NEW_TOKENS)
-    how: Any = {"tile": tile_size, "hold": "codes" if hold_codes else "plain"}
-    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, **how)
+    hold = arguments.hold_of(hold_codes)
+    options = GenerationOptions(new=new_tokens, temperature=temperature, seed=seed, tile=tile_size, hold=hold)
     loaded, tokenizer = load(model, dtype, device)
     ids = encode(tokenizer, text, chat)
     check_length(loaded, ids.shape[1], options.new)

@@ -21,6 +21,7 @@ from kvpolicy.cli.arguments import (
     Policy,
     Prompt,
     TileTokens,
+    hold_of,
     prompt_length,
 )
 from kvpolicy.cli.formatting import as_json, counted, input_size, paragraph, size, table, terms
@@ -91,7 +92,7 @@ def plan(
     def plan_for(chunk: int | None, tile: int | None, hold: bool = hold) -> Any:
         how: dict[str, Any] = {"dtype": cache_dtype, "tp": tp, "backend": backend}
         how |= {"chunk": chunk, "tile": tile, "chunks": "hold" if hold else "select"}
-        how |= {"hold": "codes" if hold_codes else "plain"}
+        how |= {"hold": hold_of(hold_codes)}
         return kvpolicy.plan(config, policy, **sizes, **how)  # pyright: ignore[reportArgumentType]
 
     planned = plan_for(chunk, tile)
@@ -224,11 +225,11 @@ def tune_command(model: Any, weights: int, prompt: int, memory: int, ranks: int)
         ranks: Ranks over which the model is sharded, which cannot tune.
     """
     from kvpolicy.policy import Policy
-    from kvpolicy.tuning.grid import default_grid
+    from kvpolicy.tuning.grid import PARTS
     from kvpolicy.tuning.ordinary import rivals
     from kvpolicy.tuning.peak import ANSWER, tuning_peak
 
-    policies = [*default_grid(), *map(Policy.parse, rivals())]
+    policies = [Policy.parse(spec) for spec in dict.fromkeys([*PARTS, *rivals()])]  # the peak depends on no budget
     for tile in (None, *(each for each in SIZES if each < prompt)) if ranks == 1 else ():
         if tuning_peak(model, weights, policies, prompt, ANSWER, tile) <= memory:
             return "kvpolicy tune" + (f" --tile {tile}" if tile else "")

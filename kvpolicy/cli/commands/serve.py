@@ -60,6 +60,6 @@ def serve(
 
         loaded, tokenizer = load(model, dtype, device)
         load_prefix = file and file.load
-        how: Any = {"tile": tile_size, "hold": "codes" if hold_codes else "plain"}
+        how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
         with serving(loaded, tokenizer, model, str(parsed), listener, load_prefix, (host, *names), **how) as server:
             run(server, listener)
