@@ -17,6 +17,7 @@ PACKAGES = {
     "kvpolicy": ROOT / "kvpolicy",
     "kvpolicy_lm_eval": ROOT / "integrations" / "kvpolicy_lm_eval",
     "kvpolicy_deepspeed": ROOT / "integrations" / "kvpolicy_deepspeed",
+    "kvpolicy_vllm": ROOT / "integrations" / "kvpolicy_vllm",
     "kvpolicy_eval": ROOT / "eval" / "kvpolicy_eval",
 }
 STRATEGIES = tuple(f"{kind}s" for kind in registry.kinds())
@@ -190,7 +191,8 @@ def test_no_second_copy_is_imported() -> None:
 
 def test_the_core_imports_no_integration() -> None:
     assert not _importing(
-        _sources(PACKAGES["kvpolicy"]), "kvpolicy_lm_eval", "kvpolicy_deepspeed", "kvpolicy_eval", "lm_eval"
+        _sources(PACKAGES["kvpolicy"]),
+        *("kvpolicy_lm_eval", "kvpolicy_deepspeed", "kvpolicy_vllm", "kvpolicy_eval", "lm_eval", "vllm"),
     )
 
 

@@ -109,6 +109,11 @@ def named_tensors(state: State, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(part, f"{name}.{field}")
 
 
+def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def _fitting(tensors: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
     found = tensors.get(name)
     if found is None:

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ FORMAT = 1
 
 KEY = "kvpolicy_cache"
 """The entry of the metadata that holds the header."""
+
+TOKENS = "tokens"
+"""The name of the token ids in a file, [B, N] int64."""
 
 COMPRESSIONS = (None, "zlib")
 """What may be passed as `compress`."""
@@ -113,14 +117,31 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def read(path: Path) -> CacheFile:
+def read_tokens(path: Path) -> Tensor:
+    """The token ids in a file, [B, N] int64, without reading its other tensors.
+
+    Raises:
+        KVPolicyError: As `read_header`, or if the file has none.
+    """
+    from safetensors import safe_open
+
+    with _reading(path), safe_open(path, framework="pt") as file:
+        return file.get_tensor(TOKENS).clone()
+
+
+def read(path: Path, *, mapped: bool = True) -> CacheFile:
     """Read and verify a file; no more than `MOST_INFLATED` times its bytes are allocated.
+
+    Args:
+        path: The file.
+        mapped: Whether its tensors may be mapped into memory. A process that must survive that the file is truncated
+            meanwhile reads it whole.
 
     Raises:
         KVPolicyError: If the file is missing, is no cache file, has a newer format, was truncated or edited, or a field
             is of another kind.
     """
-    header, tensors = _open(path, tensors=True)
+    header, tensors = _open(path, tensors=True) if mapped else _read_whole(path)
     if header.get("sha256") != _digest({key: value for key, value in header.items() if key != "sha256"}, tensors):
         raise _not_as_written(path)
     check_header(header, str(path))
@@ -142,23 +163,48 @@ def read(path: Path) -> CacheFile:
 
 
 def _open(path: Path, *, tensors: bool) -> CacheFile:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
+
+    with _reading(path), safe_open(path, framework="pt") as file:
+        header = _header(path, file.metadata())
+        return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()} if tensors else {})  # noqa: SIM118
+
+
+def _read_whole(path: Path) -> CacheFile:
+    from safetensors.torch import load
+
+    with _reading(path):
+        data = path.read_bytes()
+        # What `load` accepts begins with the length of a JSON object; it does not return the metadata in it.
+        tensors = load(data)
+        start = 8
+        described: Any = json.loads(data[start : start + int.from_bytes(data[:start], "little")])
+        return CacheFile(_header(path, described.get("__metadata__")), tensors)
+
+
+@contextmanager
+def _reading(path: Path) -> Generator[None]:
+    """Name a file that cannot be read in the errors."""
+    from safetensors import SafetensorError
 
     if not path.is_file():
         raise KVPolicyError(f"A cache file must exist, got {str(path)!r}; try creating it with kvpolicy cache make.")
     try:
-        with safe_open(path, framework="pt") as file:
-            header: Any = parse_header((file.metadata() or {}).get(KEY, "null"))
-            if not isinstance(header, dict):
-                raise _no_cache(path)
-            check_format(header, FORMAT, f"The cache file {str(path)!r}")
-            return CacheFile(header, {name: file.get_tensor(name) for name in file.keys()} if tensors else {})  # noqa: SIM118
+        yield
     except KVPolicyError:
         raise
     except (SafetensorError, OSError) as error:
         raise _not_as_written(path) from error
     except ValueError as error:
         raise _no_cache(path) from error
+
+
+def _header(path: Path, metadata: Mapping[str, str] | None) -> dict[str, Any]:
+    header: Any = parse_header((metadata or {}).get(KEY, "null"))
+    if not isinstance(header, dict):
+        raise _no_cache(path)
+    check_format(header, FORMAT, f"The cache file {str(path)!r}")
+    return header
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.hf.attachment import Attachment
-from kvpolicy.hf.cache_file import CacheFile
+from kvpolicy.hf.cache_file import TOKENS, CacheFile
 from kvpolicy.spec.errors import KVPolicyError
-
-TOKENS = "tokens"
-"""The name of the token ids in a file, [B, N] int64."""
 
 
 def check_content(content: CacheFile, attachment: Attachment, what: str) -> None:

@@ -159,6 +159,7 @@ _HEADER: dict[str, Any] = {
     "plan": _Maybe(_PLAN),
     "layers": _Table(_INDEX, _LAYER),
     "windows": _Table(_INDEX, _SIZE),
+    "held": _Optional(_Table(_INDEX, _Tuple((_SIZE, _SIZE)))),
     "packed": _Table(
         _TEXT, _Tuple((_Kind(lambda value: value in PACKED, f"one of {', '.join(PACKED)}"), _Many(_SIZE)))
     ),

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine import snapshot
-from kvpolicy.engine.snapshot import Snapshot
+from kvpolicy.engine.snapshot import Snapshot, below
 from kvpolicy.engine.state import tensors
 from kvpolicy.hf.attachment import Attachment, attachment_of
-from kvpolicy.hf.cache_file import CacheFile, rank_path, read, read_header
+from kvpolicy.hf.cache_file import TOKENS, CacheFile, rank_path, read, read_header
 from kvpolicy.hf.discovery import find_sites
-from kvpolicy.hf.file_content import TOKENS, check_content
+from kvpolicy.hf.file_content import check_content
 from kvpolicy.planning.plan_fields import plan_from_dict, plan_to_dict
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SINGLE_RANK, Ranks
@@ -43,6 +43,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
     if tokens is not None:
         held[TOKENS] = _checked_tokens(tokens, cache.batch_size, columns)
     layers: dict[str, Any] = {}
+    kept: dict[str, list[int]] = {}
     windows: dict[str, int] = {}
     for index, layer in enumerate(cache.layers):
         if index in cache.attachment.model_shape.unmanaged:
@@ -52,6 +53,8 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         taken = snapshot.take(layer.store)
         held |= {f"layers.{index}.{name}": tensor for name, tensor in taken.tensors.items()}
         layers[str(index)] = taken.numbers
+        by_head = layer.store.tokens_by_head()
+        kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     first = cache.policy_layers[0]
     ranks: Ranks = first.store.ranks
     header = {
@@ -70,6 +73,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         "plan": None if cache.plan is None else plan_to_dict(cache.plan),
         "layers": layers,
         "windows": windows,
+        "held": kept,
     }
     return CacheFile(header, held)
 
@@ -95,7 +99,7 @@ def restore_cache(cache: Any, model: nn.Module, content: CacheFile, what: str) -
     dtype: torch.dtype = getattr(torch, header["dtype"])
     for index, layer in enumerate(cache.layers):
         device = next(sites[index].attention.parameters()).device
-        own = _below(held, f"layers.{index}.")
+        own = below(held, f"layers.{index}.")
         if index in attachment.model_shape.unmanaged:
             keys, values = (own[name].to(device) for name in ("keys", "values"))
             layer.lazy_initialization(keys, values)
@@ -238,10 +242,6 @@ def _calibrations(cache: Any) -> str:
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             count += 1
     return found.hexdigest() if count else ""
-
-
-def _below(held: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,135 @@
+"""Requests of an engine's scheduler: which of them begin with a document, and what has to be loaded for them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_vllm.documents import SALT, Document, Library
+from kvpolicy_vllm.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+PARAM = "document"
+"""The name of a document among the `kv_transfer_params` of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Slots of a request that get tokens of a document, or that cannot.
+
+    Attributes:
+        request_id: The request.
+        path: The file; empty to report the blocks as failed.
+        digest: The hash that it must have.
+        kept: The end of the loaded tokens.
+        start: The first token that is loaded; those before are in blocks that other requests have loaded.
+        blocks: The blocks of the request, from its first token on.
+        reason: Why the request is refused.
+    """
+
+    request_id: str
+    path: str
+    digest: str
+    kept: int
+    start: int
+    blocks: tuple[int, ...]
+    reason: str = ""
+
+
+class Requests:
+    """The requests that the scheduler knows, and the loads of the next step.
+
+    A request that cannot be served gets one token from outside, whose block is then reported as failed: that ends this
+    request with an error, and no other one. An exception would end the engine.
+
+    Args:
+        engine: The engine.
+        library: The documents.
+    """
+
+    def __init__(self, engine: Engine, library: Library) -> None:
+        """Know no request."""
+        self._engine = engine
+        self._library = library
+        self._documents: dict[str, Document | str] = {}
+        self._computed: dict[str, int] = {}
+        self._loads: list[Load] = []
+
+    def admit(self, request: Any) -> None:
+        """Look at a new request; see `KVConnectorBase_V1.on_new_request`."""
+        try:
+            found = self._document_of(request)
+        except KVPolicyError as error:
+            found = str(error)
+        except Exception as error:
+            logger.exception("The document of request %s cannot be read.", request.request_id)
+            found = f"{type(error).__name__}: {error}"
+        if found is None:
+            return
+        self._documents[request.request_id] = found
+        # Prompt logprobs set it, and then nothing would be loaded: the request is refused, which needs a load.
+        request.skip_reading_prefix_cache = False
+
+    def matched(self, request: Any, computed: int) -> int:
+        """Tokens behind the `computed` ones that are loaded for a request."""
+        found = self._documents.get(request.request_id)
+        if found is None:
+            return 0
+        self._computed[request.request_id] = computed
+        if isinstance(found, str):
+            return min(1, request.num_tokens - 1 - computed)
+        return max(found.kept - computed, 0)
+
+    def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
+        """Note the blocks of a request whose last `external` tokens from outside are to be loaded."""
+        found = self._documents.get(request.request_id)
+        if found is None or external < 1:
+            return
+        start = self._computed[request.request_id]
+        if isinstance(found, str):
+            self._loads.append(Load(request.request_id, "", "", start + 1, start, tuple(blocks), found))
+            return
+        self._loads.append(Load(request.request_id, str(found.path), found.digest, found.kept, start, tuple(blocks)))
+
+    def take(self) -> list[Load]:
+        """The loads of the step that was scheduled."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._documents.pop(request_id, None)
+        self._computed.pop(request_id, None)
+
+    def _document_of(self, request: Any) -> Document | None:
+        params: Any = request.kv_transfer_params or {}
+        salt = request.cache_salt or ""
+        if PARAM not in params:
+            if salt.startswith(SALT):
+                raise KVPolicyError(
+                    "A cache salt of a document must come with kv_transfer_params that name the document, got none; "
+                    "try kvpolicy_vllm.prompt."
+                )
+            return None
+        document = self._library.find(params[PARAM])
+        if params.get("digest") != document.digest:
+            raise KVPolicyError(
+                f"The document {document.path.stem!r} must be the one that the prompt was made for, got an edited "
+                "file; try the request again."
+            )
+        if salt != document.salt or not document.begins(request.prompt_token_ids or ()):
+            raise KVPolicyError(
+                f"The prompt must begin with the placeholders of the document {document.path.stem!r} and have its "
+                "cache salt, got another one; try kvpolicy_vllm.prompt."
+            )
+        if request.lora_request is not None:
+            raise KVPolicyError("A document must be asked without an adapter, got one with LoRA.")
+        sampling = request.sampling_params
+        if sampling is None or sampling.prompt_logprobs is not None:
+            raise KVPolicyError("A document has no log probabilities of its prompt; try without prompt_logprobs.")
+        self._engine.check(document, len(request.prompt_token_ids) - document.kept)
+        return document
