@@ -59,7 +59,7 @@ class KVPolicyConnector(KVConnectorBase_V1):
         self._engine = Engine.of(vllm_config)
         folder = vllm_config.kv_transfer_config.get_from_extra_config("folder", None)
         # Workers verify what they load, and need the scheduler's word only for its path.
-        self._requests = Requests(self._engine, Library(folder, verify=False))
+        self._requests = Requests(self._engine, Library(folder, verify=False, paths=True))
         self._loader: Loader | None = None
         self._failed: set[int] = set()
 

@@ -103,9 +103,10 @@ class Library:
     Args:
         folder: Where the files are; None to take paths instead of names.
         verify: Whether to check that files are as they were written.
+        paths: Whether an absolute path into the folder is a name too.
     """
 
-    def __init__(self, folder: str | Path | None, *, verify: bool) -> None:
+    def __init__(self, folder: str | Path | None, *, verify: bool, paths: bool = False) -> None:
         """Look into the folder."""
         self.folder = None if folder is None else Path(folder).expanduser().resolve()
         if self.folder is not None and not self.folder.is_dir():
@@ -114,6 +115,7 @@ class Library:
                 "kvpolicy cache make --out FOLDER/NAME.safetensors."
             )
         self._verify = verify
+        self._paths = paths
         self._known: dict[Path, tuple[tuple[int, ...], Document]] = {}
         self._lock = threading.Lock()
 
@@ -121,7 +123,7 @@ class Library:
         """The file of a document.
 
         Args:
-            name: The name of a file in the folder, with or without `.safetensors`, or its absolute path.
+            name: The name of a file in the folder, with or without `.safetensors`.
 
         Raises:
             KVPolicyError: If there is no such document.
@@ -131,15 +133,15 @@ class Library:
         if self.folder is None:
             return Path(name).expanduser().absolute()
         plain = Path(name)
-        if plain.is_absolute() and plain.parent.resolve() == self.folder:
+        if self._paths and plain.is_absolute() and plain.parent.resolve() == self.folder:
             plain = Path(plain.name)
         path = self.folder / (plain.name if plain.suffix == SUFFIX else f"{plain.name}{SUFFIX}")
         if str(plain) != plain.name or plain.name.startswith(".") or "\\" in name:
             raise KVPolicyError(f"document must be the name of a document, got {_shown(name)}; try {path.stem!r}.")
         # A link may point to another name in the folder, and to nothing else.
         if not path.is_file() or path.resolve().parent != self.folder:
-            known = ", ".join(self.names()) or "none"
-            raise KVPolicyError(f"document must be one of the folder's ({_shown(known)}), got {_shown(name)}.")
+            known = ", ".join(self.names())[:80] or "none"
+            raise KVPolicyError(f"document must be one of the folder's ({known}), got {_shown(name)}.")
         return path
 
     def names(self) -> list[str]:

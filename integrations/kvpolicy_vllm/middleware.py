@@ -1,0 +1,270 @@
+"""Chats and completions about a document through vLLM's OpenAI server: `--middleware kvpolicy_vllm.Documents`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_vllm.chat import Chat
+from kvpolicy_vllm.documents import Document, Library, as_ids
+from kvpolicy_vllm.engine import Engine
+from kvpolicy_vllm.prompts import request_of
+from kvpolicy_vllm.usage import UsageEditor
+
+Scope = dict[str, Any]
+Event = dict[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+FIELD = "document"
+"""The field of a body that names a document."""
+
+CHAT = "/v1/chat/completions"
+COMPLETION = "/v1/completions"
+
+UNANSWERED = (
+    "/inference/v1/generate",
+    "/invocations",
+    "/v1/chat/completions/batch",
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/messages",
+    "/v1/responses",
+)
+"""Paths where vLLM would answer without the document."""
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "cache_salt": (None,),
+    "kv_transfer_params": (None,),
+    "chat_template": (None,),
+    "documents": (None,),
+    "echo": (None, False),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "return_prompt_text": (None, False),
+    "return_token_ids": (None, False),
+    "suffix": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+"""Fields that look at the tokens of a prompt or change them, and the values that they may have beside a document."""
+
+
+class Documents:
+    """Answers bodies with `"document": NAME` from a document; all others pass unchanged.
+
+    The engine must run with `KVPolicyConnector` and a folder of documents. A chat is rendered by the template of the
+    model, the document's turn is left out, and the tokens behind it are sent with the document's placeholders. `usage`
+    in answers and streams counts the document's whole text; `usage.kvpolicy` has the tokens that are kept.
+
+    Whoever is not let in by the server's API keys gets the server's own refusal, before a document is looked at.
+
+    Args:
+        app: The application of vLLM.
+    """
+
+    def __init__(self, app: App) -> None:
+        """Wrap the application, whose state is known with the first request."""
+        self._app = app
+        self._desk: Desk | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        path = str(scope.get("path", "")).removeprefix(str(scope.get("root_path") or ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in (CHAT, COMPLETION, *UNANSWERED):
+            await self._app(scope, receive, send)
+            return
+        state = scope["app"].state
+        raw = await _body(receive)
+        content = _parsed(raw)
+        if raw is None or not isinstance(content, dict) or FIELD not in content or not is_let_in(scope, state.args):
+            await self._app(scope, _replay(raw, receive), send)
+            return
+        if path in UNANSWERED:
+            await _refuse(send, f"A document must be asked at {CHAT} or {COMPLETION}, got {path}.")
+            return
+        try:
+            desk = await self._desk_of(state)
+            # Files are read and texts are tokenized beside the event loop, which other requests need.
+            asked = await asyncio.to_thread(desk.prepare, content, path == CHAT)
+        except KVPolicyError as error:
+            await _refuse(send, str(error))
+            return
+        body = json.dumps(asked.body).encode()
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"transfer-encoding")]
+        scope = {**scope, "headers": [*headers, (b"content-length", str(len(body)).encode())]}
+        editor = UsageEditor(asked.document, send)
+        await self._app(scope, _replay(body, receive), editor.send)
+
+    async def _desk_of(self, state: Any) -> Desk:
+        async with self._lock:
+            if self._desk is None:
+                self._desk = await asyncio.to_thread(Desk.of, state.vllm_config, state.args)
+        return self._desk
+
+
+class Asked(NamedTuple):
+    """A request as the engine gets it.
+
+    Attributes:
+        body: The body for vLLM.
+        document: The document that it begins with.
+    """
+
+    body: dict[str, Any]
+    document: Document
+
+
+class Desk:
+    """Makes requests of the engine from bodies that name a document.
+
+    Args:
+        engine: The engine.
+        library: Its documents.
+        chat: Renders chats.
+    """
+
+    def __init__(self, engine: Engine, library: Library, chat: Chat) -> None:
+        """Prepare nothing yet."""
+        self._engine = engine
+        self._library = library
+        self._chat = chat
+
+    @classmethod
+    def of(cls, vllm_config: Any, args: Any) -> Desk:
+        """The desk of a server.
+
+        Raises:
+            KVPolicyError: If its engine has no connector or no folder of documents.
+        """
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None or transfer.kv_connector != "KVPolicyConnector":
+            raise KVPolicyError(
+                "The engine must have the KVPolicyConnector for documents, got none; try --kv-transfer-config as in "
+                "the guide."
+            )
+        folder = transfer.get_from_extra_config("folder", None)
+        if not folder:
+            raise KVPolicyError(
+                "kv_connector_extra_config must name the folder of documents, got none; try "
+                '"kv_connector_extra_config": {"folder": "documents"}.'
+            )
+        from transformers import AutoTokenizer
+
+        model = vllm_config.model_config
+        tokenizer = AutoTokenizer.from_pretrained(
+            model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+        )
+        chat = Chat(tokenizer, _template(args.chat_template), args.default_chat_template_kwargs)
+        return cls(Engine.of(vllm_config), Library(folder, verify=True), chat)
+
+    def prepare(self, content: Mapping[str, Any], is_chat: bool) -> Asked:
+        """The request of a body.
+
+        Raises:
+            KVPolicyError: If there is no such document, it does not fit the engine, or a field has no meaning for it.
+        """
+        body = {**content}
+        document = self._library.find(body.pop(FIELD))
+        for field, allowed in REFUSED.items():
+            if body.get(field) not in allowed:
+                raise KVPolicyError(f"{field} must not be set beside a document, got {json.dumps(body[field])[:80]}.")
+        question = self._chat_question(document, body) if is_chat else self._completed(body)
+        self._engine.check(document, len(question))
+        prompt, params = request_of(document, question, document.path.stem)
+        body["cache_salt"] = prompt["cache_salt"]
+        if is_chat:
+            params["prompt_token_ids"] = prompt["prompt_token_ids"]
+        else:
+            body["prompt"] = prompt["prompt_token_ids"]
+        return Asked({**body, "kv_transfer_params": params}, document)
+
+    def _chat_question(self, document: Document, body: Mapping[str, Any]) -> list[int]:
+        options: dict[str, Any] = {**(body.get("chat_template_kwargs") or {})}
+        if (effort := body.get("reasoning_effort")) is not None:
+            options["reasoning_effort"] = effort
+        options["tools"] = body.get("tools")
+        options["continue_final_message"] = bool(body.get("continue_final_message", False))
+        options["add_generation_prompt"] = bool(
+            body.get("add_generation_prompt", not options["continue_final_message"])
+        )
+        return as_ids(self._chat.question(document, body.get("messages") or [], **options))
+
+    def _completed(self, body: Mapping[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return as_ids(self._chat.tokens(prompt))
+        if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
+            return as_ids(prompt)
+        raise KVPolicyError("prompt must be a text or token ids beside a document, got another kind of prompt.")
+
+
+def is_let_in(scope: Scope, args: Any) -> bool:
+    """Whether a request has one of the server's API keys, as vLLM checks it behind this middleware."""
+    keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+    if not keys:
+        return True
+    header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+    scheme, _, given = header.decode("latin-1").partition(" ")
+    digest = hashlib.sha256(given.encode()).digest()
+    same = [secrets.compare_digest(digest, hashlib.sha256(key.encode()).digest()) for key in keys]
+    return scheme.lower() == "bearer" and any(same)
+
+
+def _template(given: str | None) -> str | None:
+    """The chat template of a server, which is given as a path or as the template itself."""
+    if given is None or any(sign in given for sign in "{}\n"):
+        return given
+    path = Path(given)
+    if not path.is_file():
+        raise KVPolicyError(f"chat_template must be a file or a template for documents, got {given!r}.")
+    return path.read_text(encoding="utf-8")
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """The body of a request; None if its client left."""
+    parts: list[bytes] = []
+    while True:
+        event = await receive()
+        if event["type"] != "http.request":
+            return None
+        parts.append(event.get("body", b""))
+        if not event.get("more_body", False):
+            return b"".join(parts)
+
+
+def _parsed(raw: bytes | None) -> Any:
+    """The JSON of a body; None if it is none, which vLLM refuses in its own words."""
+    try:
+        return None if raw is None else json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _replay(raw: bytes | None, receive: Receive) -> Receive:
+    """Receive a body that was read before, and then what comes."""
+    events: list[Event] = [{"type": "http.request", "body": raw or b"", "more_body": False}]
+    if raw is None:
+        events = [{"type": "http.disconnect"}]
+
+    async def again() -> Event:
+        return events.pop() if events else await receive()
+
+    return again
+
+
+async def _refuse(send: Send, message: str) -> None:
+    error = {"message": message, "type": "BadRequestError", "param": FIELD, "code": 400}
+    body = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 400, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
