@@ -100,13 +100,14 @@ def _check_argument(text: str) -> str:
     return text
 
 
-def encode(tokenizer: Any, text: str, chat: bool = False) -> Any:
+def encode(tokenizer: Any, text: str, chat: bool = False, *, answer: bool = True) -> Any:
     """Tokenize a prompt.
 
     Args:
         tokenizer: The tokenizer.
         text: The prompt.
         chat: Whether to format it as a message of the user with the chat template.
+        answer: Whether the template begins an answer behind the message.
 
     Returns:
         Token ids, [1, P] int64.
@@ -121,7 +122,7 @@ def encode(tokenizer: Any, text: str, chat: bool = False) -> Any:
     if chat:
         messages = [{"role": "user", "content": text}]
         encoded: Any = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=answer, return_tensors="pt", return_dict=True
         )
     else:
         encoded = tokenizer(text, return_tensors="pt", verbose=False)

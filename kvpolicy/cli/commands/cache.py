@@ -43,7 +43,7 @@ def make(
 ) -> None:
     """Read a text with a model, and save its cache.
 
-    The file has the token ids of the text as well. A policy that looks at the end of the text, such as snapkv, keeps
+    The file has the token ids of the text as well. With --chat, the text is the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps
     what a question there needs; the default keeps what any question may need.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
@@ -54,7 +54,7 @@ def make(
 
     wanted = Policy.parse(policy)
     loaded, tokenizer = load(model, dtype, device)
-    ids = encode(tokenizer, text, chat)
+    ids = encode(tokenizer, text, chat, answer=False)  # a chat goes on with a question
     check_length(loaded, ids.shape[1], 0)
     how: Any = {"tile": tile_size, "hold": arguments.hold_of(hold_codes)}
     facts = make_file(loaded, ids, wanted, out, "zlib" if compress else None, **how)

@@ -1,0 +1,123 @@
+"""The question of a chat is what the template writes behind the document's turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy.spec.errors import KVPolicyError
+from kvpolicy_vllm.chat import Chat
+from kvpolicy_vllm.documents import Document
+
+TURNS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A template of turns, with the beginning of an answer."""
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A template that accepts a user and an assistant in turn, as that of Gemma."""
+
+CHANGING = "{% for m in messages %}[{{ messages | length }}]{{ m.content }};{% endfor %}"
+"""A template whose first turn is not the same in front of others."""
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+"""A template that writes contents and nothing else."""
+
+TEXT = "wolf=1002\ngold=1005\n"
+QUESTION = {"role": "user", "content": "?wolf="}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return kvpolicy.tiny()[1]
+
+
+def document(tokenizer: Any, text: str, **changes: Any) -> Document:
+    ids = tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    facts: dict[str, Any] = {"digest": text, "model": {}, "dtype": "float32", "spec": "full", "path": Path("report")}
+    return dataclasses.replace(Document(kept=len(ids), total=len(ids), tokens=ids, **facts), **changes)
+
+
+def asked(tokenizer: Any, template: str | None, text: str, *messages: dict[str, Any], **options: Any) -> str:
+    chat = Chat(tokenizer, template)
+    options = {"add_generation_prompt": True, **options}
+    return tokenizer.decode(chat.question(document(tokenizer, text), [*messages], **options))
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_messages_stand_behind_the_turn_of_a_document(tokenizer: Any, role: str) -> None:
+    text = f"<{role}>{TEXT}</{role}>\n"
+    assert asked(tokenizer, TURNS, text, QUESTION) == "<user>?wolf=</user>\n<assistant>"
+
+
+def test_messages_that_begin_with_the_document_are_cut(tokenizer: Any) -> None:
+    first = {"role": "user", "content": TEXT}
+    text = f"<user>{TEXT}</user>\n"
+    assert asked(tokenizer, TURNS, text, first, QUESTION) == "<user>?wolf=</user>\n<assistant>"
+
+
+def test_earlier_answers_are_a_part_of_the_question(tokenizer: Any) -> None:
+    turns = QUESTION, {"role": "assistant", "content": "1002"}, {"role": "user", "content": "?gold="}
+    found = asked(tokenizer, TURNS, f"<user>{TEXT}</user>\n", *turns)
+    assert found == "<user>?wolf=</user>\n<assistant>1002</assistant>\n<user>?gold=</user>\n<assistant>"
+
+
+def test_an_empty_answer_stands_between_turns_that_must_alternate(tokenizer: Any) -> None:
+    found = asked(tokenizer, ALTERNATING, f"<user>{TEXT}\n", QUESTION)
+    assert found == "<assistant>\n<user>?wolf=\n<assistant>"
+
+
+def test_a_plain_text_stands_in_front_of_the_chat(tokenizer: Any) -> None:
+    assert asked(tokenizer, TURNS, TEXT, QUESTION) == "<user>?wolf=</user>\n<assistant>"
+    assert asked(tokenizer, PLAIN, TEXT, QUESTION) == "?wolf="
+
+
+def test_options_reach_the_template(tokenizer: Any) -> None:
+    text = f"<user>{TEXT}</user>\n"
+    assert asked(tokenizer, TURNS, text, QUESTION, add_generation_prompt=False) == "<user>?wolf=</user>\n"
+    begun = QUESTION, {"role": "assistant", "content": "10"}
+    found = asked(tokenizer, TURNS, text, *begun, add_generation_prompt=False, continue_final_message=True)
+    assert found == "<user>?wolf=</user>\n<assistant>10"
+    with_kind = "{% for m in messages %}{{ kind }}{{ m.content }};{% endfor %}"
+    chat = Chat(tokenizer, with_kind, {"kind": "a"})
+    report = document(tokenizer, f"a{TEXT};")
+    assert tokenizer.decode(chat.question(report, [QUESTION])) == "a?wolf=;"
+
+
+def test_contents_of_several_texts_are_texts(tokenizer: Any) -> None:
+    template = "{% for m in messages %}<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}\n{% endfor %}"
+    parts = {"role": "user", "content": [{"type": "text", "text": "?wo"}, {"type": "text", "text": "lf="}]}
+    # The document's turn is a text, of which this template writes nothing: it is plain text to it.
+    assert asked(tokenizer, template, TEXT, parts) == "<user>?wolf="
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "messages", "message"),
+    [
+        (TURNS, TEXT, [], "messages must be a list of messages"),
+        (TURNS, TEXT, "?wolf=", "messages must be a list of messages"),
+        (TURNS, TEXT, [{"role": "user", "content": [{"type": "image_url"}]}], "text only"),
+        (TURNS, TEXT, [{"role": "user", "content": 5}], "text only"),
+        (ALTERNATING, f"<user>{TEXT}\n", [QUESTION, QUESTION], "roles must alternate"),
+        (ALTERNATING, TEXT, [QUESTION, QUESTION], "roles must alternate"),
+        (CHANGING, f"[1]{TEXT};", [QUESTION], "must write the document's turn first"),
+        (None, TEXT, [QUESTION], "must have a chat template"),
+    ],
+)
+def test_other_chats_are_refused(tokenizer: Any, template: str, text: str, messages: Any, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        Chat(tokenizer, template).question(document(tokenizer, text), messages)
+
+
+def test_a_document_without_token_ids_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(KVPolicyError, match="token ids"):
+        Chat(tokenizer, TURNS).question(document(tokenizer, TEXT, tokens=()), [QUESTION])

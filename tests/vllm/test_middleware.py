@@ -1,0 +1,275 @@
+"""The middleware turns bodies that name a document into requests of the engine, and passes all others on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvpolicy
+from kvpolicy_vllm import Documents, read_document
+from kvpolicy_vllm.middleware import CHAT, COMPLETION, UNANSWERED
+from tests.vllm.documents import config_of, records, save
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ANSWER: dict[str, Any] = {"usage": {"prompt_tokens": 0, "completion_tokens": 1, "total_tokens": 1}, "choices": []}
+
+
+class Server:
+    """What stands behind the middleware: it records what it gets, and answers with a usage.
+
+    Attributes:
+        bodies: The bodies that came.
+        middleware: What tests call.
+    """
+
+    def __init__(self, config: Any, keys: list[str] | None = None, template: str | None = TEMPLATE) -> None:
+        args = SimpleNamespace(api_key=keys, chat_template=template, default_chat_template_kwargs=None)
+        self._state = SimpleNamespace(vllm_config=config, args=args)
+        self.bodies: list[Any] = []
+        self.middleware = Documents(self._app)
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        event: Any = {"type": "http.request", "more_body": True}
+        raw = b""
+        while event["type"] == "http.request" and event["more_body"]:
+            event = await receive()
+            raw += event.get("body", b"")
+        if event["type"] == "http.disconnect":
+            return
+        lengths = [int(value) for name, value in scope["headers"] if name == b"content-length"]
+        assert lengths in ([], [len(raw)])
+        try:
+            content = json.loads(raw)
+        except ValueError:
+            content = raw
+        self.bodies.append(content)
+        if not isinstance(content, dict) or not content.get("stream"):
+            body = json.dumps(ANSWER).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": body[:5], "more_body": True})
+            await send({"type": "http.response.body", "body": body[5:]})
+            return
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        stream = f"data: {json.dumps({'usage': None})}\n\ndata: {json.dumps(ANSWER)}\n\ndata: [DONE]\n\n".encode()
+        for start in range(0, len(stream), 7):  # events may be cut anywhere
+            await send({"type": "http.response.body", "body": stream[start : start + 7], "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    def post(self, path: str, body: Any, key: str = "", root: str = "") -> tuple[int, bytes]:
+        """Send a body; the status and the body of the answer."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = [(b"content-length", str(len(raw)).encode()), (b"authorization", f"Bearer {key}".encode())]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": root + path,
+            "root_path": root,
+            "headers": headers if key else headers[:1],
+            "app": SimpleNamespace(state=self._state),
+        }
+        halves = [{"body": raw[:3], "more_body": True}, {"body": raw[3:], "more_body": False}]
+        return self._answered(scope, [{"type": "http.request", **half} for half in halves])
+
+    def leave(self) -> None:
+        """A client that leaves before its body is whole."""
+        scope: Any = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+        scope["app"] = SimpleNamespace(state=self._state)
+        self._answered(scope, [{"type": "http.disconnect"}])
+
+    def _answered(self, scope: Any, events: list[Any]) -> tuple[int, bytes]:
+        sent: list[Any] = []
+        coming = iter(events)
+
+        async def receive() -> Any:
+            return next(coming)
+
+        async def send(event: Any) -> None:
+            sent.append(event)
+
+        asyncio.run(self.middleware(scope, receive, send))
+        if not sent:
+            return 0, b""
+        body = b"".join(event.get("body", b"") for event in sent[1:])
+        lengths = [int(value) for name, value in sent[0]["headers"] if name == b"content-length"]
+        assert lengths in ([], [len(body)])
+        return sent[0]["status"], body
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("documents")
+    save(kvpolicy.tiny(), records(), "keydiff:decode=grow@0.5", path / "report.safetensors")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Server:
+    return Server(config_of(kvpolicy.tiny()[0], folder))
+
+
+@pytest.fixture(autouse=True)
+def no_bodies(request: pytest.FixtureRequest) -> Iterator[None]:
+    if "server" in request.fixturenames:
+        request.getfixturevalue("server").bodies.clear()
+    yield
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return {"document": "report", "messages": [{"role": "user", "content": "?wolf="}], "max_tokens": 4, **changes}
+
+
+def test_a_chat_becomes_placeholders_and_its_question(server: Server, folder: Path) -> None:
+    assert server.post(CHAT, chat())[0] == 200
+    (body,) = server.bodies
+    document = read_document(folder / "report.safetensors")
+    question = kvpolicy.tiny()[1]("?wolf=", add_special_tokens=False).input_ids
+    assert body == {
+        "messages": chat()["messages"],
+        "max_tokens": 4,
+        "cache_salt": document.salt,
+        "kv_transfer_params": {
+            "document": "report",
+            "digest": document.digest,
+            "prompt_token_ids": [*document.placeholders, *question],
+        },
+    }
+
+
+@pytest.mark.parametrize("prompt", ["?wolf=", [34, 724, 32]])
+def test_a_completion_becomes_placeholders_and_its_prompt(server: Server, folder: Path, prompt: Any) -> None:
+    assert server.post(COMPLETION, {"document": "report", "prompt": prompt}, root="/api")[0] == 200
+    (body,) = server.bodies
+    document = read_document(folder / "report.safetensors")
+    question = kvpolicy.tiny()[1](prompt, add_special_tokens=False).input_ids if isinstance(prompt, str) else prompt
+    assert body["prompt"] == [*document.placeholders, *question]
+    assert body["kv_transfer_params"] == {"document": "report", "digest": document.digest}
+
+
+def test_the_usage_counts_the_whole_document(server: Server, folder: Path) -> None:
+    document = read_document(folder / "report.safetensors")
+    more = document.total - document.kept
+    wanted = {
+        "prompt_tokens": more,
+        "completion_tokens": 1,
+        "total_tokens": 1 + more,
+        "kvpolicy": {"document_tokens": document.total, "kept_tokens": document.kept},
+    }
+    assert json.loads(server.post(CHAT, chat())[1])["usage"] == wanted
+    events = server.post(CHAT, chat(stream=True))[1].decode().split("\n\n")
+    assert [json.loads(events[index][6:])["usage"] for index in (0, 1)] == [None, wanted]
+    assert events[2:] == ["data: [DONE]", ""]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [], "model": "é"}),
+        (COMPLETION, {"prompt": "document"}),
+        (CHAT, b"no JSON"),
+        (CHAT, b'["document"]'),
+        (CHAT, b""),
+        ("/v1/embeddings", {"document": "report"}),
+        (UNANSWERED[0], {"token_ids": [1]}),
+    ],
+)
+def test_other_bodies_pass_unchanged(server: Server, path: str, body: Any) -> None:
+    status, answer = server.post(path, body)
+    assert status == 200 and json.loads(answer) == ANSWER
+    if isinstance(body, bytes):
+        body = json.loads(body) if body.startswith(b"[") else body
+    assert server.bodies == [body]
+
+
+def test_a_client_that_leaves_asks_nothing(server: Server) -> None:
+    server.leave()
+    assert not server.bodies
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"document": "other"}, r"one of the folder's \(report\), got 'other'"),
+        ({"document": "../report"}, "must be the name of a document"),
+        ({"document": "/etc/passwd"}, "must be the name of a document"),
+        ({"document": ".report"}, "must be the name of a document"),
+        ({"document": 5}, "must be the name of a document"),
+        ({"document": None}, "must be the name of a document"),
+        ({"document": "re\x00port"}, "must be the name of a document"),
+        ({"messages": []}, "messages must be a list"),
+        ({"messages": [{"role": "user", "content": ""}]}, "at least one token"),
+        ({"cache_salt": "x"}, "cache_salt must not be set"),
+        ({"kv_transfer_params": {"kept": 1}}, "kv_transfer_params must not be set"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs must not be set"),
+        ({"return_token_ids": True}, "return_token_ids must not be set"),
+        ({"echo": True}, "echo must not be set"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens must not be set"),
+        ({"use_beam_search": True}, "use_beam_search must not be set"),
+        ({"messages": [{"role": "user", "content": "?wolf=" * 400}]}, "fewer than 1,024 tokens"),
+    ],
+)
+def test_what_a_document_has_no_answer_to_is_refused(server: Server, changes: Any, message: str) -> None:
+    status, answer = server.post(CHAT, chat(**changes))
+    error = json.loads(answer)["error"]
+    assert (status, error["code"], error["type"]) == (400, 400, "BadRequestError")
+    assert re.search(message, error["message"]), error["message"]
+    assert not server.bodies
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], ["?wolf="], [[1]], [True], 5])
+def test_prompts_of_other_kinds_are_refused(server: Server, prompt: Any) -> None:
+    assert server.post(COMPLETION, {"document": "report", "prompt": prompt})[0] == 400
+    assert not server.bodies
+
+
+@pytest.mark.parametrize("path", UNANSWERED)
+def test_paths_that_would_answer_without_the_document_are_refused(server: Server, path: str) -> None:
+    status, answer = server.post(path, chat())
+    assert status == 400 and "must be asked at" in json.loads(answer)["error"]["message"]
+    assert not server.bodies
+
+
+def test_nothing_is_looked_at_before_the_keys_of_the_server(folder: Path) -> None:
+    server = Server(config_of(kvpolicy.tiny()[0], folder), keys=["secret", "other"])
+    for key in ("", "wrong", "secre"):
+        server.post(CHAT, chat(document="no such document"), key)
+    assert [body["document"] for body in server.bodies] == ["no such document"] * 3  # vLLM's own check comes behind
+    assert server.post(CHAT, chat(document="no such document"), "secret")[0] == 400
+    assert server.post(CHAT, chat(), "other")[0] == 200
+    assert server.bodies[-1]["cache_salt"]
+
+
+def test_the_key_of_the_environment_counts_where_no_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    server = Server(config_of(kvpolicy.tiny()[0], folder))
+    server.post(CHAT, chat(), "wrong")
+    server.post(CHAT, chat(), "secret")
+    assert ["document" in body for body in server.bodies] == [True, False]
+
+
+@pytest.mark.parametrize("change", ["connector", "none", "folder"])
+def test_an_engine_without_the_connector_answers_no_document(folder: Path, change: str) -> None:
+    config = config_of(kvpolicy.tiny()[0], None if change == "folder" else folder)
+    if change == "connector":
+        config.kv_transfer_config.kv_connector = "OtherConnector"
+    if change == "none":
+        config.kv_transfer_config = None
+    status, answer = Server(config).post(CHAT, chat())
+    assert status == 400
+    assert ("folder" if change == "folder" else "KVPolicyConnector") in json.loads(answer)["error"]["message"]
+
+
+def test_the_template_of_the_server_may_be_a_file(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    config = config_of(kvpolicy.tiny()[0], folder)
+    assert Server(config, template=str(tmp_path / "template.jinja")).post(CHAT, chat())[0] == 200
+    assert "must be a file" in str(Server(config, template="none.jinja").post(CHAT, chat())[1])
+    assert "must have a chat template" in str(Server(config, template=None).post(CHAT, chat())[1])
