@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 LANGUAGES = {"pycon", "python", "console", "bash", "yaml", "toml", "json", "text", "bibtex"}
-PEERS = {"kvpress"}
+PEERS = {"kvpress", "vllm"}
 """Packages that pages speak of and that this environment need not have."""
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.doc_blocks import ROOT, Block, blocks
+from tests.doc_blocks import PEERS, ROOT, Block, blocks
 
 _SEPARATORS = {";", "&&", "||", "|", "&"}
 _REDIRECTS = {"<", ">", ">>", "2>"}
-_PLAIN = {"cd", "echo", "export", "git", "source", "cat", "printf"}
+_PLAIN = {"cd", "echo", "export", "git", "source", "cat", "curl", "mkdir", "printf"}
 _TOOLS = {"mkdocs", "pre-commit", "ruff", "codespell", "pyright"}
 
 
@@ -128,6 +128,12 @@ def _script(name: str, block: Block) -> None:
 def _module(name: str, words: list[str]) -> None:
     if name in CHECKS and name != "pytest":
         CHECKS[name](words, NOWHERE)
+        return
+    if name.partition(".")[0] in PEERS:
+        for word in words:
+            if word.startswith("kvpolicy"):  # what a peer loads of this package by its path
+                module, _, attribute = word.rpartition(".")
+                assert hasattr(importlib.import_module(module), attribute), f"there is no {word}"
         return
     spec = find_spec(name)
     assert spec is not None, f"there is no module {name}"

@@ -23,7 +23,7 @@ if not DOCS.is_dir():
 
 PUBLIC = [
     "kvpolicy", "kvpolicy.adapters", "kvpolicy.calibration", "kvpolicy.helpers", "kvpolicy.plots", "kvpolicy.protocols",
-    "kvpolicy.testing", "kvpolicy_deepspeed",
+    "kvpolicy.testing", "kvpolicy_deepspeed", "kvpolicy_vllm",
 ]  # fmt: skip
 """Modules whose names are public, all of them."""
 OWN = {"drop", "even", "uniform", "full", "window", "plain", "tokenwise", "all"}

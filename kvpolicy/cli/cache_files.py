@@ -48,8 +48,9 @@ def make_file(
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the header of a file says."""
+    """What the header of a file says; `held` has the fewest and the most tokens that a head holds, if it says so."""
     header = read_header(path)
+    held = [count for pair in header.get("held", {}).values() for count in pair]
     return {
         "file": str(path),
         "file_nbytes": path.stat().st_size,
@@ -62,6 +63,7 @@ def describe(path: Path) -> dict[str, Any]:
         "rows": header["rows"],
         "columns": header["columns"],
         "has_tokens": header["has_tokens"],
+        "held": [min(held), max(held)] if held else None,
         "nbytes": header["nbytes"],
         "full_nbytes": header["full_nbytes"],
         "compressed": bool(header["packed"]),

@@ -43,8 +43,9 @@ def make(
 ) -> None:
     """Read a text with a model, and save its cache.
 
-    The file has the token ids of the text as well. With --chat, the text is the first message of a chat. A policy that looks at the end of the text, such as snapkv, keeps
-    what a question there needs; the default keeps what any question may need.
+    The file has the token ids of the text as well. With --chat, the text is the first message of a chat. A policy that
+    looks at the end of the text, such as snapkv, keeps what a question there needs; the default keeps what any question
+    may need.
     """
     tile_size = arguments.tile_of(tile)  # an invalid size raises an error before anything is read
     text, _ = read_prompt(prompt, file, model)
@@ -84,6 +85,10 @@ def verify(file: CacheFile, json: arguments.Json = False) -> None:
     print(as_json("cache verify", facts) if json else f"{file} is as it was written: {facts['tensors']} tensors.")
 
 
+def _held(fewest: int, most: int) -> str:
+    return f"{most:,} tokens in every head" if fewest == most else f"{fewest:,} to {most:,} tokens in a head"
+
+
 def _render(facts: dict[str, Any]) -> str:
     share = f", {facts['nbytes'] / facts['full_nbytes']:.3f} of the full cache" if facts["full_nbytes"] else ""
     ranks = facts["ranks"]
@@ -97,6 +102,7 @@ def _render(facts: dict[str, Any]) -> str:
             f"{facts['columns']:,} in {facts['rows']} row(s), {ids}",
         ),
         ("cache", f"{size(facts['nbytes'])}{share}"),
+        *([("held", _held(*facts["held"]))] if facts["held"] else []),
         ("written by", f"kvpolicy {facts['kvpolicy']}, format {facts['format']}"),
     ]
     if ranks["size"] > 1:

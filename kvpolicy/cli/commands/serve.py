@@ -44,7 +44,8 @@ def serve(
 
     The endpoints are /v1/chat/completions, /v1/completions, /v1/models, /health and /metrics. The usage of an answer
     has the kept tokens and the bytes of its cache. With --prefix, every prompt must begin with the tokens of the file,
-    which are not computed again. SIGTERM ends the server with exit code 0.
+    which are not computed again. SIGTERM ends the server with exit code 0. For many clients at once, serve documents
+    with vLLM: see docs/guide/vllm.md.
     """
     from kvpolicy.policy import Policy
     from kvpolicy.serving.hosts import check_names
