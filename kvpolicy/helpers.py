@@ -4,6 +4,7 @@
 synchronize with the host, and they are traced without graph breaks.
 """
 
+from kvpolicy.codecs._common import SingleStage as SingleStage
 from kvpolicy.codecs._common import mix_by_chunks as mix_by_chunks
 from kvpolicy.codecs._common import ordinary_layout as ordinary_layout
 from kvpolicy.codecs._common import put as put

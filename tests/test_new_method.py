@@ -35,13 +35,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import check_decode
-from kvpolicy.spec.validation import check_fields
+from kvpolicy.protocols import DecodeMode, Selector, State, View
+from kvpolicy.spec.arguments import named_options
 
 
+@named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Primes:
+class Primes(Selector):
     """Keep the tokens at prime positions.
 
     Args:
@@ -53,32 +53,6 @@ class Primes:
 
     decode: DecodeMode = "evict"
 
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_decode(self.decode)
-
-    @property
-    def needs(self) -> Needs:
-        """No attention statistics."""
-        return Needs()
-
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No state."""
-        return ()
-
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        """No state."""
-        return state
-
-    def step(self, state: State, row: Tensor, view: View) -> None:
-        """No state."""
-
     def priority(self, state: State, view: View) -> Tensor:
         """1 at a prime position and 0 at others; the newest token stays: [B, H, N]."""
         divisors = torch.arange(2, 100, device=view.positions.device)
@@ -86,10 +60,6 @@ class Primes:
         composite = ((place % divisors == 0) & (place > divisors)).any(-1)
         prime = (~composite & (view.positions > 1)).float()
         return prime.masked_fill(view.positions < 0, -torch.inf).masked_fill(view.newest(1), torch.inf)
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: tokens are not scored."""
-        return None
 '''
 SLOW_PRIMES = '''
 """Tokens at prime positions."""

@@ -1,5 +1,8 @@
 """What a policy accepts, fills in and refuses."""
 
+# To a type checker, `decode` of a frozen class that inherits nothing is not that of `Selector`, which is writable.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import dataclasses
@@ -41,7 +44,7 @@ from kvpolicy.spec.validation import longest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Newest:
-    """A selector that nobody registered."""
+    """A selector that nobody registered, and that inherits nothing."""
 
     decode: DecodeMode = "evict"
     min_tokens: int = 1

@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from kvpolicy import Policy, TokenWise
-from kvpolicy.protocols import DecodeMode, HeadRequest, ModelInfo, Needs, Seen, State, Traits, View
+from kvpolicy.protocols import DecodeMode, HeadRequest, ModelInfo, Needs, Seen, Selector, State, Traits, View
 from kvpolicy.registry import lookup, names
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.testing.conformance import check
@@ -83,7 +83,7 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class Tokens(Selector):
     """A selector that can go wrong."""
 
     how: str = "right"

@@ -3,9 +3,9 @@
     python docs/examples/own_selector.py --model meta-llama/Llama-3.1-8B --budget 0.3
 
 `RareKeys` keeps the tokens whose keys point away from the mean key, and the newest tokens. A selector is a frozen
-dataclass of hyperparameters that implements `kvpolicy.protocols.Selector`: the statistics that it needs (`needs`), its
-state per slot (`alloc`, `observe`, `step`), and the priority of each token (`priority`). The engine handles batches,
-budgets, codecs and layers.
+dataclass of hyperparameters that inherits from `kvpolicy.protocols.Selector`, or from `Scored`, which has a score for
+each slot: it says what statistics it needs (`needs`), scores tokens (`observe`), and gives each one a priority
+(`priority`). The engine handles batches, budgets, codecs and layers.
 
 The object can be combined with every allocator and codec, and used in `KVCrush(base=...)`. A name in specs requires an
 entry point, see docs/extend/selector.md.
@@ -17,25 +17,19 @@ right
 import argparse
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kvpolicy
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy_eval.data import prompts
 
 
-class Scores(NamedTuple):
-    """The state: one score per slot, [B, H, S]."""
-
-    score: Tensor
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RareKeys:
+class RareKeys(Scored):
     """Keep the tokens whose keys point away from the mean key, and the newest `window`."""
 
     window: int = 16
@@ -46,15 +40,6 @@ class RareKeys:
         """Keys and values of the prompt; no attention statistics."""
         return Needs(forward=True)
 
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Scores of zero."""
-        return Scores(torch.zeros(batch, heads, slots, device=device))
-
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score every candidate of a prompt, [B, H, N]."""
         assert seen.keys is not None
@@ -62,17 +47,10 @@ class RareKeys:
         mean = (keys * view.valid[..., None]).sum(2, keepdim=True)  # without padding
         return Scores(-F.cosine_similarity(keys, mean, dim=-1))
 
-    def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """Generated tokens are not scored."""
-
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window, at most half the budget, is always kept, other tokens by score: [B, H, N]."""
         window = (view.budget // 2).clamp(1, self.window)
         return state.score.masked_fill(view.newest(window), torch.inf)
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: there is no score per query head."""
-        return None
 
 
 def load(name: str) -> tuple[Any, Any]:

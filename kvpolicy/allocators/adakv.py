@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages, sorted_by_head
-from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.protocols import HeadAllocator, HeadRequest
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -16,7 +16,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdaKV:
+class AdaKV(HeadAllocator):
     """Give more budget to heads whose attention is spread over many tokens.
 
     The tokens of all heads of a layer are ranked together by the selector's priority. A head gets budget in proportion
@@ -51,9 +51,6 @@ class AdaKV:
     def compares_heads(self) -> bool:
         """Tokens of different heads compete."""
         return True
-
-    def check(self, model: ModelInfo) -> None:
-        """Any model will do."""
 
     def divide(self, request: HeadRequest) -> Tensor:
         """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""

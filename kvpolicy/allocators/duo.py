@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators.head_files import HeadFile, Table, check_heads, load_heads
-from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.protocols import HeadAllocator, HeadRequest, ModelInfo
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min, check_range
@@ -23,7 +23,7 @@ RECENT = 256
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DuoAttention:
+class DuoAttention(HeadAllocator):
     """Give streaming heads the room of sinks and recent tokens, and the other heads the rest.
 
     Some heads retrieve tokens from anywhere in the context; most attend to the first and the newest tokens alone, and
@@ -70,11 +70,6 @@ class DuoAttention:
         check_min(self, sinks=0, recent=1)
         if not self.file:
             raise KVPolicyError("DuoAttention.file must be a file or 'tiny', got an empty string; try 'tiny'.")
-
-    @property
-    def compares_heads(self) -> bool:
-        """Heads are compared by the file, and not by their tokens."""
-        return False
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the head file cannot be read, or is of another model."""

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvpolicy.allocators._heads import divide_pages
-from kvpolicy.protocols import HeadRequest, ModelInfo
+from kvpolicy.protocols import HeadAllocator, HeadRequest
 from kvpolicy.spec.arguments import named_options
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Even:
+class Even(HeadAllocator):
     """Give every head of a layer the same budget, in whole pages.
 
     It keeps what an allocator without head budgets keeps, but for rounding to pages: a base to compare other head
@@ -25,14 +25,6 @@ class Even:
         >>> str(Policy.parse("uniform/even+snapkv@0.2"))
         'uniform/even+snapkv@0.2'
     """
-
-    @property
-    def compares_heads(self) -> bool:
-        """No token is looked at."""
-        return False
-
-    def check(self, model: ModelInfo) -> None:
-        """Any model will do."""
 
     def divide(self, request: HeadRequest) -> Tensor:
         """Pages of each head, [B, H] int64; see `HeadAllocator.divide`."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import HeadAllocator
+from kvpolicy.protocols import Allocator, HeadAllocator
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
@@ -17,7 +16,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pyramid:
+class Pyramid(Allocator):
     """Give early layers more budget than late ones, decreasing linearly.
 
     Attention is spread over many tokens in the first layers and concentrates on few tokens in the last ones, which
@@ -46,11 +45,6 @@ class Pyramid:
         check_fields(self)
         if not 1 <= self.beta < float("inf"):
             raise KVPolicyError(f"Pyramid.beta must be at least 1 and finite, got {self.beta}; try 20.0.")
-
-    @property
-    def layer_metric(self) -> Literal["", "cosine"]:
-        """No measurement."""
-        return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.allocators.kmeans import top_group
 from kvpolicy.allocators.profile import load_profile
-from kvpolicy.protocols import HeadAllocator
+from kvpolicy.protocols import Allocator, HeadAllocator
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 from kvpolicy.spec.errors import KVPolicyError
@@ -23,7 +23,7 @@ _SAME = 1e-6
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SqueezeAttention:
+class SqueezeAttention(Allocator):
     """Move budget away from layers whose attention barely changes its input.
 
     The metric of a layer is the cosine between the residual stream before and after its attention, averaged over the

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
-from kvpolicy.protocols import HeadAllocator
+from kvpolicy.protocols import Allocator, HeadAllocator
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.budget import waterfill
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Uniform:
+class Uniform(Allocator):
     """Give every layer the same budget.
 
     If the total is not divisible by the number of layers, the first layers keep one token more.
@@ -29,11 +28,6 @@ class Uniform:
     """
 
     heads: HeadAllocator | None = None
-
-    @property
-    def layer_metric(self) -> Literal["", "cosine"]:
-        """No measurement."""
-        return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Tokens per layer and row, [B, L] int64; see `Allocator.budgets`."""

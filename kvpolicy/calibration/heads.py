@@ -23,7 +23,7 @@ from kvpolicy.hf.identity import identity
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
+from kvpolicy.protocols import Needs, Seen, Selector, State, View
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import check_size
 
@@ -167,7 +167,7 @@ def reach(query: Tensor, key: Tensor, rope: Rope, positions: int, scale: float, 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Tap:
+class _Tap(Selector):
     """A selector that scores the heads of each layer while a prompt runs, and keeps the newest token.
 
     Attributes:
@@ -179,16 +179,11 @@ class _Tap:
     ropes: dict[int, Rope]
     positions: int
     found: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    decode: DecodeMode = "evict"
-    min_tokens: int = 1
 
     @property
     def needs(self) -> Needs:
         """Queries and keys as attention takes them."""
         return Needs(forward=True)
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        return ()
 
     def observe(self, state: State, seen: Seen, view: View) -> State:
         given = seen.forward
@@ -201,14 +196,8 @@ class _Tap:
         self.found[view.layer_idx] = reach(query, key, rope, self.positions, given.scale, given.softcap).mean(-1).cpu()
         return state
 
-    def step(self, state: State, row: Tensor, view: View) -> None:
-        """No state."""
-
     def priority(self, state: State, view: View) -> Tensor:
         return view.positions.float()
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        return None
 
 
 def _ropes(model: nn.Module, sites: Sites) -> dict[int, Rope]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from kvpolicy.kernels.products import matmul, products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.kernels.slot_writes import put as put
-from kvpolicy.protocols import At, Layout, RotaryView, StageStore, Traits
+from kvpolicy.protocols import At, Codec, Layout, RotaryView, Stage, StageStore, Traits, traits_for
 
 CHUNK_SLOTS = 1024
 """Attention decodes at least this many slots at a time: a small part of what a dense copy would take."""
@@ -39,6 +40,25 @@ def ordinary_layout(traits: Traits, tokens: int) -> Layout:
     # A demotion empties the slots of the block, so they do not reduce the number of coded slots.
     coded = tokens - traits.residual - (0 if has_dictionary_slots else traits.pinned)
     return Layout(exact, (-(-coded // traits.group_size) * traits.group_size,))
+
+
+class SingleStage(Codec, Stage, Protocol):
+    """A codec of one stage, which is the codec itself.
+
+    A subclass has `traits` (and `traits_for` if they depend on the tokens of a row), `alloc`, `write`, `keys`,
+    `values`, `score` and `mix`.
+    """
+
+    __slots__ = ()
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The codec itself."""
+        return (self,)
+
+    def layout(self, tokens: int) -> Layout:
+        """Full-precision slots for pinned tokens, the residual and one block; everything else is encoded."""
+        return ordinary_layout(traits_for(self, tokens), tokens)
 
 
 def is_empty_head(write_mask: Tensor, occupied: Tensor) -> Tensor:

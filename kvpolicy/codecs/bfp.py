@@ -12,9 +12,9 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
+    SingleStage,
     is_empty_head,
     mix_by_chunks,
-    ordinary_layout,
     put,
     score_by_chunks,
     sum_tokens,
@@ -23,7 +23,7 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._uniform import FP16
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -50,7 +50,7 @@ class BFPCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BFP:
+class BFP(SingleStage):
     """Store short mantissas, with one exponent per block of channels.
 
     The largest element of a block determines the resolution of the others. So key channels are sorted by size first,
@@ -107,19 +107,6 @@ class BFP:
         """The traits for rows of `tokens` tokens; see `SizedCodec`."""
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=("order",), at_once=ENCODED_AT_ONCE)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the order of the channels does not fit int16."""

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import CHUNK_SLOTS, ordinary_layout, score_by_chunks
+from kvpolicy.codecs._common import CHUNK_SLOTS, SingleStage, score_by_chunks
 from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, value_dictionary, width
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs._sparse_codes import SparseCodes
 from kvpolicy.codecs.packing import packed_width
 from kvpolicy.kernels.products import products
-from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -61,7 +61,7 @@ class CSRCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CSR:
+class CSR(SingleStage):
     """Store each vector as a sum of a few atoms of a dictionary, found by matching pursuit.
 
     A key is stored as `nnz` pairs of an atom index and a coefficient. A value is split into `value_chunks` chunks of
@@ -170,15 +170,6 @@ class CSR:
             pinned=self.prompt_atoms,
             searches=self.read_top_k > 0,
         )
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for atoms, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> CSRDictionaries:
         """The dictionaries of a layer, shared by the layers of its group and by all caches."""

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
@@ -63,7 +63,7 @@ class GEARCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GEAR:
+class GEAR(SingleStage):
     """Quantize, and store a low-rank approximation of the error and the outliers in full.
 
     X ~ Q + L + S. S holds the largest and smallest elements of every key channel in a block and of every value. Q
@@ -131,19 +131,6 @@ class GEAR:
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=64
         )
         return Traits(block=block, group_size=self.group_size, residual=residual)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the residual and one block; everything else is encoded in whole blocks."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the rank exceeds the head dimension."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, unpack_float
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -42,7 +42,7 @@ class KIVICodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KIVI:
+class KIVI(SingleStage):
     """Quantize keys per channel and values per token, both in groups.
 
     Keys have outlier channels, so a group of keys is one channel of `group_size` tokens. Values have none, so a group
@@ -88,19 +88,6 @@ class KIVI:
             tokens, residual=self.residual_length, block=self.group_size, largest_residual=128
         )
         return Traits(block=block, group_size=self.group_size, residual=residual)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the residual and one group; everything else is encoded in whole groups."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpolicy.codecs import _files
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.protocols import ALL_HEADS, At, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -68,7 +68,7 @@ class KVQuantCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVQuant:
+class KVQuant(SingleStage):
     """Quantize to calibrated levels, keys before the rotary embedding.
 
     Before the rotary embedding, the range of a key channel does not change along the tokens. So the range is
@@ -136,15 +136,6 @@ class KVQuant:
             pins="first" if self.sinks else "none",
             pinned=self.sinks,
         )
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the first tokens, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
 
     def load_calibration(
         self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS

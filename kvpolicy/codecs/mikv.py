@@ -13,7 +13,15 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import (
+    At,
+    Codec,
+    Layout,
+    RotaryView,
+    Stage,
+    StageStore,
+    Traits,
+)
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -42,7 +50,7 @@ class MiKVCodes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MiKVStage:
+class MiKVStage(Stage):
     """A stage of tokens of one precision.
 
     Args:
@@ -52,10 +60,6 @@ class MiKVStage:
 
     bits: int
     group_size: int
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> MiKVCodes:
         """Empty codes for `slots` slots."""
@@ -118,7 +122,7 @@ class MiKVStage:
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MiKV:
+class MiKV(Codec):
     """Store the tokens of highest priority in high precision, and all others in few bits instead of evicting them.
 
     Before a key is encoded, each channel is multiplied by a balancer: the square root of the largest absolute query in
@@ -193,9 +197,6 @@ class MiKV:
             return Layout(exact, (coded - high,))
         first = max(min(high, coded), traits.block)
         return Layout(exact, (first, coded - first))
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
 
 
 def _balancer(queries: Tensor, keys: Tensor) -> Tensor:

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import is_empty_head, mix_by_chunks, ordinary_layout, put, score_by_chunks, take
+from kvpolicy.codecs._common import (
+    SingleStage,
+    is_empty_head,
+    mix_by_chunks,
+    put,
+    score_by_chunks,
+    take,
+)
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, largest_divisor
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack_float
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
@@ -44,7 +51,7 @@ class RotateCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RotateKV:
+class RotateKV(SingleStage):
     """Quantize each token separately, after a Hadamard transform has spread its outliers over all channels.
 
     Keys are encoded without their rotary embedding. Their mixed channels are sorted by size, so that the channels of a
@@ -105,25 +112,12 @@ class RotateKV:
             pinned=self.sinks,
         )
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for sinks, the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the order of the channels does not fit int16."""
         if model.head_dim >= 2**15:
             raise KVPolicyError(
                 f"The head dimension must be less than {2**15} for RotateKV, got {model.head_dim}; try KIVI."
             )
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> RotateCodes:
         """Empty codes for `slots` slots."""

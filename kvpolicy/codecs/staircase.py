@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs.kivi import KIVI
-from kvpolicy.protocols import Layout, ModelInfo, Stage, Traits
+from kvpolicy.protocols import Codec, Layout, ModelInfo, Stage, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_min
@@ -16,7 +16,7 @@ from kvpolicy.spec.validation import AutoInt, check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Staircase:
+class Staircase(Codec):
     """Store tokens in 8 bits, then in 4, then in 2 as they age.
 
     Every stage is a KIVI. A block of tokens from the full-precision buffer is encoded in 8 bits. If that stage is full,

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
+    SingleStage,
     is_empty_head,
     mix_by_chunks,
-    ordinary_layout,
     put,
     score_by_chunks,
     sum_tokens,
@@ -22,7 +22,7 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -57,7 +57,7 @@ class TokenWiseCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenWise:
+class TokenWise(SingleStage):
     """Quantize each token separately, after normalizing the key channels.
 
     A group consists of channels of one token of one head, with a scale and a zero in fp16. So every slot can be reused
@@ -117,22 +117,6 @@ class TokenWise:
         return Traits(
             block=block, residual=residual, per_head=("channel_scale", "channel_zero"), at_once=ENCODED_AT_ONCE
         )
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TokenWiseCodes:
         """Empty codes for `slots` slots."""

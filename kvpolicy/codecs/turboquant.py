@@ -15,8 +15,8 @@ from torch import Tensor
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import (
     ENCODED_AT_ONCE,
+    SingleStage,
     mix_by_chunks,
-    ordinary_layout,
     put,
     score_by_chunks,
     take,
@@ -26,7 +26,7 @@ from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -56,7 +56,7 @@ class TurboQuantCodes(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TurboQuant:
+class TurboQuant(SingleStage):
     """Quantize each token separately: the direction of a key with fixed levels, a value by its range.
 
     Random signs and a Hadamard transform turn any key into one whose channels are nearly normally distributed. So the
@@ -106,15 +106,6 @@ class TurboQuant:
         residual, block = buffer_sizes(tokens, residual=self.residual_length, block=self.block_size)
         return Traits(block=block, residual=residual, per_head=(), at_once=ENCODED_AT_ONCE)
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """One stage."""
-        return (self,)
-
-    def layout(self, tokens: int) -> Layout:
-        """Full-precision slots for the residual and one block; everything else is encoded."""
-        return ordinary_layout(self.traits_for(tokens), tokens)
-
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the codes of a vector do not fill whole bytes."""
         codes = 8 // math.gcd(8, self.bits)
@@ -123,10 +114,6 @@ class TurboQuant:
                 f"The head dimension must be a multiple of {codes} for TurboQuant.bits={self.bits}, got "
                 f"{model.head_dim}; try {'MiKV' if self.bits == 4 else 'bits=4'}."
             )
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> TurboQuantCodes:
         """Empty codes for `slots` slots."""

@@ -13,7 +13,15 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.protocols import ALL_HEADS, At, Calibration, Layout, ModelInfo, RotaryView, Stage, StageStore, Traits
+from kvpolicy.protocols import (
+    At,
+    Codec,
+    Layout,
+    RotaryView,
+    Stage,
+    StageStore,
+    Traits,
+)
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
@@ -44,7 +52,7 @@ class ZipCacheCodes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZipCacheStage:
+class ZipCacheStage(Stage):
     """A stage of tokens of one precision.
 
     Args:
@@ -52,10 +60,6 @@ class ZipCacheStage:
     """
 
     bits: int
-
-    def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """Nothing is calibrated."""
-        return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> ZipCacheCodes:
         """Empty codes for `slots` slots."""
@@ -107,7 +111,7 @@ class ZipCacheStage:
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ZipCache:
+class ZipCache(Codec):
     """Quantize each token separately, with more bits for tokens of higher priority.
 
     Each channel is first divided by the square root of its largest absolute element, so that outlier channels do not
@@ -172,9 +176,6 @@ class ZipCache:
             return Layout(tokens)
         high = math.ceil(self.high * tokens - 1e-6)  # in floating point, 0.07 * 100 is slightly more than 7
         return Layout(exact, (high, tokens - high))
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
 
 
 def _channel_scale(absmax: Tensor) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.selection import finite_priority
 from kvpolicy.engine.state import map_state, select_rows, tensors
-from kvpolicy.protocols import Seen, Selector, State, View
+from kvpolicy.protocols import Reranks, Seen, Selector, State, View
 
 NO_SLOT = "the cache has no free slot: call cache.tick() between steps"
 NO_PAGE = "a head has no page for its new token: its head allocator must give every head at least 1"
@@ -46,11 +44,9 @@ def update_state(selector: Selector, state: State, weights: Tensor | None, view:
         assign_state(state, select_rows(valid[:, 0], state, before))
 
 
-def rank_again(selector: Any, state: State, seen: Seen, view: View, rows: Tensor) -> None:
-    """Let the selector rank all slots together, in place, in `rows` [B] bool.
-
-    Its `rerank` is no part of the protocol, since only selectors with `Needs.rerank_every` have it.
-    """
+def rank_again(selector: Selector, state: State, seen: Seen, view: View, rows: Tensor) -> None:
+    """Let the selector rank all slots together, in place, in `rows` [B] bool."""
+    assert isinstance(selector, Reranks)  # see `policy.combination.check_abilities`
     assign_state(state, select_rows(rows, selector.rerank(state, seen, view), state))
 
 

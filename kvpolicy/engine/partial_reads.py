@@ -40,7 +40,7 @@ from kvpolicy.engine.rollback import LayerRollback
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
-from kvpolicy.protocols import Needs, State
+from kvpolicy.protocols import LoadsSalience, Needs, State
 
 REBUILD_SLOTS = 8192
 """Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
@@ -314,9 +314,8 @@ class LayerReading(LayerRollback):
             return channel_salience(sums, count, self.ranks)
         if not (self.reads and self.reads.index and self.reader.traits.salience):
             return None
-        # `load_salience` is no part of the protocol, since only readers with `ReaderTraits.calibrated` have it.
-        reader: Any = self.reader
-        salience: Tensor = reader.load_salience(self.layer_idx, self.ranks.held)
+        assert isinstance(self.reader, LoadsSalience)  # see `policy.combination.check_abilities`
+        salience = self.reader.load_salience(self.layer_idx, self.ranks.held)
         return salience.to(count.device).expand(count.shape[0], -1, -1)
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:

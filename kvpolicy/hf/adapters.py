@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.protocols import DecodeMode, Forward, Needs, Seen, State, View
-from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
+from kvpolicy.protocols import DecodeMode, Forward, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.selectors._common import keep_always
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyStateError, KVPolicyTypeError
 from kvpolicy.spec.validation import check_fields, check_instance
 
@@ -35,7 +35,7 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
-class KVPressScorer:
+class KVPressScorer(Scored):
     """Keep the tokens to which a kvpress scorer gives the highest scores.
 
     Like kvpress, this calls `score(module, hidden_states, keys, values, attentions, kwargs)` after the attention of a
@@ -90,7 +90,6 @@ class KVPressScorer:
                 "The scorer must have a method score(module, hidden_states, keys, values, attentions, kwargs), got a "
                 f"{type(self.press).__name__}; try kvpress.SnapKVPress()."
             )
-        check_decode(self.decode)
         if self.window < 1:
             raise KVPolicyError(f"window must be at least 1, to keep the current token, got {self.window}.")
 
@@ -118,15 +117,6 @@ class KVPressScorer:
         """The arguments of the attention module."""
         return Needs(forward=True)
 
-    @property
-    def min_tokens(self) -> int:
-        """One token, the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Ranks of zero, which mean not scored."""
-        return empty_scores(batch, heads, slots, device)
-
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score all candidates; the state is the rank of each, from 1, which is exact in any dtype."""
         if view.ranks.size > 1:
@@ -143,17 +133,10 @@ class KVPressScorer:
             rank[rows, :, -count:] = torch.zeros_like(rank[rows, :, -count:]).scatter_(-1, order, high)
         return Scores(rank)
 
-    def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """Generated tokens stay unscored."""
-
     def priority(self, state: Scores, view: View) -> Tensor:
         """The rank of each token, [B, H, N]; the window of generated tokens is always kept, older ones come last."""
         window = (view.budget // 2).clamp(1, self.window)
         return keep_always(state.score, view.newest(window) & (state.score == 0))
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None, since the scores are per KV head and not per query head."""
-        return None
 
     @property
     def _name(self) -> str:

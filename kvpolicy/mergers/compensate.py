@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
-from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import check_fields
 
@@ -29,7 +29,7 @@ class CompensateState(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Compensate:
+class Compensate(Merger):
     """Keep the mean key and the mean value of all evicted tokens in one slot of each head, and count them.
 
     The slot is that of the kept token of lowest priority, which becomes part of the mean. The logarithm of the number
@@ -57,11 +57,6 @@ class Compensate:
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, slots have counts, and it asks for priorities."""
         return MergerTraits(when="always", counted=True, ranked=True)
-
-    @property
-    def needs(self) -> Needs:
-        """No attention statistics."""
-        return Needs()
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
         """No slot yet."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
-from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, Tokens
+from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, Tokens
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -30,7 +30,7 @@ class D2OState(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class D2O:
+class D2O(Merger):
     """Merge evicted tokens into the most similar kept one, keys and values, above a threshold that moves.
 
     The threshold of a head is the mean of the evicted tokens' largest cosines, and a moving mean of it later on. Tokens
@@ -68,11 +68,6 @@ class D2O:
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have no counts."""
         return MergerTraits(when="always")
-
-    @property
-    def needs(self) -> Needs:
-        """No attention statistics."""
-        return Needs()
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> D2OState:
         """No threshold yet."""

@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.mergers._common import target_of, tiles
-from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.protocols import Candidates, Merge, Merged, Merger, MergerTraits, State, Tokens
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_range
 from kvpolicy.spec.validation import check_fields
@@ -17,7 +17,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CountedMerge:
+class CountedMerge(Merger):
     """Merge an evicted token into the kept token of the most similar key, and count both.
 
     The kept token keeps its key. Its value becomes the mean of the values of all tokens that it stands for, and the
@@ -60,15 +60,6 @@ class CountedMerge:
     def traits(self) -> MergerTraits:
         """It merges in prompts and in decoding, and slots have counts."""
         return MergerTraits(when="always", counted=True)
-
-    @property
-    def needs(self) -> Needs:
-        """No attention statistics."""
-        return Needs()
-
-    def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No state beside the counts."""
-        return ()
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Add the evicted tokens of a prompt to their targets."""

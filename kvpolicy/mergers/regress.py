@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Candidates, Merge, Merged, MergerTraits, Needs, State, Tokens
+from kvpolicy.protocols import Candidates, Merged, Merger, MergerTraits, Needs, State
 from kvpolicy.protocols.ranks import gather
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min, check_range
@@ -19,7 +19,7 @@ _ROUNDING = 1e-5
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Regress:
+class Regress(Merger):
     """Rewrite the values of kept tokens by ridge regression on the attention of the last queries of the prompt.
 
     After eviction, each of these queries gets another output than before. The smallest change of the kept values that
@@ -69,10 +69,6 @@ class Regress:
         """The attention of the observed queries."""
         return Needs(window_queries=self.window)
 
-    def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """No state."""
-        return ()
-
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Regress the outputs of the window on the values of the targets."""
         rows = self._rows(candidates)
@@ -98,11 +94,6 @@ class Regress:
         before = candidates.at_targets(candidates.values)
         changes = candidates.evicted.any(-1)[..., None, None] & (change != 0)
         return Merged(torch.where(changes, before.double() + change, before.double()).to(before.dtype))
-
-    def merge_token(self, state: State, victim: Tokens, slots: Tokens) -> Merge:
-        """Nothing is merged in decoding."""
-        slot = torch.zeros_like(victim.positions, dtype=torch.int64)
-        return Merge(slot, torch.zeros_like(victim.there), slots.values[:, :, :1])
 
     def _rows(self, candidates: Candidates) -> Tensor:
         """Attention of all observed queries of each KV head, [B, H, n, N] fp64."""

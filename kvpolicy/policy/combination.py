@@ -4,12 +4,51 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpolicy.protocols import Codec, DecodeMode, HeadAllocator, Merger, Reader, Selector, compares_heads, joint_decode
+from kvpolicy.protocols import (
+    Codec,
+    DecodeMode,
+    HeadAllocator,
+    LoadsSalience,
+    Merger,
+    Reader,
+    Reranks,
+    Selector,
+    compares_heads,
+    joint_decode,
+)
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.selectors.full import KeepAll
 from kvpolicy.spec.budget import Budget
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
+
+
+def check_together(policy: Any) -> None:
+    """Refuse a policy whose parts do not work with each other.
+
+    Raises:
+        KVPolicyError: Naming the parts.
+    """
+    check_abilities(policy.selector, policy.reader)
+    check_merger(policy.merger, policy.selector, policy.budget, policy.decode)
+    if policy.heads is not None:
+        check_heads(policy.heads, policy.selector, policy.merger, policy.codec, policy.reader)
+    check_reader(policy.reader, policy.selector, policy.codec, policy.decode)
+
+
+def check_abilities(selector: Selector, reader: Reader) -> None:
+    """Refuse parts that ask the engine for what they have no method for."""
+    for each in (selector, getattr(selector, "base", None)):  # a wrapper passes on what its base asks for
+        if isinstance(each, Selector) and each.needs.rerank_every and not isinstance(each, Reranks):
+            raise KVPolicyTypeError(
+                "The selector must have a method rerank(state, seen, view) for Needs.rerank_every, got "
+                f"{shorten(repr(each))}, which lacks it; see kvpolicy.protocols.Reranks."
+            )
+    if reader.traits.calibrated and not isinstance(reader, LoadsSalience):
+        raise KVPolicyTypeError(
+            "The reader must have a method load_salience(layer_idx, heads) for ReaderTraits.calibrated, got "
+            f"{shorten(repr(reader))}, which lacks it; see kvpolicy.protocols.LoadsSalience."
+        )
 
 
 def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, reader: Reader) -> None:
@@ -31,7 +70,7 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
     if heads.compares_heads and not compares_heads(selector):
         raise KVPolicyError(
             f"The selector must rank tokens by attention to be combined with {heads}, which compares them across "
-            f"heads, got {selector}; try snapkv or h2o, or another head allocator."
+            f"heads, got {selector}, whose compares_heads is not True; try snapkv or h2o, or another head allocator."
         )
     needs = selector.needs
     # After a prompt, keys and values are handed over by head; the pages of a decode step are not, and need no ranks
@@ -40,7 +79,7 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
     if looks and not (compares_heads(selector) and selector.decode == "grow"):
         raise KVPolicyError(
             f"The selector must not look at keys while decoding to be combined with {heads}, got {selector}; try "
-            "snapkv, h2o or expected:decode=grow."
+            "snapkv, h2o or expected:decode=grow, or set compares_heads and decode='grow'."
         )
     if codec.stages and not (codec.traits.fits_pages and len(codec.stages) == 1):
         raise KVPolicyError(

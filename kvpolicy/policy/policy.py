@@ -10,11 +10,12 @@ from typing import Any, Literal, NoReturn
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.mergers.drop import Drop
-from kvpolicy.policy.combination import check_heads, check_merger, check_reader
+from kvpolicy.policy.combination import check_together
 from kvpolicy.policy.html import by_layer_html, policy_html
 from kvpolicy.policy.layers import check_layers
 from kvpolicy.policy.parts import PROTOCOLS, check_part, kinds_of
 from kvpolicy.protocols import Allocator, Codec, DecodeMode, HeadAllocator, Merger, ModelInfo, Reader, Replay, Selector
+from kvpolicy.protocols.allocator import heads_of
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.registry import Kind, whole_policy
 from kvpolicy.selectors.full import KeepAll
@@ -80,10 +81,7 @@ class Policy:
         default = 1.0 if self._keeps_all or self._ranks else DEFAULT_BUDGET
         object.__setattr__(self, "budget", default if self.budget is _UNSET else check_budget(self.budget))
         self._check_budget()
-        check_merger(self.merger, self.selector, self.budget, self.decode)
-        if self.heads is not None:
-            check_heads(self.heads, self.selector, self.merger, self.codec, self.reader)
-        check_reader(self.reader, self.selector, self.codec, self.decode)
+        check_together(self)
 
     @classmethod
     def parse(cls, text: str | None) -> Policy:
@@ -281,7 +279,7 @@ class Policy:
     @property
     def heads(self) -> HeadAllocator | None:
         """The head allocator; None if every head of a layer has the same budget."""
-        return getattr(self.allocator, "heads", None)
+        return heads_of(self.allocator)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if a part cannot be used with a model, such as a codec without a calibration for it."""

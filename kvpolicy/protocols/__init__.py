@@ -1,13 +1,16 @@
 """The interfaces that the parts of a policy implement.
 
-Parts are frozen dataclasses of hyper-parameters. Tensors belong to the cache, in NamedTuples that the part declares.
+Parts are frozen dataclasses of hyper-parameters. They inherit defaults from their interface; an object that has all its
+members is a part too. Tensors belong to the cache, in NamedTuples that the part declares.
 Shapes: B batch, H KV heads, G query heads per KV head, Hq = H * G, N candidate tokens, S slots, C coded slots,
 D head dim, L layers.
 """
 
 from kvpolicy.protocols.allocator import Allocator as Allocator
+from kvpolicy.protocols.allocator import DividesHeads as DividesHeads
 from kvpolicy.protocols.allocator import HeadAllocator as HeadAllocator
 from kvpolicy.protocols.allocator import HeadRequest as HeadRequest
+from kvpolicy.protocols.allocator import heads_of as heads_of
 from kvpolicy.protocols.codec import ALL_HEADS as ALL_HEADS
 from kvpolicy.protocols.codec import At as At
 from kvpolicy.protocols.codec import Calibration as Calibration
@@ -30,10 +33,13 @@ from kvpolicy.protocols.merger import Tokens as Tokens
 from kvpolicy.protocols.ranks import SINGLE_RANK as SINGLE_RANK
 from kvpolicy.protocols.ranks import Ranks as Ranks
 from kvpolicy.protocols.reader import Index as Index
+from kvpolicy.protocols.reader import LoadsSalience as LoadsSalience
 from kvpolicy.protocols.reader import Reader as Reader
 from kvpolicy.protocols.reader import ReaderTraits as ReaderTraits
 from kvpolicy.protocols.selector import BELOW_MEAN as BELOW_MEAN
+from kvpolicy.protocols.selector import ComparesHeads as ComparesHeads
 from kvpolicy.protocols.selector import DecodeMode as DecodeMode
+from kvpolicy.protocols.selector import DecodesJointly as DecodesJointly
 from kvpolicy.protocols.selector import Forward as Forward
 from kvpolicy.protocols.selector import MeanRotation as MeanRotation
 from kvpolicy.protocols.selector import Needs as Needs
@@ -41,6 +47,10 @@ from kvpolicy.protocols.selector import NewToken as NewToken
 from kvpolicy.protocols.selector import Probes as Probes
 from kvpolicy.protocols.selector import QueryMoments as QueryMoments
 from kvpolicy.protocols.selector import Replay as Replay
+from kvpolicy.protocols.selector import Reranks as Reranks
+from kvpolicy.protocols.selector import Scored as Scored
+from kvpolicy.protocols.selector import ScoredByKeys as ScoredByKeys
+from kvpolicy.protocols.selector import Scores as Scores
 from kvpolicy.protocols.selector import Seen as Seen
 from kvpolicy.protocols.selector import Selector as Selector
 from kvpolicy.protocols.selector import State as State

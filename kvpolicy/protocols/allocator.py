@@ -12,12 +12,18 @@ from kvpolicy.protocols.selector import View
 
 @runtime_checkable
 class Allocator(Protocol):
-    """How many tokens may each layer keep?"""
+    """How many tokens may each layer keep?
+
+    A class that inherits from it needs one method, `budgets`. An object that has all members is accepted whatever its
+    class. An optional ability is `DividesHeads`.
+    """
+
+    __slots__ = ()
 
     @property
     def layer_metric(self) -> Literal["", "cosine"]:
         """The metric that must be measured in every layer before budgets are known: none, or the attention cosine."""
-        ...
+        return ""
 
     def budgets(self, metrics: Tensor | None, total: Tensor, floor: int, ceiling: Tensor, layers: int) -> Tensor:
         """Divide a row's tokens among the layers.
@@ -55,16 +61,21 @@ class HeadRequest(NamedTuple):
 
 @runtime_checkable
 class HeadAllocator(Protocol):
-    """How is a layer's budget divided among its KV heads?"""
+    """How is a layer's budget divided among its KV heads?
+
+    A class that inherits from it needs one method, `divide`. An object that has all members is accepted whatever its
+    class.
+    """
+
+    __slots__ = ()
 
     @property
     def compares_heads(self) -> bool:
-        """Whether priorities of different heads are compared, which not every selector's can be."""
-        ...
+        """Whether priorities of different heads are compared, which not every selector's can be; by default not."""
+        return False
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError if it cannot divide the budgets of a model."""
-        ...
+        """Raise KVPolicyError if it cannot divide the budgets of a model; by default it can."""
 
     def divide(self, request: HeadRequest) -> Tensor:
         """Pages of each of this rank's KV heads, [B, H] int64, at least 1.
@@ -73,3 +84,18 @@ class HeadAllocator(Protocol):
         as an equal share has. A row does not depend on the others.
         """
         ...
+
+
+@runtime_checkable
+class DividesHeads(Protocol):
+    """An optional ability of an allocator: the budget of a layer is divided among its KV heads."""
+
+    @property
+    def heads(self) -> HeadAllocator | None:
+        """What divides it; None for the same budget in every head."""
+        ...
+
+
+def heads_of(allocator: object) -> HeadAllocator | None:
+    """What divides the budget of a layer among its heads; without `DividesHeads` nothing does."""
+    return allocator.heads if isinstance(allocator, DividesHeads) else None

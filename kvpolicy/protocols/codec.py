@@ -173,15 +173,17 @@ class Stage(Protocol):
     `load_calibration` and `alloc` are traceable: no host sync, no data-dependent shape.
     """
 
+    __slots__ = ()
+
     def load_calibration(self, layer_idx: int, device: torch.device | str, heads: slice = ALL_HEADS) -> Calibration:
-        """A layer's calibrated tensors, shared by all caches; the empty tuple where there are none.
+        """A layer's calibrated tensors, shared by all caches; by default there are none.
 
         Args:
             layer_idx: Index of the layer.
             device: Device of the tensors.
             heads: Which of the model's KV heads this rank holds; the others are left out.
         """
-        ...
+        return ()
 
     def alloc(self, batch: int, heads: int, slots: int, head_dim: int, device: torch.device | str) -> Codes:
         """Empty codes for `slots` slots; on the device `meta` too, where only their sizes count."""
@@ -227,25 +229,30 @@ class Codec(Protocol):
 
     A layer's slots are a full-precision buffer, which the cache owns and where every new token is written, and stages,
     which the codec describes and to which tokens are demoted in blocks, from one stage to the next.
+
+    A class that inherits from it stores every token in full precision, but for what it overrides. Most codecs have one
+    stage, which is the codec itself: `kvpolicy.helpers.SingleStage`. An object that has all members is accepted
+    whatever its class. An optional ability is `SizedCodec`.
     """
+
+    __slots__ = ()
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know."""
-        ...
+        """What the engine must know; by default that nothing is encoded."""
+        return Traits()
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The coded stages, in the order in which tokens reach them; empty where nothing is coded."""
-        ...
+        """The coded stages, in the order in which tokens reach them; by default there are none."""
+        return ()
 
     def layout(self, tokens: int) -> Layout:
-        """Slots for a layer, or a row of it, that may hold `tokens` tokens."""
-        ...
+        """Slots for a layer, or a row of it, that may hold `tokens` tokens; by default all in full precision."""
+        return Layout(tokens)
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError if a model's keys and values cannot be coded."""
-        ...
+        """Raise KVPolicyError if a model's keys and values cannot be coded; by default they can."""
 
 
 @runtime_checkable

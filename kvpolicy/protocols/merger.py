@@ -129,29 +129,34 @@ class Merger(Protocol):
     A merger changes kept tokens in favor of evicted ones. It changes tokens in full precision only: those of the
     full-precision buffer, and the tokens of a prompt before they are coded. Coded tokens can be victims, but not
     targets, because the codes of a block can not be written one by one.
+
+    A class that inherits from it drops evicted tokens, but for what it overrides: `traits` and `merge_prompt` for a
+    merger of prompts. An object that has all members is accepted whatever its class.
     """
+
+    __slots__ = ()
 
     @property
     def traits(self) -> MergerTraits:
-        """What the engine must know."""
-        ...
+        """What the engine must know; by default that nothing is merged."""
+        return MergerTraits()
 
     @property
     def needs(self) -> Needs:
-        """The attention statistics of a prompt that this merger needs: `window_queries`."""
-        ...
+        """The attention statistics of a prompt that this merger needs: `window_queries`; by default none."""
+        return Needs()
 
     def alloc(self, batch: int, heads: int, device: torch.device | str) -> State:
-        """The state of each head, tensors [B, H, ...]; the empty tuple if there is none."""
-        ...
+        """The state of each head, tensors [B, H, ...]; by default there is none."""
+        return ()
 
     def merge_prompt(self, state: State, candidates: Candidates) -> Merged:
         """Merge all evicted tokens of a prompt at once; `state` is updated in place.
 
         A head without an evicted token must come out as it is, bit for bit, and so must entries of
-        `Candidates.targets` that are no target.
+        `Candidates.targets` that are no target. By default all do.
         """
-        ...
+        return Merged(candidates.at_targets(candidates.values))
 
     def merge_token(self, state: State, victim: Tokens, slots: Tokens) -> Merge:
         """Merge the token that a decode step evicts from each head, before its slot is overwritten.
@@ -162,5 +167,8 @@ class Merger(Protocol):
             state: The state.
             victim: One token of each head.
             slots: The full-precision buffer.
+
+        By default nothing is merged.
         """
-        ...
+        slot = torch.zeros_like(victim.positions, dtype=torch.int64)
+        return Merge(slot, torch.zeros_like(victim.there), slots.values[:, :, :1])

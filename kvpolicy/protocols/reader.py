@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols.codec import ModelInfo
+from kvpolicy.protocols.codec import ALL_HEADS, ModelInfo
 
 Index = Any
 """A NamedTuple of one layer's tensors that describe its entries; the empty tuple for a reader without an index."""
@@ -24,8 +24,7 @@ class ReaderTraits(NamedTuple):
             their positions.
         resort: After how many decode steps the slots are sorted again where tokens are evicted, if `ordered`.
         salience: Whether `fit` needs the salience of the channels in the prompt.
-        calibrated: Whether the salience is that of a calibration instead, which the reader's `load_salience(layer_idx,
-            heads)` returns, [H, D] fp32.
+        calibrated: Whether the salience is that of a calibration instead, see `LoadsSalience`.
         scans_keys: Whether `score` reads every key, by one call of `products` with the queries that it got.
         every: Of the layers that do not read everything, every how many one chooses; those behind it read what it
             chose. 1: every layer chooses for itself.
@@ -68,6 +67,20 @@ class ReaderTraits(NamedTuple):
 
 
 @runtime_checkable
+class LoadsSalience(Protocol):
+    """An optional ability of a reader, for `ReaderTraits.calibrated`: the salience of channels comes from a file."""
+
+    def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
+        """The salience of the channels of a layer, [H, D] fp32.
+
+        Args:
+            layer_idx: Index of the layer.
+            heads: Which of the model's KV heads this rank holds.
+        """
+        ...
+
+
+@runtime_checkable
 class Reader(Protocol):
     """Which of the kept tokens does a decode step read?
 
@@ -80,33 +93,38 @@ class Reader(Protocol):
 
     Shapes: X entries, n of which are refreshed. `refresh` and `score` are traceable: no host sync, no data-dependent
     shape.
+
+    A class that inherits from it has single tokens as entries and no index, and needs `count` and `score`. An object
+    that has all members is accepted whatever its class. An optional ability is `LoadsSalience`.
     """
+
+    __slots__ = ()
 
     @property
     def traits(self) -> ReaderTraits:
         """What the engine must know."""
-        ...
+        return ReaderTraits()
 
     def page_size(self, slots: int) -> int:
-        """Slots of an entry, in a layer of `slots` slots."""
-        ...
+        """Slots of an entry, in a layer of `slots` slots; by default 1."""
+        return 1
 
     def count(self, slots: int) -> int:
-        """Slots of `slots` that each KV head reads in a step: a multiple of the page, or all."""
-        ...
+        """Slots of `slots` that each KV head reads in a step: a multiple of the page, or all, as by default."""
+        return slots
 
     def check(self, model: ModelInfo) -> None:
-        """Raise KVPolicyError if a model's keys cannot be indexed."""
-        ...
+        """Raise KVPolicyError if a model's keys cannot be indexed; by default they can."""
 
     def alloc(
         self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
     ) -> Index:
         """An empty index of tensors [B, H, ...]; on the device `meta` too, where only their sizes count.
 
-        A tensor whose shape does not depend on `entries` is carried over when a layer gets more slots.
+        A tensor whose shape does not depend on `entries` is carried over when a layer gets more slots. By default
+        there is no index.
         """
-        ...
+        return ()
 
     def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
         """Choose what a head's index consists of, in place, from the first prompt of some rows.
@@ -117,7 +135,6 @@ class Reader(Protocol):
                 of all query heads of the KV head.
             rows: Which rows had their first prompt, [B] bool; the others keep what they have.
         """
-        ...
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """Recompute entries, in place.
@@ -128,7 +145,6 @@ class Reader(Protocol):
             keys: Their keys, as attention sees them, [B, H, n, page, D]. Where `occupied` is not set, anything.
             occupied: Which of these slots hold a token, [B, H, n, page] bool.
         """
-        ...
 
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """An estimate of the largest product of each query with the keys of each entry.

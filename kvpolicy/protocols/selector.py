@@ -286,20 +286,46 @@ class View(NamedTuple):
         return self.positions >= first[:, None, None]
 
 
-def compares_heads(selector: Any) -> bool:
-    """Whether the priorities of different heads can be compared: those of attention, which has equal mass in each head.
+@runtime_checkable
+class ComparesHeads(Protocol):
+    """An optional ability of a selector: it may say that the priorities of different heads can be compared.
 
-    A selector says so by an attribute `compares_heads`; without one they cannot.
+    Those of attention can, since it has equal mass in each head.
     """
-    return bool(getattr(selector, "compares_heads", False))
+
+    @property
+    def compares_heads(self) -> bool:
+        """Whether priorities of different heads can be compared."""
+        ...
 
 
-def joint_decode(selector: Any) -> bool:
-    """Whether a decode step ranks a slot by all heads of the layer, which must then hold the same tokens.
+@runtime_checkable
+class DecodesJointly(Protocol):
+    """An optional ability of a selector: it may rank a slot by all heads, which must then hold the same tokens."""
 
-    A selector says so by an attribute `joint_decode`; without one it does not.
-    """
-    return bool(getattr(selector, "joint_decode", False))
+    @property
+    def joint_decode(self) -> bool:
+        """Whether a decode step ranks a slot by all heads of the layer."""
+        ...
+
+
+@runtime_checkable
+class Reranks(Protocol):
+    """An optional ability of a selector: it ranks all slots again, after `Needs.rerank_every` generated tokens."""
+
+    def rerank(self, state: State, seen: Seen, view: View) -> State:
+        """The state after all slots were ranked by their keys and values, which `seen` has."""
+        ...
+
+
+def compares_heads(selector: object) -> bool:
+    """Whether the priorities of different heads can be compared; without `ComparesHeads` they cannot."""
+    return isinstance(selector, ComparesHeads) and bool(selector.compares_heads)
+
+
+def joint_decode(selector: object) -> bool:
+    """Whether a decode step ranks a slot by all heads of the layer; without `DecodesJointly` it does not."""
+    return isinstance(selector, DecodesJointly) and bool(selector.joint_decode)
 
 
 @runtime_checkable
@@ -308,37 +334,42 @@ class Selector(Protocol):
 
     One ranking decides both phases: a prefill keeps the `budget` tokens of highest priority, a decode step evicts the
     token of lowest priority. Ties go to the earlier position.
+
+    A class that inherits from it needs one method, `priority`; the other members have defaults for a selector without
+    state and without statistics. An object that has all members is accepted whatever its class. Optional abilities are
+    `ComparesHeads`, `DecodesJointly` and `Reranks`.
+
+    Attributes:
+        decode: Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`).
     """
 
-    @property
-    def decode(self) -> DecodeMode:
-        """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
-        ...
+    __slots__ = ()
+
+    decode: DecodeMode = "evict"
 
     @property
     def needs(self) -> Needs:
-        """The attention statistics that this selector needs."""
-        ...
+        """The attention statistics that this selector needs; by default none."""
+        return Needs()
 
     @property
     def min_tokens(self) -> int:
-        """The smallest budget, in tokens, that this selector can work with."""
-        ...
+        """The smallest budget, in tokens, that this selector can work with; by default the current token."""
+        return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """A state of zeros for `slots` slots."""
-        ...
+        """A state of zeros for `slots` slots; by default there is none."""
+        return ()
 
     def observe(self, state: State, seen: Seen, view: View) -> State:
         """The state after a prefill or chunk, aligned with `view`; `state` is zero for the new tokens."""
-        ...
+        return state
 
     def step(self, state: State, row: Tensor, view: View) -> None:
         """Update the state in place after a decoded token, if `needs` has `decode_attn` or `vectors`.
 
         `row` is its attention, [B, H, G, S] fp32; without elements unless `Needs.decode_attn`.
         """
-        ...
 
     def priority(self, state: State, view: View) -> Tensor:
         """The priority of each token, [B, H, N] fp32: inf is always kept, -inf never; invalid tokens are ignored."""
@@ -346,7 +377,61 @@ class Selector(Protocol):
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """Each query head's own score of each token, [B, Hq, N] fp32, for wrapping selectors; None if there is none."""
+        return None
+
+
+class Scores(NamedTuple):
+    """One score per slot, [B, H, S] fp32."""
+
+    score: Tensor
+
+
+class Scored(Selector, Protocol):
+    """A selector with one score per slot: the newest token is always kept, others by their score."""
+
+    __slots__ = ()
+
+    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
+        """Scores of zero."""
+        return Scores(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
+
+    def priority(self, state: State, view: View) -> Tensor:
+        """The newest token is always kept, other tokens by their score: [B, H, N]."""
+        return state.score.masked_fill(view.newest(1), torch.inf)
+
+
+class ScoredByKeys(Scored, Protocol):
+    """A selector that scores every token by its own key and value, and by nothing else: one method, `score`.
+
+    Examples:
+        >>> class KeyNorm(ScoredByKeys):
+        ...     def score(self, keys, values):
+        ...         return -keys.norm(dim=-1)
+        >>> KeyNorm().needs.vectors
+        True
+    """
+
+    __slots__ = ()
+
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The score of each token, [B, H, N], from keys and values [B, H, N, D]; the highest are kept."""
         ...
+
+    @property
+    def needs(self) -> Needs:
+        """The keys and values of a prompt and of each generated token."""
+        return Needs(vectors=True)
+
+    def observe(self, state: State, seen: Seen, view: View) -> State:
+        """Score every candidate."""
+        assert seen.keys is not None and seen.values is not None
+        return Scores(self.score(seen.keys.float(), seen.values.float()))
+
+    def step(self, state: State, row: Tensor, view: View) -> None:
+        """Score a generated token."""
+        assert view.token is not None
+        score = self.score(view.token.key.float(), view.token.value.float())
+        state.score.copy_(torch.where(view.newest(1), score, state.score))
 
 
 def alloc_state(

@@ -1,14 +1,11 @@
-"""What readers share: how many slots are read, the checks of their options, and what most of them do alike."""
+"""What readers share: how many slots are read, and the checks of their options."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from kvpolicy.protocols import Index, ModelInfo
+from kvpolicy.protocols import Reader
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import MAX_FIELD, check_fields
@@ -60,34 +57,13 @@ def slots_read(read: Amount, slots: int, page: int = 1) -> int:
     return min(slots, max(1, -(-wanted // page)) * page)
 
 
-class TokenReader:
-    """What a reader of single tokens does, if it has no index and fits any model.
-
-    A reader overrides what it does otherwise; `traits` and `score` are its own.
-    """
+class TokenReader(Reader, Protocol):
+    """A reader that reads the fraction or number `read` of the slots."""
 
     __slots__ = ()
-    read: Amount
 
-    def page_size(self, slots: int) -> int:
-        """Slots of an entry; see `Reader.page_size`."""
-        return 1
+    read: Amount
 
     def count(self, slots: int) -> int:
         """The slots that each KV head reads; see `Reader.count`."""
         return slots_read(self.read, slots, self.page_size(slots))
-
-    def check(self, model: ModelInfo) -> None:
-        """Every model is supported."""
-
-    def alloc(
-        self, batch: int, heads: int, entries: int, head_dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> Index:
-        """No index."""
-        return ()
-
-    def fit(self, index: Index, salience: Tensor, rows: Tensor) -> None:
-        """Nothing is fitted."""
-
-    def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
-        """No index."""

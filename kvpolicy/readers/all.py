@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvpolicy.protocols import Index, ReaderTraits
-from kvpolicy.readers._common import TokenReader
+from kvpolicy.protocols import Index, Reader, ReaderTraits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.validation import MAX_FIELD
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReadAll(TokenReader):
+class ReadAll(Reader):
     """Read every kept token in every decode step.
 
     This is the default reader of a policy. It has no index.
@@ -29,10 +28,6 @@ class ReadAll(TokenReader):
     def traits(self) -> ReaderTraits:
         """Every layer reads everything."""
         return ReaderTraits(dense=MAX_FIELD)
-
-    def count(self, slots: int) -> int:
-        """All of them."""
-        return slots
 
     def score(self, index: Index, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products themselves; not called, since every slot is read."""

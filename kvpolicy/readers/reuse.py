@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import ALL_HEADS, Index, ModelInfo, Reader, ReaderTraits
+from kvpolicy.protocols import ALL_HEADS, Index, LoadsSalience, ModelInfo, Reader, ReaderTraits
 from kvpolicy.readers.all import ReadAll
 from kvpolicy.readers.exact import ExactTopK
 from kvpolicy.spec.arguments import named_options
@@ -24,7 +23,7 @@ _DENSE = 2
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reuse:
+class Reuse(Reader):
     """Let some layers choose which tokens are read, and let the layers behind them read the same tokens.
 
     Neighboring layers attend to much the same tokens. A few layers choose as the base reader does, and have its index.
@@ -140,8 +139,8 @@ class Reuse:
 
     def load_salience(self, layer_idx: int, heads: slice = ALL_HEADS) -> Tensor:
         """As the base; see `ReaderTraits.calibrated`."""
-        base: Any = self.base
-        return base.load_salience(layer_idx, heads)
+        assert isinstance(self.base, LoadsSalience)  # only called if the base asks for it
+        return self.base.load_salience(layer_idx, heads)
 
     def refresh(self, index: Index, entries: Tensor, keys: Tensor, occupied: Tensor) -> None:
         """As the base."""

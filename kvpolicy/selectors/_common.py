@@ -1,25 +1,11 @@
-"""What selectors share: a state of one score per slot, and the mean over the query heads of a KV head."""
+"""What selectors share: the mean over the query heads of a KV head, priorities by position, and tokens always kept."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpolicy.protocols import View
-from kvpolicy.spec.errors import KVPolicyError
-
-
-class Scores(NamedTuple):
-    """One score per slot, [B, H, S] fp32."""
-
-    score: Tensor
-
-
-def empty_scores(batch: int, heads: int, slots: int, device: torch.device | str) -> Scores:
-    """Scores of zero."""
-    return Scores(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
 
 
 def group_mean(statistic: Tensor, view: View) -> Tensor:
@@ -35,9 +21,3 @@ def keep_always(priority: Tensor, protected: Tensor) -> Tensor:
 def by_position(positions: Tensor) -> Tensor:
     """Higher priority for later tokens; exact in fp32 up to position 16,777,216."""
     return positions.float()
-
-
-def check_decode(decode: str) -> None:
-    """Raise KVPolicyError unless `decode` is a `DecodeMode`."""
-    if decode not in ("evict", "grow"):
-        raise KVPolicyError(f"decode must be one of 'evict', 'grow', got {decode!r}; try 'evict'.")

@@ -8,8 +8,19 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, QueryMoments, Seen, State, View, scoped
-from kvpolicy.selectors._common import check_decode, keep_always
+from kvpolicy.protocols import (
+    SMALLEST_HEAD,
+    DecodeMode,
+    HeadShape,
+    Needs,
+    QueryMoments,
+    Seen,
+    Selector,
+    State,
+    View,
+    scoped,
+)
+from kvpolicy.selectors._common import keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -37,7 +48,7 @@ class Expectation(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpectedAttention:
+class ExpectedAttention(Selector):
     """Keep the tokens that queries to come are expected to attend to.
 
     Queries of a head, without their rotation, are close to a normal distribution, whose mean and covariance the prompt
@@ -87,7 +98,6 @@ class ExpectedAttention:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_choice(self, moments=("all", "prompt"))
         check_min(self, sinks=0, horizon=1, every=1)
         if self.moments == "prompt" and self.decode == "evict":
@@ -185,10 +195,6 @@ class ExpectedAttention:
         unscored = view.positions >= state.ranked[:, None, None]
         priority = torch.where(unscored, view.positions.float() + _MOST, state.score)
         return keep_always(priority, view.newest(1) | (view.positions < self.sinks))
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: scores depend on the state."""
-        return None
 
 
 _TILE = 512

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_range
 from kvpolicy.spec.validation import check_fields
@@ -17,7 +16,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class H2O:
+class H2O(Scored):
     """Keep the newest tokens, and those that have received the most attention so far.
 
     Attention is summed over all queries, from the first prompt token to the last generated one.
@@ -51,22 +50,12 @@ class H2O:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_range(self, recent=(0, 1))
 
     @property
     def needs(self) -> Needs:
         """Attention sums over all queries, and the attention of each decoded token."""
         return Needs(attn_sum=True, decode_attn=True)
-
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Scores of zero."""
-        return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Add the attention of a prefill."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, State, View, scoped
-from kvpolicy.selectors._common import check_decode, keep_always
+from kvpolicy.protocols import SMALLEST_HEAD, DecodeMode, HeadShape, Needs, Seen, Selector, State, View, scoped
+from kvpolicy.selectors._common import keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -31,7 +31,7 @@ class Differences(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyDiff:
+class KeyDiff(Selector):
     """Keep the tokens whose keys differ most from the mean direction of all keys.
 
     Tokens with similar keys receive similar attention, so one of them can stand for the others. Nothing is needed but
@@ -66,18 +66,12 @@ class KeyDiff:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_min(self, every=1)
 
     @property
     def needs(self) -> Needs:
         """The keys, of all tokens after a prompt and now and then, and of each generated token."""
         return Needs(vectors=True, rerank_every=self.every, head_shape=True)
-
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
 
     def alloc(
         self, batch: int, heads: int, slots: int, device: torch.device | str, head: HeadShape = SMALLEST_HEAD
@@ -113,10 +107,6 @@ class KeyDiff:
     def priority(self, state: Differences, view: View) -> Tensor:
         """The newest token is always kept, other tokens by the difference of their keys: [B, H, N]."""
         return keep_always(state.score, view.newest(1))
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: tokens are scored per KV head, not per query head."""
-        return None
 
 
 _TINY = 1e-12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from kvpolicy.protocols import (
     DecodeMode,
     HeadShape,
     Needs,
+    Reranks,
     Seen,
     Selector,
     State,
@@ -66,7 +67,7 @@ class CrushState(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVCrush:
+class KVCrush(Selector):
     """Use part of the budget for representatives of the tokens that the base selector would evict.
 
     Each token has a signature with one bit per query head: whether the head scores it among its highest tokens. Tokens
@@ -130,7 +131,7 @@ class KVCrush:
         check_choice(self, anchor=get_args(Anchor), pick=get_args(Pick), buckets=get_args(Buckets))
 
     @property
-    def decode(self) -> DecodeMode:
+    def decode(self) -> DecodeMode:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The mode of the base."""
         return self.base.decode
 
@@ -175,8 +176,8 @@ class KVCrush:
 
     def rerank(self, state: CrushState, seen: Seen, view: View) -> State:
         """Let the base rank all tokens again; the representatives stay."""
-        base: Any = self.base  # only called if the base has the method
-        return state._replace(base=base.rerank(state.base, seen, self._base_view(view)))
+        assert isinstance(self.base, Reranks)  # only called if the base asks for it
+        return state._replace(base=self.base.rerank(state.base, seen, self._base_view(view)))
 
     def step(self, state: CrushState, row: Tensor, view: View) -> None:
         """Update the base; generated tokens do not change the representatives."""

@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, State, View
-from kvpolicy.selectors._common import by_position, check_decode, keep_always
+from kvpolicy.protocols import DecodeMode, Needs, Replay, Seen, Selector, State, View
+from kvpolicy.selectors._common import by_position, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.parameters import check_min
@@ -26,7 +26,7 @@ class Replayed(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KVzip:
+class KVzip(Selector):
     """Keep the tokens that the model attends to when it repeats the context.
 
     After a prompt, the context is run through the model once more, in chunks, and is not stored. A token's score is the
@@ -81,7 +81,6 @@ class KVzip:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_min(self, chunk=1, sinks=0, overlap=0)
         for name in _TEXTS:
             _ids(name, getattr(self, name))
@@ -102,11 +101,6 @@ class KVzip:
             )
         )
 
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """No token is scored."""
         return Replayed(torch.zeros(batch, heads, slots, dtype=torch.float32, device=device))
@@ -121,18 +115,11 @@ class KVzip:
         score = -largest.clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
         return Replayed(torch.where(largest < 0, state.score, score))
 
-    def step(self, state: Replayed, row: Tensor, view: View) -> None:
-        """Generated tokens are not scored."""
-
     def priority(self, state: Replayed, view: View) -> Tensor:
         """Replayed tokens by score, above them others by position; sinks and the newest token are always kept."""
         sinks = (view.budget // 2).clamp_max(self.sinks)[:, None, None]
         protected = view.newest(1) | (view.valid & (view.positions < sinks))
         return keep_always(torch.where(state.score < 0, state.score, by_position(view.positions)), protected)
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: scores are the largest of the query heads of a KV head, and no query head's own."""
-        return None
 
 
 def _ids(name: str, text: str) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Probes, Seen, State, View
-from kvpolicy.selectors._common import check_decode, group_mean, keep_always
+from kvpolicy.protocols import DecodeMode, Needs, Probes, Scored, Seen, State, View
+from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_range
@@ -30,7 +30,7 @@ class Salience(NamedTuple):
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProbeSalience:
+class ProbeSalience(Scored):
     """Rank tokens by the mean attention of the probe queries that can attend to them.
 
     Accumulated attention favors the first tokens, which more queries can attend to; a mean does not. It is estimated
@@ -69,7 +69,6 @@ class ProbeSalience:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_range(self, recent=(0, 1), random=(0, 1))
         if self.recent + self.random == 0:
             raise KVPolicyError("ProbeSalience.recent or random must be positive, got 0.0 for both; try recent=0.05.")
@@ -78,11 +77,6 @@ class ProbeSalience:
     def needs(self) -> Needs:
         """Attention sums over the probes, and the attention of each decoded token."""
         return Needs(probes=Probes(self.recent, self.random, self.seed), decode_attn=True)
-
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         """Sums of zero."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import BELOW_MEAN, DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.protocols import BELOW_MEAN, DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -16,7 +16,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Scissorhands:
+class Scissorhands(Scored):
     """Evict the tokens that most of the recent queries have ignored.
 
     A query ignores a token if it attends to it less than to the mean of the tokens that it sees. A token that was
@@ -54,7 +54,6 @@ class Scissorhands:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_min(self, window=1, recent=1, sinks=0)
 
     @property
@@ -66,10 +65,6 @@ class Scissorhands:
     def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Counts of zero."""
-        return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Count the newest queries of a prompt that ignore each token; earlier queries leave the window."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import Scores, check_decode, empty_scores, group_mean, keep_always
+from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
+from kvpolicy.selectors._common import group_mean, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -19,7 +18,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SnapKV:
+class SnapKV(Scored):
     """Keep the tokens that the last queries of the prompt attend to, with their neighbors.
 
     The attention of an observation window is summed per token and pooled along the tokens, so that the neighbors of a
@@ -59,7 +58,6 @@ class SnapKV:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_min(self, window=1)
         check_choice(self, pool=("avg", "max"))
         if not 1 <= self.kernel < 2**15 or self.kernel % 2 == 0:
@@ -70,15 +68,6 @@ class SnapKV:
         """The attention of the observation window."""
         return Needs(window_queries=self.window)
 
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Scores of zero."""
-        return empty_scores(batch, heads, slots, device)
-
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score every candidate by the attention of the newest queries."""
         score = group_mean(seen.recent(self._width(view)), view)
@@ -87,9 +76,6 @@ class SnapKV:
         else:
             pooled = F.max_pool1d(score, self.kernel, 1, self.kernel // 2)
         return Scores(pooled)
-
-    def step(self, state: Scores, row: Tensor, view: View) -> None:
-        """Generated tokens are not scored."""
 
     def priority(self, state: Scores, view: View) -> Tensor:
         """The window is always kept, other tokens by pooled attention: [B, H, N]."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import by_position, check_decode, keep_always
+from kvpolicy.protocols import DecodeMode, Selector, State, View
+from kvpolicy.selectors._common import by_position, keep_always
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_min
 from kvpolicy.spec.validation import check_fields
@@ -16,7 +15,7 @@ from kvpolicy.spec.validation import check_fields
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamingLLM:
+class StreamingLLM(Selector):
     """Keep the first tokens as attention sinks, and the newest tokens.
 
     Softmax assigns excess attention to the first tokens. If they are evicted, a sliding window fails.
@@ -44,35 +43,14 @@ class StreamingLLM:
     def __post_init__(self) -> None:
         """Check the hyperparameters."""
         check_fields(self)
-        check_decode(self.decode)
         check_min(self, sinks=0)
-
-    @property
-    def needs(self) -> Needs:
-        """No attention statistics."""
-        return Needs()
 
     @property
     def min_tokens(self) -> int:
         """The sinks and the current token."""
         return self.sinks + 1
 
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """No state."""
-        return ()
-
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        """No state."""
-        return state
-
-    def step(self, state: State, row: Tensor, view: View) -> None:
-        """No state."""
-
     def priority(self, state: State, view: View) -> Tensor:
         """Sinks are always kept, other tokens by position: [B, H, N]."""
         sink = view.valid & (view.positions < self.sinks)
         return keep_always(by_position(view.positions), sink)
-
-    def statistic(self, seen: Seen, view: View) -> Tensor | None:
-        """None: tokens are not scored."""
-        return None

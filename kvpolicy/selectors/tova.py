@@ -8,15 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import DecodeMode, Needs, Seen, State, View
-from kvpolicy.selectors._common import Scores, check_decode, empty_scores, keep_always
+from kvpolicy.protocols import DecodeMode, Needs, Scored, Scores, Seen, State, View
 from kvpolicy.spec.arguments import named_options
-from kvpolicy.spec.validation import check_fields
 
 
 @named_options
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TOVA:
+class TOVA(Scored):
     """Evict the tokens that the newest token attends to least, the same ones in all heads of a layer.
 
     Args:
@@ -38,24 +36,10 @@ class TOVA:
     compares_heads: ClassVar[bool] = True
     joint_decode: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Check the hyperparameters."""
-        check_fields(self)
-        check_decode(self.decode)
-
     @property
     def needs(self) -> Needs:
         """The attention of the newest token of a prefill, and of each decoded token."""
         return Needs(window_queries=1, decode_attn=True, newest_row=True)
-
-    @property
-    def min_tokens(self) -> int:
-        """One token: the current one."""
-        return 1
-
-    def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
-        """Scores of zero."""
-        return empty_scores(batch, heads, slots, device)
 
     def observe(self, state: Scores, seen: Seen, view: View) -> State:
         """Score by the attention of the newest query, averaged over all heads."""
@@ -66,10 +50,6 @@ class TOVA:
         """Score by the attention of the decoded token, averaged over all heads."""
         # A mean over heads slot by slot is correct, because all heads keep the same tokens in the same slots.
         state.score.copy_(view.ranks.head_mean(row.flatten(1, 2))[:, None].expand_as(state.score))
-
-    def priority(self, state: Scores, view: View) -> Tensor:
-        """The newest token is always kept, other tokens by its attention: [B, H, N]."""
-        return keep_always(state.score, view.newest(1))
 
     def statistic(self, seen: Seen, view: View) -> Tensor | None:
         """The attention of the newest query, per query head."""

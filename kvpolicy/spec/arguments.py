@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from kvpolicy.registry import suggest
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 from kvpolicy.spec.tables import shorten
+from kvpolicy.spec.validation import check_fields
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,7 +93,8 @@ def _kept(word: str, value: str) -> tuple[str, str]:
 def named_options(cls: type[T]) -> type[T]:
     """Make a dataclass of options answer wrong arguments with one sentence.
 
-    It stands above `@dataclass`. The signature, the fields and `dataclasses.replace` are as before.
+    It stands above `@dataclass`. The signature, the fields and `dataclasses.replace` are as before. The fields of a
+    class without `__post_init__` are checked by `check_fields`.
 
     Examples:
         >>> from dataclasses import dataclass
@@ -107,8 +109,20 @@ def named_options(cls: type[T]) -> type[T]:
         Traceback (most recent call last):
         kvpolicy.KVPolicyTypeError: The options of Newest must be given by name, got 8; try Newest(window=8).
     """
-    cls.__init__ = _answering(cls.__init__, cls)
+    initialize: Callable[..., None] = cls.__init__
+    if dataclasses.is_dataclass(cls) and not hasattr(cls, "__post_init__"):
+        initialize = _checking(initialize)
+    cls.__init__ = _answering(initialize, cls)
     return cls
+
+
+def _checking(initialize: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        check_fields(self)
+
+    return call
 
 
 def named_arguments(function: Callable[P, R]) -> Callable[P, R]:

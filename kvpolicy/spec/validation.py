@@ -68,8 +68,12 @@ def check_instance(what: str, part: object) -> None:
         )
 
 
+DECODE_MODES = ("evict", "grow")
+"""What a selector may do with generated tokens, see `kvpolicy.protocols.DecodeMode`."""
+
+
 def check_fields(strategy: Any) -> None:
-    """Check the fields that are annotated `int`, `float` or `bool`, and normalize equal values.
+    """Check the fields that are annotated `int`, `float`, `bool` or `DecodeMode`, and normalize equal values.
 
     Equal strategies then have equal spec strings: 1 becomes 1.0 and -0.0 becomes 0.0 in a float field, and 4.0 becomes
     4 where a `Literal` lists integers. Annotations are read as strings, so the module of the strategy must begin with
@@ -77,7 +81,7 @@ def check_fields(strategy: Any) -> None:
 
     Raises:
         KVPolicyTypeError: If a value is of another type.
-        KVPolicyError: If an integer is out of range.
+        KVPolicyError: If an integer is out of range, or a `DecodeMode` is none.
 
     Examples:
         >>> from kvpolicy import H2O, StreamingLLM
@@ -94,6 +98,10 @@ def check_fields(strategy: Any) -> None:
             value = value if value == "auto" else _normalized("int", value, f"{type(strategy).__name__}.{field.name}")
         elif annotation in _KINDS:
             value = _normalized(annotation, value, f"{type(strategy).__name__}.{field.name}")
+        elif annotation == "DecodeMode" and value not in DECODE_MODES:
+            raise KVPolicyError(
+                f"decode must be one of {', '.join(map(repr, DECODE_MODES))}, got {value!r}; try 'evict'."
+            )
         elif annotation.startswith("Literal[") and isinstance(value, float) and value.is_integer():
             value = int(value)
         object.__setattr__(strategy, field.name, value)

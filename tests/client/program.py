@@ -43,18 +43,14 @@ class Ages(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EverySecond:
-    """A selector: it is one by its methods, without inheriting anything."""
+class EverySecond(Selector):
+    """A selector, which inherits what it does not say."""
 
     decode: DecodeMode = "evict"
 
     @property
     def needs(self) -> Needs:
         return Needs(attn_sum=True)
-
-    @property
-    def min_tokens(self) -> int:
-        return 1
 
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         return Ages(torch.zeros(batch, heads, slots, device=device))

@@ -10,8 +10,8 @@ import torch
 from kvpolicy import H2O, ExpectedAttention, KVzip, ProbeSalience, Scissorhands, SnapKV
 from kvpolicy.engine.selection import _highest  # pyright: ignore[reportPrivateUsage]
 from kvpolicy.protocols import Seen, View
+from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors import expected
-from kvpolicy.selectors._common import Scores
 from tests.selectors.test_expected import DIM, scores
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvpolicy.engine.selection import _highest  # pyright: ignore[reportPrivateUsage]
 from kvpolicy.protocols import View
-from kvpolicy.selectors._common import Scores
+from kvpolicy.protocols.selector import Scores
 from kvpolicy.selectors.scissorhands import Scissorhands
 from kvpolicy.testing import check
 from tests.conformance.bench import Bench, draw, padding

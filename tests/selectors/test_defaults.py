@@ -1,0 +1,146 @@
+"""Parts that inherit defaults, optional abilities, and what is refused without them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+import kvpolicy
+from kvpolicy import Policy
+from kvpolicy.protocols import (
+    Allocator,
+    Codec,
+    ComparesHeads,
+    Merger,
+    Needs,
+    Reader,
+    ReaderTraits,
+    ScoredByKeys,
+    Selector,
+    State,
+    View,
+    compares_heads,
+    heads_of,
+    joint_decode,
+)
+from kvpolicy.selectors.kvcrush import KVCrush
+from kvpolicy.selectors.snapkv import SnapKV
+from kvpolicy.selectors.tova import TOVA
+from kvpolicy.selectors.window import SlidingWindow
+from kvpolicy.testing import check
+
+
+@dataclass(frozen=True)
+class Newest(Selector):
+    def priority(self, state: State, view: View) -> Tensor:
+        return view.positions.float()
+
+
+@dataclass(frozen=True)
+class KeyNorm(ScoredByKeys):
+    def score(self, keys: Tensor, values: Tensor) -> Tensor:
+        return -keys.norm(dim=-1)
+
+
+def kept(policy: Policy) -> list[Any]:
+    model, _ = kvpolicy.tiny()
+    cache = None
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model)
+        for ids in (torch.arange(60, 180)[None], torch.tensor([[5]]), torch.tensor([[9]])):
+            model(ids, past_key_values=cache)
+    return [layer.positions.sort(-1).values.tolist() for layer in cache.policy_layers]
+
+
+@pytest.mark.parametrize("part", [Newest(), KeyNorm()])
+def test_a_method_of_one_line_keeps_the_rules(part: Selector) -> None:
+    check(part)
+
+
+def test_the_defaults_are_those_of_a_window() -> None:
+    assert kept(Policy(selector=Newest(), budget=32)) == kept(Policy(selector=SlidingWindow(), budget=32))
+
+
+def test_scores_by_keys_keep_the_shortest_keys_and_the_newest_token() -> None:
+    model, _ = kvpolicy.tiny()
+    ids = torch.arange(60, 180)[None]
+    with torch.no_grad(), kvpolicy.attach(model, "full"):
+        whole = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=whole)
+        model(torch.tensor([[5]]), past_key_values=whole)
+    with torch.no_grad(), kvpolicy.attach(model, Policy(selector=KeyNorm(), budget=20)):
+        cache = kvpolicy.PolicyCache(model)
+        model(ids, past_key_values=cache)
+        first = whole.policy_layers[0].keys[0].norm(dim=-1)  # the keys of the first layer do not depend on the policy
+        for head, norms in enumerate(first):
+            wanted = [*norms[:119].argsort(stable=True)[:19].tolist(), 119]
+            assert sorted(cache.policy_layers[0].positions[0, head].tolist()) == sorted(wanted)
+        model(torch.tensor([[5]]), past_key_values=cache)
+        for head, norms in enumerate(first):
+            before = sorted(wanted := [*norms[:119].argsort(stable=True)[:19].tolist(), 119], key=lambda at: norms[at])
+            assert sorted(cache.policy_layers[0].positions[0, head].tolist()) == sorted([*before[:-1], 120]), wanted
+
+
+@pytest.mark.parametrize("kind", [Selector, Merger, Codec, Reader, Allocator])
+def test_what_has_all_members_is_a_part_whatever_its_class(kind: type) -> None:
+    names = {name for name in dir(kind) if not name.startswith("_")}
+    part = type("Part", (), {name: getattr(kind, name) for name in names})()
+    assert isinstance(part, kind)
+    for name in names:
+        lacking = type("Part", (), {other: getattr(kind, other) for other in names - {name}})()
+        assert not isinstance(lacking, kind), name
+
+
+def test_optional_abilities_are_asked_of_the_part() -> None:
+    assert isinstance(SnapKV(), ComparesHeads) and compares_heads(SnapKV())
+    assert not isinstance(Newest(), ComparesHeads) and not compares_heads(Newest())
+    assert compares_heads(KVCrush(base=SnapKV())) and not compares_heads(KVCrush(base=SlidingWindow()))
+    assert joint_decode(TOVA()) and not joint_decode(SnapKV())
+    assert heads_of(object()) is None
+
+
+def test_a_part_is_refused_with_the_name_of_what_it_lacks() -> None:
+    with pytest.raises(kvpolicy.KVPolicyError, match="whose compares_heads is not True"):
+        Policy(allocator=kvpolicy.Uniform(heads=kvpolicy.AdaKV()), selector=Newest(), budget=0.5)
+
+    @dataclass(frozen=True)
+    class Comparing(Newest):
+        compares_heads: ClassVar[bool] = True
+
+    assert Policy(allocator=kvpolicy.Uniform(heads=kvpolicy.AdaKV()), selector=Comparing(), budget=0.5).heads
+
+    @dataclass(frozen=True)
+    class Ranking(Newest):
+        @property
+        def needs(self) -> Needs:
+            return Needs(rerank_every=4, vectors=True)
+
+    for selector in (Ranking(), KVCrush(base=Ranking())):
+        with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method rerank\(state, seen, view\)"):
+            Policy(selector=selector, budget=0.5)
+
+    @dataclass(frozen=True)
+    class Calibrated(Reader):
+        @property
+        def traits(self) -> ReaderTraits:
+            return ReaderTraits(salience=True, calibrated=True)
+
+        def score(self, index: Any, queries: Tensor, products: Any) -> Tensor:
+            return products(queries)
+
+    with pytest.raises(kvpolicy.KVPolicyTypeError, match=r"must have a method load_salience\(layer_idx, heads\)"):
+        Policy(selector=Newest(), reader=Calibrated(), budget=0.5)
+
+
+@pytest.mark.parametrize("value", ["keep", "", 5, None])
+def test_a_wrong_mode_of_decoding_is_refused(value: Any) -> None:
+    for selector in (SlidingWindow(), SnapKV()):
+        with pytest.raises(kvpolicy.KVPolicyError, match="decode must be one of 'evict', 'grow'"):
+            dataclasses.replace(selector, decode=value)
