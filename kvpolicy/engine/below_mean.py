@@ -2,11 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import TILE_ELEMENTS, Past, QueryWindow, ScoreTransform, window_attention
+from kvpolicy.engine.attention import (
+    TILE_ELEMENTS,
+    Past,
+    QueryWindow,
+    ScoreTransform,
+    newest_columns,
+    window_attention,
+)
+from kvpolicy.engine.statistic import (
+    Candidates,
+    Coming,
+    Tile,
+    added_window,
+    begun_window,
+    joined_windows,
+    map_window,
+    newest_of,
+)
 from kvpolicy.protocols import BELOW_MEAN
+
+
+@dataclass(frozen=True)
+class BelowMean:
+    """How many of the newest queries attend to a token less than to the mean of the tokens that they see.
+
+    Attributes:
+        width: How many queries of each row.
+        window: The queries so far; None before a prompt.
+    """
+
+    width: int
+    window: QueryWindow | None = None
+
+    reads_past = True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The queries and their columns."""
+        return self.window or ()
+
+    def begun(self, coming: Coming) -> BelowMean:
+        """Choose the newest columns."""
+        at = newest_columns(coming.valid, coming.shape, self.width, coming.seen.device)
+        return replace(self, window=begun_window(at))
+
+    def added(self, tile: Tile) -> BelowMean:
+        """Keep the chosen queries of a tile."""
+        assert self.window is not None
+        return replace(self, window=added_window(self.window, tile))
+
+    def joined(self, later: BelowMean, columns: int) -> BelowMean:
+        """The newest queries of both."""
+        assert self.window is not None and later.window is not None
+        return replace(self, window=newest_of(joined_windows(self.window, later.window, columns), self.width))
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Counts of the queries, and how many tokens the prompt adds."""
+        assert self.window is not None
+        keys, valid, transform, past, added = candidates
+        return {"below_mean": below_mean_counts(self.window, keys, transform, past, valid), "added": added}
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> BelowMean:
+        """The same with `fn` of every tensor."""
+        assert self.window is not None
+        return replace(self, window=map_window(self.window, fn))
 
 
 def below_mean_counts(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +15,57 @@ from kvpolicy.engine.attention import (
     Past,
     QueryWindow,
     ScoreTransform,
-    take_queries,
     window_attention,
 )
+from kvpolicy.engine.statistic import Candidates, Coming, Tile, added_window, begun_window, joined_windows, map_window
 from kvpolicy.protocols import Probes
+
+
+@dataclass(frozen=True)
+class ProbeQueries:
+    """Some queries of a prompt, and the sum of their attention to each candidate.
+
+    Attributes:
+        probes: How many, and which.
+        window: The queries so far; None before a prompt.
+    """
+
+    probes: Probes
+    window: QueryWindow | None = None
+
+    reads_past = True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The queries and their columns."""
+        return self.window or ()
+
+    def begun(self, coming: Coming) -> ProbeQueries:
+        """Draw the columns of the probes."""
+        at = probe_columns(coming.valid, coming.shape, self.probes, coming.seen.device)
+        return replace(self, window=begun_window(at))
+
+    def added(self, tile: Tile) -> ProbeQueries:
+        """Keep the probes of a tile."""
+        assert self.window is not None
+        return replace(self, window=added_window(self.window, tile))
+
+    def joined(self, later: ProbeQueries, columns: int) -> ProbeQueries:
+        """The probes of both."""
+        assert self.window is not None and later.window is not None
+        return replace(self, window=joined_windows(self.window, later.window, columns))
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Sums of the probes' attention, and how many probes could see each token."""
+        assert self.window is not None
+        keys, valid, transform, past, _ = candidates
+        total, count = probe_sums(self.window, keys, transform, past, valid)
+        return {"probe_sum": total, "probe_count": count}
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> ProbeQueries:
+        """The same with `fn` of every tensor."""
+        assert self.window is not None
+        return replace(self, window=map_window(self.window, fn))
 
 
 def draw_probes(length: int, probes: Probes) -> Tensor:
@@ -41,12 +91,6 @@ def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: Probes, 
     rows = [torch.arange(new)] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]
     chosen = [row[draw_probes(len(row), probes)] for row in rows]
     return torch.nn.utils.rnn.pad_sequence(chosen, batch_first=True, padding_value=-1).to(device)
-
-
-def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> QueryWindow:
-    """The probes among the valid queries of q [B, Hq, P, D]."""
-    at = probe_columns(valid, (q.shape[0], q.shape[2]), probes, q.device)
-    return QueryWindow(take_queries(q, at), at)
 
 
 def probe_sums(

@@ -2,12 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import TILE_ELEMENTS
+from kvpolicy.engine.prefill import token_positions
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.statistic import Candidates, Coming, Tile
 from kvpolicy.protocols import MeanRotation, Needs, NewToken, QueryMoments
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The first and second moments of the queries without their rotation.
+
+    Attributes:
+        first: The first position that counts.
+        moments: The moments so far; None before a prompt.
+        positions: Of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt.
+        rope: The rotary embedding of the layer, or None.
+    """
+
+    first: int
+    moments: QueryMoments | None = None
+    positions: Tensor | None = None
+    rope: Rope | None = None
+
+    reads_past = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The moments."""
+        return self.moments or ()
+
+    def begun(self, coming: Coming) -> Moments:
+        """Nothing was seen."""
+        return Moments(self.first, None, token_positions(coming.valid, coming.columns, coming.seen), coming.rope)
+
+    def added(self, tile: Tile) -> Moments:
+        """Add the queries of a tile."""
+        assert self.positions is not None
+        at = self.positions[:, tile.start : tile.start + tile.queries.shape[2]]
+        moments = sum_moments(tile.queries, tile.keys.shape[1], at, self.first, self.rope)
+        return replace(self, moments=moments if self.moments is None else _added(self.moments, moments))
+
+    def joined(self, later: Moments, columns: int) -> Moments:
+        """The moments of the queries of both."""
+        if self.moments is None or later.moments is None:
+            return self if later.moments is None else later
+        return replace(later, moments=_added(self.moments, later.moments))
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """The moments, and what they are used with."""
+        scale = candidates.transform.scale
+        return {"moments": self.moments, "mean_rotation": mean_rotation(self.rope), "scale": scale}
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> Moments:
+        """The same with `fn` of the moments."""
+        return replace(self, moments=None if self.moments is None else QueryMoments(*map(fn, self.moments)))
+
+
+def _added(first: QueryMoments, second: QueryMoments) -> QueryMoments:
+    return QueryMoments(*(a + b for a, b in zip(first, second, strict=True)))
 
 
 def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope | None) -> QueryMoments:

@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import Past, window_attention
-from kvpolicy.engine.below_mean import below_mean_counts
+from kvpolicy.engine.attention import Past
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.probing import probe_sums
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.state import empty_slots, join_states, map_slots, map_state, select_rows, tensors
 from kvpolicy.protocols import HeadAllocator, HeadRequest, Ranks, Seen, Selector, State, View
@@ -151,19 +149,7 @@ def _candidates(positions: Tensor, state: State, prompt: PendingPrompt, seen_bef
 
 def _statistics(prompt: PendingPrompt, past: Past | None, slots: int) -> Seen:
     """The attention statistics of the prompt over the slots and the new tokens."""
-    seen = Seen(prompt.attn_sum, None)
-    if prompt.window is not None:
-        rows = window_attention(prompt.window, prompt.keys, prompt.transform, past, prompt.valid)
-        seen = seen._replace(window_attn=rows)
-    if prompt.probes is not None:
-        total, count = probe_sums(prompt.probes, prompt.keys, prompt.transform, past, prompt.valid)
-        seen = seen._replace(probe_sum=total, probe_count=count)
-    if prompt.below_mean is not None:
-        count = below_mean_counts(prompt.below_mean, prompt.keys, prompt.transform, past, prompt.valid)
-        none = torch.zeros(count.shape[0], dtype=torch.int64, device=count.device)
-        seen = seen._replace(below_mean=count, added=prompt.lengths(none))
-    if prompt.moments is not None:
-        seen = seen._replace(moments=prompt.moments, mean_rotation=prompt.mean_rotation, scale=prompt.transform.scale)
+    seen = Seen(None, None)._replace(**prompt.seen(past))
     if prompt.forward is not None or prompt.wants_vectors:
         keys = prompt.keys if past is None else torch.cat([past.keys, prompt.keys], 2)
         values = prompt.values if past is None else torch.cat([past.values, prompt.values], 2)

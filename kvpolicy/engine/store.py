@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
 from kvpolicy.engine.attention import ScoreTransform, attend
+from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
 from kvpolicy.engine.cropping import LayerCropping
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
@@ -62,8 +63,8 @@ class LayerStore(LayerCropping):
         """
         past = self.past() if held is None else held.after(self.past())
         out, attn_sum = attend(q, k, v, transform, past, valid, prompt_needs(self).attn_sum)
-        pending = see_prompt(self, q, k, v, valid, transform, forward, held)
-        return out, self.end_prompt(pending._replace(attn_sum=attn_sum), held)
+        pending = see_prompt(self, q, k, v, valid, transform, forward, held, attn_sum)
+        return out, self.end_prompt(pending, held)
 
     @on_host
     def begin_tiles(
@@ -87,8 +88,7 @@ class LayerStore(LayerCropping):
         """Count a prompt's columns, and join it with the chunks before; `compress` must follow."""
         self.columns.add_(pending.keys.shape[2])
         self.scale = pending.transform.scale
-        needs = prompt_needs(self)
-        return pending if held is None else held.joined(pending, needs.window_queries, needs.below_mean_queries)
+        return pending if held is None else held.joined(pending)
 
     @on_host
     def compress(
@@ -148,7 +148,9 @@ class LayerStore(LayerCropping):
         data = self._place(batch, pending.idle, first)
         self._assign_first(data)
         self.keys, self.values = data.keys, data.values
-        self._rebuild_index(first, self.prompt_salience(pending.sums, self.length - seen_before))
+        sums = pending.statistic(ChannelSums)
+        salience = self.prompt_salience(None if sums is None else sums.sums, self.length - seen_before)
+        self._rebuild_index(first, salience)
         self.fix_addresses()
         self.schedule.note(None if pending.idle is None else ~pending.idle, self.length, self.budget)
         # No buffer is full here, since `_place` demotes what it must: this call counts the free steps.
@@ -185,9 +187,10 @@ class LayerStore(LayerCropping):
             return
         if rope_offset is not None:
             self.limits.rope_offset.copy_(rope_offset)
-        if pending.query_absmax is not None:
+        queries = pending.statistic(LargestQueries)
+        if queries is not None and queries.absmax is not None:
             # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
-            largest = self.ranks.largest(pending.query_absmax)
+            largest = self.ranks.largest(queries.absmax)
             self.limits.query_absmax.copy_(torch.maximum(self.limits.query_absmax, largest))
 
     def _allocate(self, idle: Tensor | None, budget: RowBudget) -> None:

@@ -182,4 +182,4 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 def _seen_by(policy: Policy) -> Any:
     """What a policy must see of a prompt; where it is equal, so are the pending prompts."""
-    return needs_of(policy), policy.codec.traits.query_absmax
+    return needs_of(policy), policy.codec.traits.query_absmax, policy.reader.traits.salience

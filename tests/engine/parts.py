@@ -9,7 +9,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Seen, StageStore, State, View
+from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.engine.below_mean import BelowMean
+from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
+from kvpolicy.engine.probing import ProbeQueries
+from kvpolicy.engine.query_moments import Moments
+from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.statistic import Statistic
+from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Probes, Seen, StageStore, State, View
+
+
+def gathered(**found: Any) -> tuple[Statistic, ...]:
+    """Statistics of a prompt by the names of what they hold."""
+    kinds: dict[str, Callable[[Any], Statistic]] = {
+        "attn_sum": AttentionSum,
+        "window": lambda window: RecentQueries(window.at.shape[1], window),
+        "probes": lambda window: ProbeQueries(Probes(0.1, 0.1, 0), window),
+        "below_mean": lambda window: BelowMean(window.at.shape[1], window),
+        "moments": lambda moments: Moments(0, moments),
+        "query_absmax": LargestQueries,
+        "sums": ChannelSums,
+    }
+    return tuple(kinds[name](value) for name, value in found.items())
 
 
 class Worth(NamedTuple):

@@ -8,20 +8,22 @@ import pytest
 import torch
 from torch import nn
 
-from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, largest_queries, newest_queries
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, newest_queries
+from kvpolicy.engine.channel_sums import LargestQueries
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
-from kvpolicy.engine.state import tensors
+from kvpolicy.engine.reading import AbsoluteSums
+from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.protocols import Forward, QueryMoments
-from tests.engine.parts import generator
+from tests.engine.parts import gathered, generator
 
 WINDOW = QueryWindow(torch.zeros(3, 4, 2, 8), torch.zeros(3, 2, dtype=torch.int64))
 VALID = [[True] * 5, [False, False, True, True, True], [True, False, True, False, False]]
 
 
-def prompt(valid: Any = None, **more: Any) -> PendingPrompt:
+def prompt(valid: Any = None, forward: Forward | None = None, **statistics: Any) -> PendingPrompt:
     keys, values = torch.zeros(3, 2, 5, 8), torch.ones(3, 2, 5, 8)
-    return PendingPrompt(keys, values, None if valid is None else torch.tensor(valid), ScoreTransform(1.0), **more)
+    mask = None if valid is None else torch.tensor(valid)
+    return PendingPrompt(keys, values, mask, ScoreTransform(1.0), gathered(**statistics), forward)
 
 
 @pytest.mark.parametrize("seen", [[0, 0, 0], [4, 0, 9]])
@@ -52,69 +54,40 @@ def test_idle_rows_have_nothing_but_padding() -> None:
 def test_what_reads_the_slots_before_it() -> None:
     assert not prompt().reads_past and not prompt(attn_sum=torch.zeros(3, 4, 5)).reads_past
     forward = Forward(nn.Identity(), torch.zeros(3, 5, 16), {})
-    for more in ({"window": WINDOW}, {"probes": WINDOW}, {"forward": forward}):
-        assert prompt(**more).reads_past
+    for name in ("window", "probes", "below_mean"):
+        assert prompt(None, None, **{name: WINDOW}).reads_past
+    assert prompt(forward=forward).reads_past
 
 
 CHUNKED = [[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1], [0, 1, 1, 0, 1, 0, 1]]
 
 
-@pytest.mark.parametrize("width", [1, 3, 5, 9])
 @pytest.mark.parametrize("first", [1, 4, 6])
-def test_chunks_are_joined_to_the_whole_prompt(first: int, width: int) -> None:
+def test_chunks_are_joined_to_the_whole_prompt(first: int) -> None:
     """Rows begin and end in any chunk, and have padding between their tokens."""
     valid = torch.tensor(CHUNKED).bool()
-    q = torch.randn(4, 4, 7, 8, generator=generator(0))
     keys = torch.randn(4, 2, 7, 8, generator=generator(1))
 
     def chunk(columns: slice) -> PendingPrompt:
-        own = newest_queries(q[:, :, columns], valid[:, columns], width)
-        return PendingPrompt(
-            keys[:, :, columns],
-            -keys[:, :, columns],
-            valid[:, columns],
-            ScoreTransform(1.0),
-            window=own,
-            probes=own,
-            below_mean=own,
-            query_absmax=largest_queries(q[:, :, columns], 2, valid[:, columns]),
-        )
+        mine = keys[:, :, columns]
+        return PendingPrompt(mine, -mine, valid[:, columns], ScoreTransform(1.0), gathered(query_absmax=mine[:, :, 0]))
 
-    whole, joined = chunk(slice(None)), chunk(slice(first)).joined(chunk(slice(first, None)), width, width)
-    for name in ("keys", "values", "valid", "query_absmax"):
+    whole, joined = chunk(slice(None)), chunk(slice(first)).joined(chunk(slice(first, None)))
+    for name in ("keys", "values", "valid"):
         assert torch.equal(getattr(joined, name), getattr(whole, name)), name
-    for name in ("window", "below_mean"):
-        want, got = getattr(whole, name), getattr(joined, name)
-        assert got.at.tolist() == want.at.tolist()
-        for b, h, w in (want.at >= 0)[:, None].expand(-1, 4, -1).nonzero().tolist():
-            assert torch.equal(got.queries[b, h, w], want.queries[b, h, w])
-    # Probes of both chunks are kept, wherever the absent ones stand.
-    assert joined.probes is not None
-    for b, row in enumerate(joined.probes.at.tolist()):
-        for place, column in enumerate(row):
-            assert column < 0 or torch.equal(joined.probes.queries[b, :, place], q[b, :, column])
-        chunks = (range(first), range(first, 7))
-        newest = [[column for column in part if CHUNKED[b][column]][-width:] for part in chunks]
-        assert [column for column in row if column >= 0] == newest[0] + newest[1]
+    found = joined.statistic(LargestQueries)
+    assert found is not None and found.absmax is not None
+    assert torch.equal(found.absmax, keys[:, :, 0].maximum(keys[:, :, first])), "statistics are joined pair by pair"
+    assert joined.statistic(RecentQueries) is None
 
 
-def test_sums_are_those_of_all_chunks() -> None:
-    q, k = (torch.randn(3, heads, 7, 8, generator=generator(heads)) for heads in (4, 2))
-    valid = torch.tensor(CHUNKED[:3]).bool()
-    parts = [absolute_sums(q[:, :, at], k[:, :, at], valid[:, at]) for at in (slice(3), slice(3, 7))]
-    first, second = (prompt(sums=part) for part in parts)
-    joined = first.joined(second, 1, 1).sums
-    assert joined is not None
-    for found, whole in zip(joined, absolute_sums(q, k, valid), strict=True):
-        assert torch.allclose(found, whole)
-
-
-def test_moments_are_those_of_all_chunks() -> None:
-    first = QueryMoments(torch.ones(3), torch.ones(3, 2, 2, 8), torch.ones(3, 2, 2, 8, 8))
-    second = QueryMoments(*(2 * t for t in first))
-    joined = prompt(moments=first).joined(prompt(moments=second), 1, 1)
-    assert joined.moments is not None
-    assert all(bool((t == 3).all()) for t in joined.moments)
+def test_what_a_selector_sees_is_that_of_all_statistics() -> None:
+    assert prompt().seen(None) == {}
+    found = {"attn_sum": torch.ones(3, 4, 5), "query_absmax": torch.ones(3, 2, 8)}
+    seen = prompt(None, None, window=WINDOW, below_mean=WINDOW, **found).seen(None)
+    assert set(seen) == {"attn_sum", "window_attn", "below_mean", "added"}
+    assert seen["added"].tolist() == [5, 5, 5]
+    assert prompt(VALID, below_mean=WINDOW).seen(None)["added"].tolist() == [5, 3, 2]
 
 
 def test_the_next_chunk_sees_what_slots_before_a_prompt_count_for() -> None:
@@ -144,24 +117,25 @@ def test_rows_are_selected_everywhere() -> None:
         of(2, 5, 8),
         torch.tensor([[True] * 5, [False] * 5, [True] * 5]),
         ScoreTransform(1.0),
-        attn_sum=of(4, 5),
-        window=window,
-        probes=QueryWindow(*(t + 10 for t in window)),
-        below_mean=QueryWindow(*(t + 20 for t in window)),
-        moments=QueryMoments(of(), of(2, 2, 8), of(2, 2, 8, 8)),
-        query_absmax=of(2, 8),
+        gathered(
+            attn_sum=of(4, 5),
+            window=window,
+            probes=QueryWindow(*(t + 10 for t in window)),
+            below_mean=QueryWindow(*(t + 20 for t in window)),
+            moments=QueryMoments(of(), of(2, 2, 8), of(2, 2, 8, 8)),
+            query_absmax=of(2, 8),
+            sums=AbsoluteSums(of(4, 8), of(2, 8)),
+        ),
         replay=of(2, 5),
-        sums=AbsoluteSums(of(4, 8), of(2, 8)),
     )
     index = torch.tensor([2, 0, 2, 1])
     moved = pending.map_rows(lambda t: t[index])
-    found = 0
-    for before, after in zip(pending, moved, strict=True):
-        if isinstance(before, torch.Tensor | QueryWindow | QueryMoments | AbsoluteSums):
-            for old, new in zip(tensors(before), tensors(after), strict=True):
-                assert torch.equal(new, old[index])
-                found += 1
-    assert found == 17
+    pairs: list[Any] = [pair for pair in zip(pending, moved, strict=True) if isinstance(pair[0], torch.Tensor)]
+    for before, after in zip(pending.statistics, moved.statistics, strict=True):
+        pairs += zip(before.tensors, after.tensors, strict=True)
+    for old, new in pairs:
+        assert torch.equal(new, old[index])
+    assert len(pairs) == 17
 
 
 def test_it_owns_its_memory_without_copying_twice() -> None:

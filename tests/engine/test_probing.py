@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine import probing
-from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.probing import draw_probes, probe_queries, probe_sums
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform
+from kvpolicy.engine.probing import ProbeQueries, draw_probes, probe_sums
+from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import Probes
 from tests.engine.parts import generator
 from tests.reference.selectors.probe import probes as slow_probes
@@ -18,6 +19,14 @@ from tests.reference.selectors.probe import probes as slow_probes
 ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 9, 4
 PADDED = torch.tensor([[1] * 9, [0] * 5 + [1] * 4, [1] * 8 + [0]]).bool()
 SHARES = [(0.3, 0.3), (0.0, 0.5), (1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (0.01, 0.0)]
+
+
+def probe_queries(q: Tensor, valid: Tensor | None, probes: Probes) -> QueryWindow:
+    """The probes of a prompt in one piece."""
+    coming = Coming(valid, q.shape[2], torch.zeros(q.shape[0], dtype=torch.int64), None)
+    window = ProbeQueries(probes).begun(coming).added(Tile(q, q, 0, valid, True)).window
+    assert window is not None
+    return window
 
 
 def config(probes: Probes) -> dict[str, float]:

@@ -61,7 +61,7 @@ def test_codes_of_two_chunks_are_those_of_a_store(codec: Codec) -> None:
     """Also of a row whose first tokens come in the second chunk, to which its parameters are fitted."""
     first = prompt(5, 0, [[True] * 5, [False] * 5])
     second = prompt(4, 1, [[True] * 4, [False, True, True, True]])
-    held = first.encoded(codec, ()).joined(second, 0, 0)
+    held = first.encoded(codec, ()).joined(second)
     assert held.columns == 9 and not held.keys.numel() and held.lengths(torch.zeros(2).long()).tolist() == [9, 3]
     keys, values = written(codec, [(each.keys, each.values, each.flags) for each in (first, second)])
     found = held.decoded()

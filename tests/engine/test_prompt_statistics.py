@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpolicy import MiKV, Plain, SnapKV
+from kvpolicy import MiKV, Plain, Policy, SnapKV
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.prompt_statistics import PromptStatistics, prompt_needs
+from kvpolicy.engine.channel_sums import LargestQueries
+from kvpolicy.engine.prompt_statistics import PromptStatistics, prompt_needs, wanted
+from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.store import LayerStore
+from kvpolicy.hf.layer import make_store
 from kvpolicy.mergers.regress import Regress
 from tests.engine.parts import generator
 
@@ -30,8 +33,10 @@ def test_the_newest_queries_of_each_row_are_kept(pieces: list[int]) -> None:
     for size in pieces:
         statistics.add(q[:, :, start : start + size], k[:, :, start : start + size], start)
         start += size
-    window = statistics.prompt(k, k, ScoreTransform(1.0), None, None).window
-    assert window is not None and window.at.tolist() == [[7, 8, 9], [1, 2, 4], [-1, -1, 9]]
+    found = statistics.prompt(k, k, ScoreTransform(1.0), None, None).statistic(RecentQueries)
+    assert found is not None and found.window is not None
+    window = found.window
+    assert window.at.tolist() == [[7, 8, 9], [1, 2, 4], [-1, -1, 9]]
     for row, columns in enumerate(window.at.tolist()):
         for place, column in enumerate(columns):
             if column >= 0:
@@ -48,4 +53,20 @@ def test_the_largest_queries_of_all_pieces() -> None:
     statistics = PromptStatistics(store, valid, 6)
     for start in (0, 3):
         statistics.add(q[:, :, start : start + 3], q[:, :1, start : start + 3], start)
-    assert statistics.absmax is not None and statistics.absmax.tolist() == [[[7, 5]]]
+    found = statistics.prompt(q[:, :1], q[:, :1], ScoreTransform(1.0), None, None).statistic(LargestQueries)
+    assert found is not None and found.absmax is not None and found.absmax.tolist() == [[[7, 5]]]
+
+
+def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
+    k = torch.zeros(1, 1, 0, 4)
+
+    def kinds(policy: str) -> list[str]:
+        store = make_store(Policy.parse(policy), 0)
+        store.initialize(k)
+        return [type(each).__name__ for each in wanted(store)]
+
+    assert kinds("window@0.5") == []
+    assert kinds("h2o@0.5") == ["AttentionSum"]
+    assert kinds("snapkv+mikv@0.5") == ["RecentQueries", "LargestQueries"]
+    assert kinds("kvcrush/probe@0.5") == ["RecentQueries", "ProbeQueries"]
+    assert kinds("scissorhands@0.5") == ["BelowMean"]

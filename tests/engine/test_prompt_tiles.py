@@ -88,20 +88,29 @@ class Prompt:
         return torch.cat(parts, 2), layer.end_prompt(tiles.prompt(transform), held)
 
 
+def statistics_of(one: Any, other: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of a statistic beside those of another one, but for queries that are absent."""
+    assert type(one) is type(other)
+    window = getattr(one, "window", None)
+    if window is None:
+        return [*zip(one.tensors, other.tensors, strict=True)]
+    assert torch.equal(window.at, other.window.at)
+    present = (window.at >= 0)[:, None, :, None]
+    return [(window.queries * present, other.window.queries * present)]
+
+
 def compare(found: PendingPrompt, expected: PendingPrompt) -> None:
     for name in found._fields:
         one: Any = getattr(found, name)
         other: Any = getattr(expected, name)
-        if name in ("transform", "mean_rotation"):
+        if name == "transform":
             continue
         if name == "forward":
             assert other.kwargs["other"] == one.kwargs["other"]
             pairs = [(one.hidden_states, other.hidden_states), (one.queries, other.queries)]
             pairs.append((one.kwargs["cos"], other.kwargs["cos"]))
-        elif name in ("window", "probes", "below_mean"):
-            assert torch.equal(one.at, other.at), name
-            present = (one.at >= 0)[:, None, :, None]
-            pairs = [(one.queries * present, other.queries * present)]
+        elif name == "statistics":
+            pairs = [pair for own in zip(one, other, strict=True) for pair in statistics_of(*own)]
         else:
             pairs = [*zip(tensors(one), tensors(other), strict=True)] if isinstance(one, tuple | Tensor) else []
             assert isinstance(one, tuple | Tensor) or one == other

@@ -15,7 +15,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED
 from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
 from kvpolicy.protocols import SINGLE_RANK, Forward, Needs, Seen, View
-from tests.engine.parts import Ranking, Worth, generator, shuffled
+from tests.engine.parts import Ranking, Worth, gathered, generator, shuffled
 
 ROWS, HEADS, GROUP, NEW, DIM = 3, 2, 2, 6, 4
 LEFT = [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
@@ -135,15 +135,13 @@ def test_statistics_stand_with_their_tokens(valid: list[list[int]] | None, slots
     past_keys = torch.randn(ROWS, HEADS, slots, DIM, generator=generator(6))
     past = Past(past_keys, 2 * past_keys, positions >= 0) if slots else None
     wide = every.repeat_interleave(GROUP, 1)
+    newest = newest_queries(q, pending.valid, 3)
     pending = pending._replace(
-        attn_sum=wide.float() * 3,
-        window=newest_queries(q, pending.valid, 2),
-        below_mean=newest_queries(q, pending.valid, 3),
+        statistics=gathered(attn_sum=wide.float() * 3, window=newest_queries(q, pending.valid, 2), below_mean=newest),
         replay=every[..., slots:].float() * 5,
         forward=Forward(nn.Identity(), torch.zeros(ROWS, NEW, 8), {}),
     )
-    assert pending.below_mean is not None
-    ignored = below_mean_counts(pending.below_mean, pending.keys, pending.transform, past, pending.valid)
+    ignored = below_mean_counts(newest, pending.keys, pending.transform, past, pending.valid)
     selector = Ranking(needs=Needs(attn_sum=True, window_queries=2, forward=True))
     select(selector, positions, pending, [3, 3, 3], past)
     (seen,), (view,) = selector.seen, selector.views

@@ -172,8 +172,8 @@ MUTATIONS = (
     ),
     Mutation(
         name="the newest token may be evicted by its own attention",
-        file="kvpolicy/selectors/tova.py",
-        old="return keep_always(state.score, view.newest(1))",
+        file="kvpolicy/protocols/selector.py",
+        old="return state.score.masked_fill(view.newest(1), torch.inf)",
         new="return state.score",
         tests=("tests/conformance/test_layer.py",),
     ),

@@ -1,0 +1,96 @@
+"""Statistics of the channels of a prompt's queries and keys, for codecs and readers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import largest_queries
+from kvpolicy.engine.reading import AbsoluteSums, absolute_sums
+from kvpolicy.engine.statistic import Candidates, Coming, Tile
+
+
+@dataclass(frozen=True)
+class LargestQueries:
+    """The largest absolute query of each channel, for codecs with `Traits.query_absmax`.
+
+    Attributes:
+        absmax: [B, H, D] fp32; None before a prompt.
+    """
+
+    absmax: Tensor | None = None
+
+    reads_past = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The largest queries."""
+        return () if self.absmax is None else (self.absmax,)
+
+    def begun(self, coming: Coming) -> LargestQueries:
+        """Nothing was seen."""
+        return LargestQueries()
+
+    def added(self, tile: Tile) -> LargestQueries:
+        """The largest of these queries and those before."""
+        largest = largest_queries(tile.queries, tile.keys.shape[1], tile.valid)
+        return LargestQueries(largest if self.absmax is None else self.absmax.maximum(largest))
+
+    def joined(self, later: LargestQueries, columns: int) -> LargestQueries:
+        """The larger of both."""
+        if self.absmax is None or later.absmax is None:
+            return self if later.absmax is None else later
+        return LargestQueries(torch.stack([self.absmax, later.absmax]).amax(0))
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Nothing that a selector sees."""
+        return {}
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> LargestQueries:
+        """The same with `fn` of the largest queries."""
+        return LargestQueries(None if self.absmax is None else fn(self.absmax))
+
+
+@dataclass(frozen=True)
+class ChannelSums:
+    """Sums of absolute queries and keys, for readers with `ReaderTraits.salience`.
+
+    Attributes:
+        sums: The sums; None before a prompt.
+    """
+
+    sums: AbsoluteSums | None = None
+
+    reads_past = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The sums of queries and of keys."""
+        return self.sums or ()
+
+    def begun(self, coming: Coming) -> ChannelSums:
+        """Nothing was seen."""
+        return ChannelSums()
+
+    def added(self, tile: Tile) -> ChannelSums:
+        """Add the tokens of a tile."""
+        sums = absolute_sums(tile.queries, tile.keys, tile.valid)
+        return ChannelSums(sums if self.sums is None else self.sums.plus(sums))
+
+    def joined(self, later: ChannelSums, columns: int) -> ChannelSums:
+        """The sums over the tokens of both."""
+        if self.sums is None or later.sums is None:
+            return self if later.sums is None else later
+        return ChannelSums(self.sums.plus(later.sums))
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Nothing that a selector sees."""
+        return {}
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> ChannelSums:
+        """The same with `fn` of the sums."""
+        return replace(self, sums=None if self.sums is None else AbsoluteSums(*map(fn, self.sums)))

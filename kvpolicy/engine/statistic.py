@@ -1,0 +1,148 @@
+"""What a statistic of a prompt is: gathered tile by tile, joined over chunks, and reduced for the selector.
+
+Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `query_moments.py`,
+and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask for which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, QueryWindow, ScoreTransform, take_queries
+from kvpolicy.engine.rotary import Rope
+
+Self = TypeVar("Self")
+
+
+class Coming(NamedTuple):
+    """A prompt of P tokens that comes in one piece or in tiles.
+
+    Attributes:
+        valid: Which of the tokens are not padding, [B, P] bool; None if all are.
+        columns: P.
+        seen: Tokens that each row has seen before, [B] int64.
+        rope: The rotary embedding of the layer, if the selector needs queries without it.
+    """
+
+    valid: Tensor | None
+    columns: int
+    seen: Tensor
+    rope: Rope | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and P."""
+        return self.seen.shape[0], self.columns
+
+
+class Tile(NamedTuple):
+    """Some tokens of a prompt.
+
+    Attributes:
+        queries: [B, Hq, T, D].
+        keys: [B, H, T, D].
+        start: Column of the first of them.
+        valid: Which of them are not padding, [B, T] bool; None if all are.
+        is_whole: Whether they are the whole prompt.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    start: int
+    valid: Tensor | None
+    is_whole: bool
+
+
+class Candidates(NamedTuple):
+    """The tokens that a statistic is reduced over: past slots, and the new tokens of a prompt.
+
+    Attributes:
+        keys: Keys of the new tokens, [B, H, P, D].
+        valid: Which of them are not padding, [B, P] bool; None if all are.
+        transform: From products to attention weights.
+        past: Every slot, decoded; None if there are none or no statistic reads them.
+        added: New tokens of each row, [B] int64.
+    """
+
+    keys: Tensor
+    valid: Tensor | None
+    transform: ScoreTransform
+    past: Past | None
+    added: Tensor
+
+
+class Statistic(Protocol):
+    """A statistic of a prompt. It is never changed: all methods return a new one."""
+
+    @property
+    def reads_past(self) -> bool:
+        """Whether `reduced` needs the keys of the slots before the prompt."""
+        ...
+
+    @property
+    def tensors(self) -> Iterable[Tensor]:
+        """Its tensors, to count their bytes."""
+        ...
+
+    def begun(self: Self, coming: Coming) -> Self:
+        """The statistic before the first tile of a prompt."""
+        ...
+
+    def added(self: Self, tile: Tile) -> Self:
+        """The statistic with the next tile."""
+        ...
+
+    def joined(self: Self, later: Self, columns: int) -> Self:
+        """This statistic and that of the next chunk of the prompt, which begins after `columns` columns."""
+        ...
+
+    def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
+        """Fields of `kvpolicy.protocols.Seen`."""
+        ...
+
+    def map_rows(self: Self, fn: Callable[[Tensor], Tensor]) -> Self:
+        """The same with `fn` of every per-row tensor, which selects or repeats rows."""
+        ...
+
+
+def begun_window(at: Tensor) -> QueryWindow:
+    """A window of the columns `at` [B, W] whose queries have not come yet."""
+    return QueryWindow(at.new_empty(0), at)
+
+
+def added_window(window: QueryWindow, tile: Tile) -> QueryWindow:
+    """A window with those of its queries that are in a tile."""
+    queries, at = window
+    stop = tile.start + tile.queries.shape[2]
+    if tile.is_whole:
+        return QueryWindow(take_queries(tile.queries, at), at)
+    if not queries.numel():
+        queries = tile.queries.new_zeros(*tile.queries.shape[:2], at.shape[1], tile.queries.shape[3])
+    inside = (at >= tile.start) & (at < stop)
+    if bool(inside.any()):
+        taken = take_queries(tile.queries, torch.where(inside, at - tile.start, -1))
+        queries = torch.where(inside[:, None, :, None], taken, queries)
+    return QueryWindow(queries, at)
+
+
+def joined_windows(first: QueryWindow, second: QueryWindow, columns: int) -> QueryWindow:
+    """Queries of two chunks, the second of which begins after `columns` columns."""
+    # An absent query stays at -1: if it were shifted, it would stand at the last column of the first chunk.
+    at = torch.where(second.at < 0, -1, second.at + columns)
+    return QueryWindow(torch.cat([first.queries, second.queries], 2), torch.cat([first.at, at], 1))
+
+
+def newest_of(window: QueryWindow, width: int) -> QueryWindow:
+    """The newest `width` queries of a window, absent ones first."""
+    order = (window.at >= 0).to(torch.uint8).argsort(dim=-1, stable=True)[:, -width:]
+    index = order[:, None, :, None].expand(-1, window.queries.shape[1], -1, window.queries.shape[-1])
+    return QueryWindow(window.queries.gather(2, index), window.at.gather(1, order))
+
+
+def map_window(window: QueryWindow, fn: Callable[[Tensor], Tensor]) -> QueryWindow:
+    """A window with `fn` of its tensors."""
+    return QueryWindow(fn(window.queries), fn(window.at))

@@ -1,0 +1,25 @@
+"""Sums of attention over the chunks of a prompt."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.engine.statistic import Candidates
+
+
+def test_sums_of_chunks_are_added_column_by_column() -> None:
+    first, second = torch.rand(2, 4, 3), torch.rand(2, 4, 7)
+    joined = AttentionSum(first).joined(AttentionSum(second), 3)
+    assert joined.total is not None
+    assert torch.equal(joined.total[..., 3:], second[..., 3:])
+    assert torch.equal(joined.total[..., :3], second[..., :3] + first)
+    candidates = Candidates(torch.zeros(2, 2, 7, 4), None, ScoreTransform(1.0), None, torch.tensor([7, 7]))
+    assert joined.reduced(candidates)["attn_sum"] is joined.total
+    assert not joined.reads_past and [*joined.tensors] == [joined.total]
+
+
+def test_nothing_is_known_before_attention() -> None:
+    assert AttentionSum().joined(AttentionSum(), 3) == AttentionSum()
+    assert not [*AttentionSum().tensors] and AttentionSum().map_rows(torch.clone) == AttentionSum()
