@@ -23,7 +23,7 @@ TORCH = "2.13.0"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
 """What vLLM installs in builds that do not fit the CPU build of PyTorch: importing vLLM fails with them."""
 
-TESTING = ("hypothesis", "openai", "pytest", "pytest-xdist")
+TESTING = ("hypothesis", "openai", "pytest", "pytest-benchmark", "pytest-xdist")
 
 
 def commands(folder: Path) -> list[list[str]]:

@@ -1,0 +1,115 @@
+"""Engines of vLLM in this process, and what tests ask them."""
+
+# vLLM is no dependency of development.
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.models import Answer
+
+BLOCK = 32
+"""Tokens of a block: the fewest that the CPU backend has."""
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@contextmanager
+def engine(model: Path, **options: Any) -> Generator[Any]:
+    """A `vllm.LLM` with the connector."""
+    os.environ.update(ENVIRONMENT)
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    folder: str | None = options.pop("folder", None)
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "num_gpu_blocks_override": 128,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    transfer = KVTransferConfig(
+        kv_connector="KVPolicyConnector",
+        kv_connector_module_path="kvpolicy_vllm.connector",
+        kv_role="kv_both",
+        kv_connector_extra_config={} if folder is None else {"folder": folder},
+    )
+    llm = LLM(str(model), kv_transfer_config=transfer, **(defaults | options))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def sampling(params: dict[str, Any] | None = None, tokens: int = 8, **options: Any) -> Any:
+    """Greedy sampling parameters."""
+    from vllm import SamplingParams
+
+    extra = None if params is None else {"kv_transfer_params": params}
+    defaults = {"temperature": 0.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(max_tokens=tokens, extra_args=extra, **(defaults | options))
+
+
+def about(path: Path, question: Sequence[int], llm: Any = None, **options: Any) -> tuple[Any, Any]:
+    """A request about a document: what `LLM.generate` takes."""
+    from kvpolicy_vllm import prompt
+
+    text, params = prompt(path, [*question], llm)
+    return text, sampling(params, **options)
+
+
+def plain(question: Sequence[int], **options: Any) -> tuple[Any, Any]:
+    """A request without a document."""
+    return {"prompt_token_ids": [*question]}, sampling(**options)
+
+
+def ask(llm: Any, requests: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The outputs of requests, as one batch."""
+    prompts, params = zip(*requests, strict=True)
+    return llm.generate([*prompts], [*params], use_tqdm=False)
+
+
+def answers(llm: Any, requests: Sequence[tuple[Any, Any]]) -> list[Answer]:
+    """The first output of each of some requests, none of which may fail."""
+    found = ask(llm, requests)
+    assert [each.outputs[0].finish_reason for each in found] == ["length"] * len(found)
+    return [_answer(each.outputs[0]) for each in found]
+
+
+def reasons(outputs: Sequence[Any]) -> list[str]:
+    return [each.outputs[0].finish_reason for each in outputs]
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def free_blocks(llm: Any) -> int:
+    return scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks()
+
+
+def _answer(output: Any) -> Answer:
+    tokens = [*output.token_ids]
+    return Answer(tokens, [scores[token].logprob for token, scores in zip(tokens, output.logprobs, strict=True)])

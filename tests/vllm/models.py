@@ -1,0 +1,148 @@
+"""Small models in folders, and what kvpolicy itself answers about documents of theirs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import PolicyCache
+
+VOCABULARY = 64
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+"""Weights that are larger than usual, so that tokens far away matter."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {"hidden_size": 128, "rope_parameters": ROPE}),
+    "llama3": ("LlamaConfig", {"head_dim": 32, "rope_parameters": LLAMA3}),
+    "stablelm": ("StableLmConfig", {"hidden_size": 128, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
+    "glm": ("GlmConfig", {"head_dim": 32, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
+}
+"""A config class of transformers and its fields, of random models."""
+
+EMBEDDED = ("tiny", "tiny-4k")
+RECORDS = ["tiger", "lion", "wolf", "sheep", "iron", "gold", "fish", "bird"]
+
+
+class Answer(NamedTuple):
+    """Generated tokens and the log probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+
+def config_of(family: str) -> Any:
+    name, fields = FAMILIES[family]
+    return getattr(transformers, name)(**(SIZES | fields))
+
+
+def make_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """An embedded model, or a random one of a family."""
+    if family in EMBEDDED:
+        return kvpolicy.tiny(dtype, name="tiny" if family == "tiny" else "tiny-4k")[0]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config_of(family))
+        # Biases and the scales of norms are ones and zeros in a new model, which a wrong one would not be told from.
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith("bias"):
+                    weight.normal_(std=0.2)
+    return model.to(dtype).eval()
+
+
+def make_text(model: Any, tokens: int, seed: int = 0) -> list[int]:
+    """Token ids of a text: records of an embedded model, anything for a random one."""
+    if model.config.vocab_size == VOCABULARY:
+        return torch.randint(3, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tokenizer: Any = kvpolicy.tiny()[1]
+    text = "".join(f"{name}={number}\n" for number, name in enumerate(RECORDS * (tokens // 16), 1000 + 100 * seed))
+    return tokenizer(text).input_ids[:tokens]
+
+
+def make_question(model: Any, record: str = "wolf", tokens: int = 5) -> list[int]:
+    if model.config.vocab_size == VOCABULARY:
+        return make_text(model, tokens, seed=100 + RECORDS.index(record))
+    tokenizer: Any = kvpolicy.tiny()[1]
+    return tokenizer(f"?{record}=", add_special_tokens=False).input_ids
+
+
+def save(model: Any, policy: str, ids: Sequence[int], path: Path) -> Path:
+    """Make a document."""
+    text = torch.tensor([[*ids]])
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache(model)
+        model(text, past_key_values=cache)
+        cache.save(path, tokens=text)
+    return path
+
+
+def answer(model: Any, policy: str | None, path: Path | None, question: Sequence[int], tokens: int = 8) -> Answer:
+    """What kvpolicy answers under the policy of a document, token by token; without a document, what the model does."""
+    if policy is None or path is None:
+        with torch.no_grad():
+            return _go_on(model, transformers.DynamicCache(), question, 0, tokens)
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache.load(model, path)
+        return _go_on(model, cache, question, cache.get_seq_length(), tokens)
+
+
+def answer_of_decoded(model: Any, policy: str, path: Path, question: Sequence[int], tokens: int = 8) -> Answer:
+    """The same, where codes are decoded once, and what comes behind them is not coded, as in any other engine."""
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache.load(model, path)
+        layers = [tuple(t[None] for t in held(layer)[:2]) for layer in cache.policy_layers]
+        seen = cache.get_seq_length()
+    with torch.no_grad():
+        return _go_on(model, transformers.DynamicCache(layers), question, seen, tokens)
+
+
+def held(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [H, n, D], values [H, n, D] and positions [H, n] of a layer of a cache, collected slot by slot."""
+    past: Any = layer.store.past()
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for head, places in enumerate(layer.store.positions[0]):
+        taken = [slot for slot, place in enumerate(places.tolist()) if place >= 0]
+        found.append((past.keys[0, head, taken], past.values[0, head, taken], places[taken]))
+    keys, values, positions = zip(*found, strict=True)
+    return torch.stack(keys), torch.stack(values), torch.stack(positions)
+
+
+def _go_on(model: Any, cache: Any, question: Sequence[int], seen: int, tokens: int) -> Answer:
+    places = itertools.count(seen)
+
+    def step(token: int) -> Tensor:
+        at = torch.tensor([[next(places)]])
+        logits: Tensor = model(torch.tensor([[token]]), past_key_values=cache, position_ids=at).logits
+        return logits[0, -1].float().log_softmax(-1)
+
+    scores = [step(token) for token in question][-1]
+    found = Answer([], [])
+    for _ in range(tokens):
+        best = int(scores.argmax())
+        found.tokens.append(best)
+        found.logprobs.append(float(scores[best]))
+        scores = step(best)
+    return found
