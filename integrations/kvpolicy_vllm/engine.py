@@ -1,10 +1,16 @@
 """What an engine can serve: its config, and whether a document fits it."""
 
+# vLLM is no dependency of development: where it is missing, its names are unknown to a type checker.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
+import sys
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +57,8 @@ class Engine:
             raise KVPolicyError(message)
         model = vllm_config.model_config
         found = cls(model.hf_config, str(model.model), int(model.max_model_len), getattr(model, "revision", None))
-        found.check_model()
+        with _without_compiling(vllm_config):
+            found.check_model()
         return found
 
     @functools.cached_property
@@ -165,6 +172,25 @@ def _checkpoint(source: str, revision: str | None, name: str) -> list[Path]:
     shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     files = {shards[each] for each in shards if each == name or name.endswith(f".{each}")}
     return [path for path in map(local, sorted(files)) if path is not None]
+
+
+@contextlib.contextmanager
+def _without_compiling(vllm_config: Any) -> Generator[None]:
+    """Make models of transformers as they are.
+
+    Where vLLM runs a model by its backend of transformers, it has changed the class of the model, whose instances then
+    need the config of an engine, and would be compiled.
+    """
+    if "vllm.compilation.decorators" not in sys.modules or not hasattr(vllm_config, "compilation_config"):
+        yield
+        return
+    from vllm.config import CompilationMode, set_current_vllm_config
+
+    plain = copy.copy(vllm_config)
+    plain.compilation_config = copy.copy(vllm_config.compilation_config)
+    plain.compilation_config.mode = CompilationMode.NONE
+    with set_current_vllm_config(plain):
+        yield
 
 
 def _unsupported(config: Any) -> list[str]:

@@ -52,12 +52,15 @@ def engine(model: Path, **options: Any) -> Generator[Any]:
         kv_role="kv_both",
         kv_connector_extra_config={} if folder is None else {"folder": folder},
     )
-    llm = LLM(str(model), kv_transfer_config=transfer, **(defaults | options))
+    llm: Any = None
     try:
+        llm = LLM(str(model), kv_transfer_config=transfer, **(defaults | options))
         yield llm
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        # Also of an engine that has not started, whose connector the next one would use.
         ensure_kv_transfer_shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
         gc.collect()
 
