@@ -42,6 +42,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """A config class of transformers and its fields, of random models."""
 
+POLICY = "kvzip:decode=grow@0.5"
+LONG = 48
+"""Tokens of long answers, which need more blocks while they grow."""
+
 EMBEDDED = ("tiny", "tiny-4k")
 RECORDS = ["tiger", "lion", "wolf", "sheep", "iron", "gold", "fish", "bird"]
 
@@ -51,6 +55,22 @@ class Answer(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
+
+
+class Served(NamedTuple):
+    """A model and documents of it, with what kvpolicy answers about each.
+
+    Attributes:
+        folder: With the model in `model`.
+        model: The model.
+        asked: Documents and questions.
+        wanted: Their answers.
+    """
+
+    folder: Path
+    model: Any
+    asked: list[tuple[Path, list[int]]]
+    wanted: list[Answer]
 
 
 def config_of(family: str) -> Any:
@@ -117,6 +137,11 @@ def answer_of_decoded(model: Any, policy: str, path: Path, question: Sequence[in
         seen = cache.get_seq_length()
     with torch.no_grad():
         return _go_on(model, transformers.DynamicCache(layers), question, seen, tokens)
+
+
+def short(found: Sequence[Answer], tokens: int = 8) -> list[list[int]]:
+    """The first tokens of answers."""
+    return [each.tokens[:tokens] for each in found]
 
 
 def held(layer: Any) -> tuple[Tensor, Tensor, Tensor]:

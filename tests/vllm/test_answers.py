@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.vllm.engines import about, answers, engine, plain
-from tests.vllm.models import EMBEDDED, FAMILIES, Answer, answer, answer_of_decoded, make_model, make_question, make_text, save
+from tests.vllm.models import (
+    EMBEDDED,
+    FAMILIES,
+    Answer,
+    answer,
+    answer_of_decoded,
+    make_model,
+    make_question,
+    make_text,
+    save,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
@@ -36,7 +45,9 @@ def needs_vllm() -> None:
 def close(found: Sequence[Answer], wanted: Sequence[Answer]) -> bool:
     """Whether tokens are the same, and their log probabilities up to rounding."""
     assert [each.tokens for each in found] == [each.tokens for each in wanted]
-    return all(each.logprobs == pytest.approx(other.logprobs, abs=2e-3) for each, other in zip(found, wanted, strict=True))
+    return all(
+        each.logprobs == pytest.approx(other.logprobs, abs=2e-3) for each, other in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("family", "eager", "policies"), CASES, ids=[f"{name}-{eager}" for name, eager, _ in CASES])

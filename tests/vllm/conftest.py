@@ -1,0 +1,18 @@
+"""Documents of the embedded model, which many tests ask about."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.models import LONG, POLICY, Served, answer, make_model, make_question, make_text, save
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("documents")
+    model = make_model("tiny")
+    model.save_pretrained(folder / "model")
+    paths = [save(model, POLICY, make_text(model, 150 + 30 * n, n), folder / f"{n}.safetensors") for n in range(3)]
+    asked = [(path, make_question(model, record)) for path in paths for record in ("wolf", "gold")]
+    return Served(folder, model, asked, [answer(model, POLICY, path, question, LONG) for path, question in asked])
