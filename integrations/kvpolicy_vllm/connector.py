@@ -108,7 +108,8 @@ class KVPolicyConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Load the documents of the requests that this step begins."""
         loads = self._get_connector_metadata()
-        if self._loader is not None and isinstance(loads, Loads) and loads.loads:
+        if isinstance(loads, Loads) and loads.loads:
+            assert self._loader is not None, "the caches of the layers were not registered"
             self._failed |= self._loader.load(loads.loads)
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ class Requests:
             found = f"{type(error).__name__}: {error}"
         if found is None:
             return
+        if isinstance(found, str):
+            _isolate(request)
         self._documents[request.request_id] = found
         # Prompt logprobs set it, and then nothing would be loaded: the request is refused, which needs a load.
         request.skip_reading_prefix_cache = False
@@ -108,6 +111,8 @@ class Requests:
     def _document_of(self, request: Any) -> Document | None:
         params: Any = request.kv_transfer_params or {}
         salt = request.cache_salt or ""
+        if not isinstance(params, dict):
+            raise KVPolicyError(f"kv_transfer_params must be an object, got {type(params).__name__}.")
         if PARAM not in params:
             if salt.startswith(SALT):
                 raise KVPolicyError(
@@ -133,3 +138,19 @@ class Requests:
             raise KVPolicyError("A document has no log probabilities of its prompt; try without prompt_logprobs.")
         self._engine.check(document, len(request.prompt_token_ids) - document.kept)
         return document
+
+
+def _isolate(request: Any) -> None:
+    """Let a request that is refused share no block with others, and have a token that can come from outside.
+
+    Its blocks would be those of a document, if it has the salt of one: other requests of the same step would begin with
+    them, and end with it. And what a scheduler finds in the prefix cache needs no load, which could fail.
+    """
+    request.cache_salt = f"refused-{secrets.token_hex(16)}"
+    if request.num_tokens < 2 and request.prompt_token_ids:  # the last one is always computed
+        request.prompt_token_ids = [*request.prompt_token_ids, *request.prompt_token_ids]
+        request._all_token_ids += request.prompt_token_ids[1:]
+        request.num_prompt_tokens = request.num_tokens
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    request.kv_transfer_params = None  # whatever it is, the scheduler looks into it

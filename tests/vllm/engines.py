@@ -1,7 +1,7 @@
 """Engines of vLLM in this process, and what tests ask them."""
 
 # vLLM is no dependency of development.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

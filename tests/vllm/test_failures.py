@@ -1,0 +1,200 @@
+"""A request that cannot have its document ends with an error, and nothing else does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpolicy_vllm import prompt, read_document
+from kvpolicy_vllm.documents import SALT
+from tests.vllm.engines import BLOCK, about, answers, ask, engine, free_blocks, plain, reasons, sampling
+from tests.vllm.models import POLICY, Answer, Served, answer, make_question, make_text, save, short
+
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+Request = tuple[Any, Any]
+QUESTION = [5]
+SEEDS = itertools.count(20)
+
+
+@pytest.fixture(scope="module")
+def llm(served: Served) -> Generator[Any]:
+    with engine(served.folder / "model") as started:
+        yield started
+
+
+@pytest.fixture
+def full_blocks(served: Served, tmp_path: Path) -> tuple[Path, Answer]:
+    """A document that fills whole blocks, which no other test has, and the answer to a question of one token."""
+    path = save(
+        served.model, POLICY, make_text(served.model, 4 * BLOCK, len(str(tmp_path))), tmp_path / "d.safetensors"
+    )
+    assert read_document(path).kept == 2 * BLOCK
+    return path, answer(served.model, POLICY, path, QUESTION)
+
+
+def without_salt(path: Path, llm: Any) -> Request:
+    (text, params) = about(path, [5, 6], llm)
+    return {"prompt_token_ids": text["prompt_token_ids"]}, params
+
+
+def with_another_salt(path: Path, llm: Any) -> Request:
+    (text, params) = about(path, [5, 6], llm)
+    return text | {"cache_salt": SALT + "0" * 64}, params
+
+
+def without_a_name(path: Path, llm: Any) -> Request:
+    return about(path, [5, 6], llm)[0], sampling()
+
+
+def of_one_token(path: Path, llm: Any) -> Request:
+    (text, _) = about(path, [5, 6], llm)
+    return text | {"prompt_token_ids": text["prompt_token_ids"][:1]}, sampling()
+
+
+def of_the_placeholders_alone(path: Path, llm: Any) -> Request:
+    (text, params) = about(path, [5], llm)
+    return text | {"prompt_token_ids": text["prompt_token_ids"][:-1]}, params
+
+
+def of_another_text(path: Path, llm: Any) -> Request:
+    (text, params) = about(path, [5, 6], llm)
+    return text | {"prompt_token_ids": text["prompt_token_ids"][::-1]}, params
+
+
+def with_another_digest(path: Path, llm: Any) -> Request:
+    text, params = prompt(path, [5, 6], llm)
+    return text, sampling(params | {"digest": "0" * 64})
+
+
+def with_a_name_that_is_none(path: Path, llm: Any) -> Request:
+    text, params = prompt(path, [5, 6], llm)
+    return text, sampling(params | {"document": 7})
+
+
+def with_prompt_logprobs(path: Path, llm: Any) -> Request:
+    return about(path, [5, 6], llm, prompt_logprobs=1)
+
+
+def of_a_missing_file(path: Path, llm: Any) -> Request:
+    text, params = prompt(path, [5, 6], llm)
+    return text, sampling(params | {"document": str(path.with_name("missing.safetensors"))})
+
+
+REFUSED: list[Callable[[Path, Any], Request]] = [
+    without_salt,
+    with_another_salt,
+    without_a_name,
+    of_one_token,
+    of_the_placeholders_alone,
+    of_another_text,
+    with_another_digest,
+    with_a_name_that_is_none,
+    with_prompt_logprobs,
+    of_a_missing_file,
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_others_of_the_batch_answer(served: Served, llm: Any, refused: Callable[[Path, Any], Request]) -> None:
+    before = free_blocks(llm)
+    good = [about(*each, llm) for each in served.asked]
+    bad = refused(served.asked[0][0], llm)
+    for _ in range(2):
+        found = ask(llm, [bad, *good[:3], plain([5, 6]), bad, *good[3:], bad])
+        assert [n for n, reason in enumerate(reasons(found)) if reason == "error"] == [0, 5, 9]
+        assert not any(found[n].outputs[0].token_ids for n in (0, 5, 9))
+        assert [[*found[n].outputs[0].token_ids] for n in (1, 2, 3, 6, 7, 8)] == short(served.wanted)
+    assert free_blocks(llm) == before
+
+
+def test_a_salt_alone_reads_no_cached_document(llm: Any, full_blocks: tuple[Path, Answer]) -> None:
+    """Also where everything but the last token is in the prefix cache."""
+    path, wanted = full_blocks
+    request = about(path, QUESTION, llm)
+    assert short(answers(llm, [request])) == [wanted.tokens]
+    assert reasons(ask(llm, [(request[0], sampling())])) == ["error"]
+    assert short(answers(llm, [request])) == [wanted.tokens]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_refused_request_leaves_nothing_to_others(
+    served: Served, llm: Any, full_blocks: tuple[Path, Answer], together: bool
+) -> None:
+    """Its blocks have the tokens and the salt of the document, and no other request may share them."""
+    path, wanted = full_blocks
+    request = about(path, QUESTION, llm)
+    poison = request[0], sampling()
+    if together:
+        found = ask(llm, [poison, request])
+        assert reasons(found) == ["error", "length"]
+        assert [*found[1].outputs[0].token_ids] == wanted.tokens
+    assert reasons(ask(llm, [poison])) == ["error"]
+    assert short(answers(llm, [request])) == [wanted.tokens]
+
+
+def test_generated_placeholders_are_no_document(llm: Any, full_blocks: tuple[Path, Answer]) -> None:
+    """A prompt of one token goes on with tokens that the request chooses."""
+    path, wanted = full_blocks
+    text, params = about(path, QUESTION, llm)
+    ids = text["prompt_token_ids"]
+    for end in range(1, BLOCK + 1):
+        forced = sampling(tokens=1, allowed_token_ids=[ids[end]])
+        assert reasons(ask(llm, [(text | {"prompt_token_ids": ids[:end]}, forced)])) == ["error"]
+    assert short(answers(llm, [(text, params)])) == [wanted.tokens]
+
+
+def test_an_edited_file(served: Served, llm: Any, tmp_path: Path) -> None:
+    path = save(served.model, POLICY, make_text(served.model, 150, 8), tmp_path / "d.safetensors")
+    question = make_question(served.model)
+    request = about(path, question, llm)
+    save(served.model, POLICY, make_text(served.model, 150, 9), path)
+    good = about(*served.asked[0], llm)
+    found = ask(llm, [request, good])
+    assert reasons(found) == ["error", "length"]
+    assert [*found[1].outputs[0].token_ids] == short(served.wanted)[0]
+    wanted = answer(served.model, POLICY, path, question)
+    assert short(answers(llm, [about(path, question, llm)])) == [wanted.tokens]
+
+
+def _step_with(llm: Any, requests: list[Request], between: Callable[[], Any]) -> list[Any]:
+    """Outputs of requests, where something happens between their admission and the step that loads."""
+    for number, (text, params) in enumerate(requests):
+        llm.llm_engine.add_request(f"step-{number}", text, params)
+    between()
+    done: dict[str, Any] = {}
+    while llm.llm_engine.has_unfinished_requests():
+        done |= {each.request_id: each for each in llm.llm_engine.step() if each.finished}
+    return [done.get(f"step-{number}") for number in range(len(requests))]
+
+
+def _break_bytes(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def _shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+@pytest.mark.parametrize(("seed", "harm"), [(10, Path.unlink), (11, _break_bytes), (12, _shorten)])
+def test_a_file_that_is_harmed_before_it_is_loaded(
+    served: Served, llm: Any, tmp_path: Path, seed: int, harm: Callable[[Path], Any]
+) -> None:
+    path = save(served.model, POLICY, make_text(served.model, 150, seed), tmp_path / "d.safetensors")
+    content = path.read_bytes()
+    request = about(path, make_question(served.model), llm)
+    before = free_blocks(llm)
+    requests = [request, about(*served.asked[0], llm), request]
+    found = _step_with(llm, requests, lambda: harm(path))
+    assert reasons(found) == ["error", "length", "error"]
+    assert [*found[1].outputs[0].token_ids] == short(served.wanted)[0]
+    path.write_bytes(content)
+    wanted = answer(served.model, POLICY, path, make_question(served.model))
+    assert short(answers(llm, [request])) == [wanted.tokens]
+    assert free_blocks(llm) == before
