@@ -59,7 +59,7 @@ class KVPolicyConnector(KVConnectorBase_V1):
         self._engine = Engine.of(vllm_config)
         folder = vllm_config.kv_transfer_config.get_from_extra_config("folder", None)
         # Workers verify what they load, and need the scheduler's word only for its path.
-        self._requests = Requests(self._engine, Library(folder, verify=False, paths=True))
+        self._requests = Requests(self._engine, Library(folder, verify=False, paths=True), self._block_size)
         self._loader: Loader | None = None
         self._failed: set[int] = set()
 
@@ -75,12 +75,16 @@ class KVPolicyConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks of a request, also of one that was preempted and comes back."""
-        if num_external_tokens > 0:
-            self._requests.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._requests.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers load in this step."""
         return Loads(self._requests.take())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Leave nothing in the prefix cache that follows from blocks that could not be filled."""
+        if connector_output.invalid_block_ids:
+            self._kv_cache_manager.evict_blocks(self._requests.failed(connector_output.invalid_block_ids))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed at once."""

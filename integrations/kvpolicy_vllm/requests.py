@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_vllm.documents import SALT, Document, Library
@@ -16,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 PARAM = "document"
 """The name of a document among the `kv_transfer_params` of a request."""
+
+
+STEPS = 16
+"""Steps of which an engine may have scheduled later ones before it knows how they went, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,20 @@ class Load:
     reason: str = ""
 
 
+class _Begun(NamedTuple):
+    """A request that a step has begun.
+
+    Attributes:
+        request: The request.
+        new: Index of the first of its blocks that was not in the prefix cache.
+        blocks: The blocks.
+    """
+
+    request: Any
+    new: int
+    blocks: tuple[int, ...]
+
+
 class Requests:
     """The requests that the scheduler knows, and the loads of the next step.
 
@@ -50,15 +70,18 @@ class Requests:
     Args:
         engine: The engine.
         library: The documents.
+        block_size: Tokens of a block.
     """
 
-    def __init__(self, engine: Engine, library: Library) -> None:
+    def __init__(self, engine: Engine, library: Library, block_size: int) -> None:
         """Know no request."""
         self._engine = engine
         self._library = library
+        self._block_size = block_size
         self._documents: dict[str, Document | str] = {}
         self._computed: dict[str, int] = {}
         self._loads: list[Load] = []
+        self._begun: deque[list[_Begun]] = deque([[]], maxlen=STEPS)
 
     def admit(self, request: Any) -> None:
         """Look at a new request; see `KVConnectorBase_V1.on_new_request`."""
@@ -90,17 +113,46 @@ class Requests:
     def allocated(self, request: Any, blocks: Sequence[int], external: int) -> None:
         """Note the blocks of a request whose last `external` tokens from outside are to be loaded."""
         found = self._documents.get(request.request_id)
-        if found is None or external < 1:
+        if found is None:
             return
         start = self._computed[request.request_id]
+        self._begun[-1].append(_Begun(request, start // self._block_size, tuple(blocks)))
+        if external < 1:
+            return
         if isinstance(found, str):
             self._loads.append(Load(request.request_id, "", "", start + 1, start, tuple(blocks), found))
             return
         self._loads.append(Load(request.request_id, str(found.path), found.digest, found.kept, start, tuple(blocks)))
 
+    def failed(self, blocks: AbstractSet[int]) -> set[int]:
+        """Note blocks that could not be filled.
+
+        vLLM ends the requests that have them, and forgets what they hold. It does not find a request that was aborted
+        or preempted meanwhile: blocks that were never filled would stay in the prefix cache, and a preempted request
+        would go on behind a token that was generated without its document.
+
+        Args:
+            blocks: The blocks.
+
+        Returns:
+            All blocks that may hold what follows from them, which must leave the prefix cache.
+        """
+        spoiled: set[int] = set()
+        owners: dict[int, Any] = {}
+        for request, new, held in [each for step in self._begun for each in step]:
+            owners |= dict.fromkeys(held[new:], request)
+            first = next((index for index, block in enumerate(held) if block in blocks), len(held))
+            spoiled |= {*held[first:]}
+        for request in {id(owners[block]): owners[block] for block in blocks if block in owners}.values():
+            if isinstance(self._documents.get(request.request_id), Document):
+                self._documents[request.request_id] = "Its document could not be loaded."
+                _isolate(request)
+        return spoiled
+
     def take(self) -> list[Load]:
         """The loads of the step that was scheduled."""
         loads, self._loads = self._loads, []
+        self._begun.append([])
         return loads
 
     def forget(self, request_id: str) -> None:

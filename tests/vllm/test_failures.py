@@ -11,7 +11,7 @@ import pytest
 
 from kvpolicy_vllm import prompt, read_document
 from kvpolicy_vllm.documents import SALT
-from tests.vllm.engines import BLOCK, about, answers, ask, engine, free_blocks, plain, reasons, sampling
+from tests.vllm.engines import BLOCK, about, answers, ask, engine, free_blocks, plain, reasons, sampling, scheduler_of
 from tests.vllm.models import POLICY, Answer, Served, answer, make_question, make_text, save, short
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -198,3 +198,33 @@ def test_a_file_that_is_harmed_before_it_is_loaded(
     wanted = answer(served.model, POLICY, path, make_question(served.model))
     assert short(answers(llm, [request])) == [wanted.tokens]
     assert free_blocks(llm) == before
+
+
+@pytest.mark.parametrize(("seed", "how"), [(13, "abort"), (14, "preempt")])
+def test_blocks_of_a_failed_load_are_not_used_again(
+    served: Served, llm: Any, tmp_path: Path, seed: int, how: str
+) -> None:
+    """Its request is gone before its failure is known: aborted by its client, or preempted."""
+    path = save(served.model, POLICY, make_text(served.model, 150, seed), tmp_path / "d.safetensors")
+    content = path.read_bytes()
+    request = about(path, make_question(served.model), llm)
+    wanted = answer(served.model, POLICY, path, make_question(served.model))
+    core, scheduler = llm.llm_engine.engine_core.engine_core, scheduler_of(llm)
+    inner = core._process_aborts_queue
+
+    def leave() -> None:
+        core._process_aborts_queue = inner
+        path.write_bytes(content)
+        if how == "preempt":
+            while scheduler.running:
+                scheduler._preempt_request(scheduler.running.pop(), 0.0)
+            return
+        llm.llm_engine.abort_request(["step-0"])
+
+    def harm() -> None:
+        path.unlink()
+        core._process_aborts_queue = leave
+
+    (found,) = _step_with(llm, [request], harm)
+    assert found is None or found.outputs[0].finish_reason == "error"
+    assert short(answers(llm, [request])) == [wanted.tokens]
