@@ -138,11 +138,17 @@ class Library:
         path = self.folder / (plain.name if plain.suffix == SUFFIX else f"{plain.name}{SUFFIX}")
         if str(plain) != plain.name or plain.name.startswith(".") or "\\" in name:
             raise KVPolicyError(f"document must be the name of a document, got {_shown(name)}; try {path.stem!r}.")
-        # A link may point to another name in the folder, and to nothing else.
-        if not path.is_file() or path.resolve().parent != self.folder:
+        if not self._has(path):
             known = ", ".join(self.names())[:80] or "none"
             raise KVPolicyError(f"document must be one of the folder's ({known}), got {_shown(name)}.")
         return path
+
+    def _has(self, path: Path) -> bool:
+        """Whether a path is a file of the folder; a link may point to another name in it, and to nothing else."""
+        try:
+            return path.is_file() and path.resolve().parent == self.folder
+        except OSError:  # such as a name that is too long
+            return False
 
     def names(self) -> list[str]:
         """The names of the documents in the folder."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.models import LONG, POLICY, Served, answer, make_model, make_question, make_text, save
+from kvpolicy_vllm.engine import Engine
+from tests.vllm.models import LONG, POLICY, Saved, Served, answer, make_model, make_question, make_text, save
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +17,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     paths = [save(model, POLICY, make_text(model, 150 + 30 * n, n), folder / f"{n}.safetensors") for n in range(3)]
     asked = [(path, make_question(model, record)) for path in paths for record in ("wolf", "gold")]
     return Served(folder, model, asked, [answer(model, POLICY, path, question, LONG) for path, question in asked])
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("saved")
+    model = make_model("llama3")
+    model.save_pretrained(folder / "model")
+    text = make_text(model, 70)
+    path = save(model, "keydiff:decode=grow@0.5", text, folder / "text.safetensors")
+    return Saved(folder, model, Engine(model.config, str(folder / "model"), 256), path, text)

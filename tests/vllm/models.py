@@ -13,6 +13,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import PolicyCache
+from kvpolicy_vllm.engine import Engine
 
 VOCABULARY = 64
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -71,6 +72,24 @@ class Served(NamedTuple):
     model: Any
     asked: list[tuple[Path, list[int]]]
     wanted: list[Answer]
+
+
+class Saved(NamedTuple):
+    """A random model and a document of it, for what needs no engine of vLLM.
+
+    Attributes:
+        folder: With the model in `model`.
+        model: The model.
+        engine: What the connector knows of an engine that serves it.
+        path: The document, which keeps half of its text.
+        text: The token ids of its text.
+    """
+
+    folder: Path
+    model: Any
+    engine: Engine
+    path: Path
+    text: list[int]
 
 
 def config_of(family: str) -> Any:
