@@ -1,0 +1,179 @@
+"""A saved cache as plain tensors is what its layers hold, and what no plain tensors can stand for is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+import kvpolicy
+from kvpolicy import KVPolicyError, PolicyCache
+from kvpolicy.hf.cache_file import CacheFile, read
+from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
+from tests.conformance.models import build
+from tests.conformance.policies import words
+from tests.vllm.models import FAMILIES, Saved, held, make_model, make_text, save
+
+POLICIES = [
+    "keydiff:decode=grow@0.5",
+    "h2o@0.5",
+    "snapkv:decode=grow+tokenwise:residual_length=4@0.5",
+    words("h2o", "kivi"),
+    words("h2o", "turboquant"),
+]
+
+
+def dense(path: Path, model: Any, **options: Any) -> list[Any]:
+    return [*dense_layers(read(path), skeleton(model.config), "doc", **options)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> None:
+    model = build("llama")
+    ids = torch.randint(3, 48, (1, 45), generator=torch.Generator().manual_seed(0))
+    path = save(model, policy, ids[0].tolist(), tmp_path / "doc.safetensors")
+    rotations = skeleton(model.config).rotations
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = PolicyCache.load(model, path)
+    apart, ready = dense(path, model, move=False), dense(path, model)
+    assert [each.layer_idx for each in ready] == [*range(len(cache.layers))]
+    for layer, one, other in zip(cache.policy_layers, apart, ready, strict=True):
+        keys, values, _ = held(layer)
+        assert torch.equal(one.keys, keys) and torch.equal(one.values, values) and torch.equal(other.values, values)
+        assert torch.equal(other.keys, moved(keys, 45 - keys.shape[1], rotations[one.layer_idx]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_kept_is_what_a_plain_cache_has_at_these_positions(family: str, tmp_path: Path) -> None:
+    model = make_model(family)
+    ids = make_text(model, 60)
+    path = save(model, POLICIES[0], ids, tmp_path / "doc.safetensors")
+    plain: Any = transformers.DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([ids]), past_key_values=plain)
+        with kvpolicy.attach(model, POLICIES[0]):
+            cache = PolicyCache.load(model, path)
+    for layer, own, whole in zip(dense(path, model, move=False), cache.policy_layers, plain.layers, strict=True):
+        _, _, positions = held(own)
+        for found, all_of_them in ((layer.keys, whole.keys), (layer.values, whole.values)):
+            wanted = all_of_them[0].gather(1, positions.long()[..., None].expand_as(found))
+            torch.testing.assert_close(found, wanted)
+
+
+def test_documents_are_those_of_a_model_with_a_shifted_text(tmp_path: Path) -> None:
+    """Moved keys of a whole text in the middle of positions are those of a text that begins earlier."""
+    model = make_model("llama3")
+    ids = torch.tensor([make_text(model, 30)])
+    rope = skeleton(model.config).rotations[0]
+
+    def first_keys(start: int) -> Tensor:
+        cache: Any = transformers.DynamicCache()
+        with torch.no_grad():
+            model(ids, past_key_values=cache, position_ids=torch.arange(start, start + 30)[None])
+        return cache.layers[0].keys[0]
+
+    torch.testing.assert_close(moved(first_keys(200), 150, rope), first_keys(50), atol=1e-4, rtol=1e-4)
+
+
+def header_of(saved: Saved, **fields: Any) -> dict[str, Any]:
+    return read(saved.path).header | fields
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": {"rank": 1, "size": 2}}, "must be of one process, got rank 2 of 2; try saving it without tensor"),
+    ({"rows": 3}, "must have one row, got 3; try saving one text"),
+    ({"windows": {"0": 5}}, "got layers with a sliding window, which an engine masks by slots; serve it with"),
+    ({"held": None}, "must say how many tokens it holds, got one of an earlier version; save it again"),
+    ({"held": {"0": [3, 3], "1": [3, 5]}}, "equally many tokens in all layers and heads, got 3 to 5 under keydiff"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_headers_that_are_refused(saved: Saved, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        check_dense(header_of(saved, **fields), "doc")
+    assert check_dense(header_of(saved), "doc") == 35
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (
+            "uniform/adakv+snapkv:window=6:kernel=3@0.5",
+            "equally many tokens in all layers and heads, got .* try uni",
+        ),
+        ("h2o+quest:read=6:page=2:dense=0:resort=3@0.8", "must be read whole in a step, got the reader Quest"),
+        (
+            words("h2o", "merge", "plain"),
+            "must have one token in each slot, got merged ones",
+        ),
+    ],
+)
+def test_policies_that_are_refused(policy: str, message: str, tmp_path: Path) -> None:
+    model = build("llama")
+    ids = torch.randint(3, 48, (45,), generator=torch.Generator().manual_seed(0)).tolist()
+    with pytest.raises(KVPolicyError, match=message):
+        dense(save(model, policy, ids, tmp_path / "doc.safetensors"), model)
+
+
+def test_padding_is_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    ids = torch.randint(3, 48, (1, 30), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
+        cache = PolicyCache(model)
+        places = (mask.cumsum(-1) - 1).clamp_min(0)
+        model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+        cache.save(tmp_path / "doc.safetensors", tokens=ids)
+    with pytest.raises(KVPolicyError, match="must be without padding, got 30 columns of 23 tokens"):
+        dense(tmp_path / "doc.safetensors", model)
+
+
+def test_several_rows_are_refused(tmp_path: Path) -> None:
+    model = build("llama")
+    ids = torch.randint(3, 48, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), kvpolicy.attach(model, "h2o:decode=grow@0.5"):
+        cache = PolicyCache(model)
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "doc.safetensors", tokens=ids)
+    with pytest.raises(KVPolicyError, match="must have one row, got 2"):
+        dense(tmp_path / "doc.safetensors", model)
+
+
+def test_a_header_that_says_another_number_is_refused(saved: Saved) -> None:
+    header, tensors = read(saved.path)
+    wrong = header | {"held": {name: [34, 34] for name in header["held"]}}
+    with pytest.raises(KVPolicyError, match="must hold the 34 tokens of its header in every head, got others"):
+        [*dense_layers(CacheFile(wrong, tensors), saved.engine.skeleton, "doc")]
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("gpt2", "must be rotary embeddings for its saved caches to be moved, got gpt2"),
+        ("opt", "must be rotary embeddings for its saved caches to be moved, got opt"),
+    ],
+)
+def test_models_without_rotary_embeddings_are_refused(family: str, message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        skeleton(build(family).config)
+
+
+def test_frequencies_that_depend_on_the_length_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, rope_parameters=rope)
+    with pytest.raises(KVPolicyError, match=r"dynamic.* cannot be undone"):
+        skeleton(config)
+
+
+def test_a_skeleton_has_no_weights() -> None:
+    model = make_model("qwen2")
+    found = skeleton(model.config)
+    assert all(each.is_meta for each in found.sites.decoder.parameters())
+    assert found.first_weight == "model.layers.0.self_attn.q_proj.weight"
+    assert found.first_weight in dict(model.named_parameters())
