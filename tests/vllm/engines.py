@@ -1,4 +1,4 @@
-"""Engines of vLLM in this process, and what tests ask them."""
+"""Engines of vLLM, and what tests ask them."""
 
 # vLLM is no dependency of development.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -18,7 +18,6 @@ BLOCK = 32
 """Tokens of a block: the fewest that the CPU backend has."""
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -29,8 +28,9 @@ ENVIRONMENT = {
 
 @contextmanager
 def engine(model: Path, **options: Any) -> Generator[Any]:
-    """A `vllm.LLM` with the connector."""
-    os.environ.update(ENVIRONMENT)
+    """A `vllm.LLM` with the connector; with `processes`, its scheduler and its ranks are in processes of their own."""
+    processes = str(int(options.pop("processes", False)))
+    os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": processes})
     from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory

@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {"hidden_size": 128, "rope_parameters": ROPE}),
     "llama3": ("LlamaConfig", {"head_dim": 32, "rope_parameters": LLAMA3}),
     "stablelm": ("StableLmConfig", {"hidden_size": 128, "rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}),
+    "one head": ("LlamaConfig", {"head_dim": 32, "num_key_value_heads": 1, "rope_parameters": ROPE}),
     "glm": ("GlmConfig", {"head_dim": 32, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}),
 }
 """A config class of transformers and its fields, of random models."""

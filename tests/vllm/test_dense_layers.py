@@ -149,7 +149,7 @@ def test_a_header_that_says_another_number_is_refused(saved: Saved) -> None:
     header, tensors = read(saved.path)
     wrong = header | {"held": {name: [34, 34] for name in header["held"]}}
     with pytest.raises(KVPolicyError, match="must hold the 34 tokens of its header in every head, got others"):
-        [*dense_layers(CacheFile(wrong, tensors), saved.engine.skeleton, "doc")]
+        list(dense_layers(CacheFile(wrong, tensors), saved.engine.skeleton, "doc"))
 
 
 @pytest.mark.parametrize(
