@@ -115,15 +115,17 @@ def make_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 def make_text(model: Any, tokens: int, seed: int = 0) -> list[int]:
     """Token ids of a text: records of an embedded model, anything for a random one."""
-    if model.config.vocab_size == VOCABULARY:
-        return torch.randint(3, VOCABULARY, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    if model.config.vocab_size <= VOCABULARY:
+        return torch.randint(
+            3, model.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(seed)
+        ).tolist()
     tokenizer: Any = kvpolicy.tiny()[1]
     text = "".join(f"{name}={number}\n" for number, name in enumerate(RECORDS * (tokens // 16), 1000 + 100 * seed))
     return tokenizer(text).input_ids[:tokens]
 
 
 def make_question(model: Any, record: str = "wolf", tokens: int = 5) -> list[int]:
-    if model.config.vocab_size == VOCABULARY:
+    if model.config.vocab_size <= VOCABULARY:
         return make_text(model, tokens, seed=100 + RECORDS.index(record))
     tokenizer: Any = kvpolicy.tiny()[1]
     return tokenizer(f"?{record}=", add_special_tokens=False).input_ids

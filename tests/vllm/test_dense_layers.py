@@ -15,7 +15,7 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.hf.cache_file import CacheFile, read
 from kvpolicy.hf.dense_cache import check_dense, dense_layers, moved, skeleton
 from tests.conformance.models import build
-from tests.conformance.policies import words
+from tests.conformance.policies import CODECS, words
 from tests.vllm.models import FAMILIES, Saved, held, make_model, make_text, save
 
 POLICIES = [
@@ -45,6 +45,23 @@ def test_layers_hold_what_those_of_a_cache_do(policy: str, tmp_path: Path) -> No
         keys, values, _ = held(layer)
         assert torch.equal(one.keys, keys) and torch.equal(one.values, values) and torch.equal(other.values, values)
         assert torch.equal(other.keys, moved(keys, 45 - keys.shape[1], rotations[one.layer_idx]))
+
+
+@pytest.mark.parametrize("family", ["llama", "stablelm"])
+@pytest.mark.parametrize("parts", [*([codec] for codec in CODECS), ["d2o"], ["regress"], ["regress", "kivi"]])
+def test_attention_to_moved_keys_is_that_of_the_cache(family: str, parts: list[str], tmp_path: Path) -> None:
+    """Whatever holds the tokens: the first step behind the text sees the same, at the position of an engine."""
+    model, policy = build(family), words("h2o:decode=grow", *parts)
+    path = save(model, policy, make_text(model, 45), tmp_path / "doc.safetensors")
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        with kvpolicy.attach(model, policy):
+            wanted = model(token, past_key_values=PolicyCache.load(model, path)).logits
+        plain: Any = transformers.DynamicCache([(each.keys[None], each.values[None]) for each in dense(path, model)])
+        at = torch.tensor([[plain.get_seq_length()]])
+        assert at < 45
+        found = model(token, past_key_values=plain, position_ids=at).logits
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,6 +22,20 @@ def test_without_a_prefix_cache(served: Served) -> None:
             assert short(answers(llm, requests)) == short(served.wanted)
 
 
+def test_speculation_by_ngrams(served: Served) -> None:
+    """Also of a question of one token, whose request begins with a step of several."""
+    short_questions = [(path, [5]) for path, _ in served.asked[::2]]
+    wanted = [answer(served.model, POLICY, *each) for each in short_questions]
+    options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    with engine(served.folder / "model", speculative_config=options) as llm:
+        requests = [about(*each, llm, tokens=LONG) for each in served.asked]
+        refused = requests[0][0], sampling()
+        for _ in range(2):
+            assert short(answers(llm, requests), LONG) == short(served.wanted, LONG)
+            assert short(answers(llm, [about(*each, llm) for each in short_questions])) == short(wanted)
+            assert reasons(ask(llm, [refused, requests[1]])) == ["error", "length"]
+
+
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_other_blocks(served: Served, block_size: int) -> None:
     with engine(served.folder / "model", block_size=block_size) as llm:
