@@ -86,7 +86,7 @@ def test_rows_have_medians() -> None:
     row = bench.cells(SIDES["20-ample"], result)
     assert row == [
         *("`kvzip:decode=grow@0.2`, blocks for all", "1,100 (275.0 MiB)", "20 (5.0 MiB)", "3.5 (5)", "9", "70"),
-        *("12", "0.25", "1", "3 of 4"),
+        *("12 (3-24)", "0.25", "1", "3 of 4"),
     ]
     assert len(row) == len(bench.COLUMNS)
 

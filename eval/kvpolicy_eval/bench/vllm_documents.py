@@ -247,16 +247,18 @@ def own_blocks(document: int, question: int, new: int) -> int:
 
 
 def cells(side: Side, result: Result) -> list[str]:
-    """The row of a side: medians of its repetitions."""
+    """The row of a side: medians of its repetitions, and the lowest and highest tokens per second."""
 
     def median(name: str) -> float:
         return statistics.median(getattr(run, name) for run in result.runs)
 
+    rates = [run.rate for run in result.runs]
     return [
         side.label,
         *(f"{blocks:,} ({blocks * result.nbytes / 2**20:,.1f} MiB)" for blocks in (result.blocks, result.pool)),
         f"{median('mean'):.1f} ({median('most'):.0f})",
-        *(f"{median(name):,.0f}" for name in ("steps", "computed", "rate")),
+        *(f"{median(name):,.0f}" for name in ("steps", "computed")),
+        f"{median('rate'):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})",
         f"{median('first'):.2f}",
         f"{median('preempted'):,.0f}",
         f"{median('right'):.0f} of {result.clients}",
