@@ -103,6 +103,7 @@ SIDES = {
         Side("20", "kvzip:decode=grow@0.2"),
         Side("10", "kvzip:decode=grow@0.1"),
         Side("stock-ample", None, ample=True),
+        Side("100-ample", "full", ample=True),
         Side("20-ample", "kvzip:decode=grow@0.2", ample=True),
     )
 }
