@@ -21,7 +21,7 @@ from kvpolicy.hf.model_spec import describe
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy_vllm.documents import Library
 from kvpolicy_vllm.engine import Engine
-from kvpolicy_vllm.loading import Heads, Loader, layers_of
+from kvpolicy_vllm.loading import Heads, Loader, check_own, layers_of
 from kvpolicy_vllm.requests import Load, Requests
 
 
@@ -95,7 +95,9 @@ class KVPolicyConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Find the layers of this rank, whose caches are allocated now."""
-        layers = layers_of(self._config.compilation_config.static_forward_context, extract_layer_index)
+        modules = self._config.compilation_config.static_forward_context
+        check_own(modules, kv_caches)
+        layers = layers_of(modules, extract_layer_index)
         total = describe(self._engine.model).whole.heads
         heads = Heads.of(total, get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         dtype = self._config.model_config.dtype

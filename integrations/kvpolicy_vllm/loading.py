@@ -179,3 +179,22 @@ def layers_of(modules: Mapping[str, Any], index_of: Callable[[str], int]) -> dic
             raise KVPolicyError(f"{what} be the only one of layer {index} for documents, got two.")
         found[index] = module
     return found
+
+
+def check_own(modules: Mapping[str, Any], caches: Mapping[str, Tensor]) -> None:
+    """Refuse caches of another engine: all engines of a process have the connector of its first one.
+
+    Args:
+        modules: Modules of the connector's engine by name.
+        caches: Caches of attention layers by name.
+
+    Raises:
+        KVPolicyError: If they are not the caches of these modules.
+    """
+    for name, cache in caches.items():
+        own = getattr(modules.get(name), "kv_cache", None)
+        if not isinstance(own, Tensor) or own.data_ptr() != cache.data_ptr():
+            raise KVPolicyError(
+                f"An engine must be alone in its process for documents, got another one's cache of {name}; try "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=1."
+            )

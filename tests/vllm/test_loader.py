@@ -15,7 +15,7 @@ from kvpolicy import KVPolicyError
 from kvpolicy.hf.cache_file import read
 from kvpolicy.hf.dense_cache import DenseLayer, dense_layers
 from kvpolicy_vllm import loading, read_document
-from kvpolicy_vllm.loading import Heads, Loader, layers_of
+from kvpolicy_vllm.loading import Heads, Loader, check_own, layers_of
 from kvpolicy_vllm.requests import Load
 from tests.vllm.models import Saved, make_text, save
 
@@ -217,3 +217,13 @@ def test_layers_that_are_refused(module: Any, message: str) -> None:
 def test_two_layers_of_one_index_are_refused() -> None:
     with pytest.raises(KVPolicyError, match="must be the only one of layer 1 for documents, got two"):
         layers_of({"layers.1.attn": attention(), "draft.1.attn": attention()}, index_of)
+
+
+def test_caches_of_another_engine_are_refused() -> None:
+    """They would be left as they are, and documents written to those of the first engine."""
+    modules = {f"layers.{n}.attn": attention(kv_cache=torch.zeros(3)) for n in range(2)}
+    caches = {name: module.kv_cache for name, module in modules.items()}
+    check_own(modules, caches)
+    for others in ({"layers.1.attn": torch.zeros(3)}, {"layers.7.attn": torch.zeros(3)}):
+        with pytest.raises(KVPolicyError, match="must be alone in its process for documents, got another one's cache"):
+            check_own(modules, caches | others)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpolicy import KVPolicyError
 from kvpolicy_vllm import prompt
 from tests.vllm.engines import about, answers, ask, engine, free_blocks, plain, reasons, sampling, scheduler_of
 from tests.vllm.models import LONG, POLICY, Served, answer, make_model, make_question, make_text, save, short
@@ -23,11 +24,14 @@ def test_without_a_prefix_cache(served: Served) -> None:
 
 
 def test_speculation_by_ngrams(served: Served) -> None:
-    """Also of a question of one token, whose request begins with a step of several."""
+    """Also of a question of one token, whose request begins with a step of several.
+
+    In a process of its own, in which vLLM starts no engine after one that speculates.
+    """
     short_questions = [(path, [5]) for path, _ in served.asked[::2]]
     wanted = [answer(served.model, POLICY, *each) for each in short_questions]
     options = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    with engine(served.folder / "model", speculative_config=options) as llm:
+    with engine(served.folder / "model", processes=True, speculative_config=options) as llm:
         requests = [about(*each, llm, tokens=LONG) for each in served.asked]
         refused = requests[0][0], sampling()
         for _ in range(2):
@@ -132,3 +136,11 @@ def test_documents_of_a_folder(served: Served, tmp_path: Path) -> None:
         named = [(text, sampling(params | {"document": name})) for name in ("inside", "inside.safetensors", str(path))]
         assert short(answers(llm, named)) == [wanted.tokens] * 3
         assert reasons(ask(llm, [about(outside, question), about(path, question)])) == ["error", "length"]
+
+
+def test_a_second_engine_of_a_process_is_refused(served: Served) -> None:
+    """It would have the connector of the first one, which would write into the wrong caches."""
+    with engine(served.folder / "model") as llm:
+        with pytest.raises(KVPolicyError, match="must be alone in its process"), engine(served.folder / "model"):
+            pass
+        assert llm is not None
