@@ -8,6 +8,12 @@ from kvpolicy_vllm.engine import Engine
 from tests.vllm.models import LONG, POLICY, Saved, Served, answer, make_model, make_question, make_text, save
 
 
+@pytest.fixture(autouse=True)
+def needs_vllm(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("vllm"):
+        pytest.importorskip("vllm")
+
+
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     pytest.importorskip("vllm")

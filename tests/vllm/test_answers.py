@@ -37,11 +37,6 @@ TEXTS = [90, 128, 200]
 """Tokens of documents, of which kept tokens fill a block, or end in the middle of one."""
 
 
-@pytest.fixture(autouse=True)
-def needs_vllm() -> None:
-    pytest.importorskip("vllm")
-
-
 def close(found: Sequence[Answer], wanted: Sequence[Answer]) -> bool:
     """Whether tokens are the same, and their log probabilities up to rounding."""
     assert [each.tokens for each in found] == [each.tokens for each in wanted]

@@ -106,7 +106,7 @@ def test_a_folder_may_be_named_by_a_link(folder: Path, tmp_path: Path) -> None:
         ".hidden",
         "text\\",
         "text\0",
-        "te\nxt",
+        "a\nb",
         "",
         7,
         None,
