@@ -143,7 +143,7 @@ def of_selector(case: Case) -> list[str]:
         return [f"Here: the whole prompt of {_tokens(case.prompt)} is kept.", _statistics(selector.needs)]
     representatives = 0
     if isinstance(selector, KVCrush):
-        representatives = budget * round(selector.split * 10**6) // 10**6  # as KVCrush rounds it
+        representatives = int(selector.representative_count(torch.tensor(budget)))
     chosen = _chosen(case, budget - representatives)
     if isinstance(selector, KVCrush):
         chosen = (

@@ -206,10 +206,10 @@ class KVCrush(Selector):
 
     def _base_view(self, view: View) -> View:
         """The view of the base, whose budget is what representatives leave."""
-        return view._replace(budget=view.budget - self._count(view.budget))
+        return view._replace(budget=view.budget - self.representative_count(view.budget))
 
-    def _count(self, budget: Tensor) -> Tensor:
-        """The number of representatives of a budget."""
+    def representative_count(self, budget: Tensor) -> Tensor:
+        """The number of representatives in budgets of tokens, of any shape."""
         # The fraction is reduced first, so that a quarter is a single division. This runs in every decode step.
         divisor = math.gcd(self._millionths, MILLION)
         product = budget if self._millionths == divisor else budget * (self._millionths // divisor)
@@ -223,7 +223,7 @@ class KVCrush(Selector):
         if not evicts or not (self.split or self.page):
             return torch.zeros_like(view.positions, dtype=self._mark_dtype)
         total = view.valid.sum(-1)
-        count = self._count(view.budget)[:, None]
+        count = self.representative_count(view.budget)[:, None]
         count = torch.where(total > view.budget[:, None], count, 0)  # [B, H]; 0 if the head evicts nothing
         priority = self.base.priority(base, base_view).masked_fill(~view.valid, -torch.inf)
         distance = self._distance(seen, view)

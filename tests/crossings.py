@@ -1,0 +1,86 @@
+"""Count the functions and files of the engine that a prompt's keys, and a decode step, go through.
+
+`python tests/crossings.py [POLICY]` prints both counts for the embedded model, and the functions by file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import kvpolicy
+
+PACKAGE = Path(kvpolicy.__file__).parent
+POLICY = "snapkv+kivi@0.2"
+ROOMS = ("allocators", "codecs", "engine", "kernels", "mergers", "protocols", "readers", "selectors")
+"""The engine and the rooms below it."""
+
+
+def crossed(run: Callable[[], object], counts: Callable[[FrameType], bool]) -> set[CodeType]:
+    """The functions of the engine that are called while `counts` is true of their frame."""
+    found: set[CodeType] = set()
+    folders = tuple(f"{PACKAGE / room}/" for room in ROOMS)
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        named = not code.co_name.startswith("<")  # no comprehension and no lambda
+        if event == "call" and named and code.co_filename.startswith(folders) and counts(frame):
+            found.add(code)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
+
+
+def measure(policy: str = POLICY) -> dict[str, set[CodeType]]:
+    """The functions that are given the keys of a prompt of 400 tokens, and those that a decode step behind it calls."""
+    model, _ = kvpolicy.tiny()
+    ids = torch.randint(3, 700, (1, 402), generator=torch.Generator().manual_seed(0))
+    keys: dict[int, Tensor] = {}  # held, so that no other tensor gets their memory
+
+    def has_keys(frame: FrameType) -> bool:
+        given = frame.f_locals
+        if frame.f_code.co_name == "attend_prompt":
+            keys[given["k"].untyped_storage().data_ptr()] = given["k"]
+        return any(tensor.untyped_storage().data_ptr() in keys for tensor in _tensors(given.values()))
+
+    with torch.no_grad(), kvpolicy.attach(model, policy):
+        cache = kvpolicy.PolicyCache(model, new=8)
+        prompt = crossed(lambda: model(ids[:, :400], past_key_values=cache), has_keys)
+        model(ids[:, 400:401], past_key_values=cache)
+        step = crossed(lambda: model(ids[:, 401:402], past_key_values=cache), lambda frame: True)
+    return {"keys of a prompt": prompt, "decode step": step}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Print the counts."""
+    (policy,) = (words if words is not None else sys.argv[1:]) or [POLICY]
+    for name, codes in measure(policy).items():
+        files: dict[str, list[str]] = {}
+        for code in codes:
+            files.setdefault(str(Path(code.co_filename).relative_to(PACKAGE)), []).append(code.co_name)
+        print(f"{name} of {policy}: {len(codes)} functions in {len(files)} files")
+        for file, names in sorted(files.items()):
+            print(f"  {file}: {', '.join(sorted(names))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""A decode step and the keys of a prompt go through no more functions and files of the engine than they did."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.crossings import measure
+
+MOST = {"keys of a prompt": (31, 9), "decode step": (84, 30)}
+"""Functions and files of `snapkv+kivi@0.2`, which `python tests/crossings.py` prints. Lower them where they fall."""
+
+
+def test_paths_grow_no_longer() -> None:
+    for name, codes in measure().items():
+        files = {code.co_filename for code in codes}
+        functions, most = MOST[name]
+        assert 0 < len(codes) <= functions and 0 < len(files) <= most, f"{name}: {len(codes)} in {len(files)}"
