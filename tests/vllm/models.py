@@ -44,6 +44,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """A config class of transformers and its fields, of random models."""
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+WIDE: dict[str, Any] = {"hidden_size": 128, "rope_parameters": ROPE}
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": ("LlamaConfig", {"head_dim": 32, "rope_parameters": YARN}),
+    "linear": ("LlamaConfig", {"head_dim": 32, "rope_parameters": LINEAR}),
+    "mistral": ("MistralConfig", {"head_dim": 32, "rope_parameters": ROPE, "sliding_window": None}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "rope_parameters": ROPE}),
+    "phi3": ("Phi3Config", WIDE),
+    "olmo2": ("Olmo2Config", WIDE),
+    "granite": ("GraniteConfig", WIDE | {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "smollm3": ("SmolLM3Config", WIDE | {"no_rope_layers": [1, 0, 1]}),
+    "cohere": ("CohereConfig", WIDE | {"tie_word_embeddings": True}),
+    "starcoder2": ("Starcoder2Config", WIDE | {"sliding_window": None}),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 32, "rope_parameters": ROPE, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 64},
+    ),
+}
+"""More of them, whose answers are compared for policies without a codec."""
+
 POLICY = "kvzip:decode=grow@0.5"
 LONG = 48
 """Tokens of long answers, which need more blocks while they grow."""
@@ -94,7 +117,7 @@ class Saved(NamedTuple):
 
 
 def config_of(family: str) -> Any:
-    name, fields = FAMILIES[family]
+    name, fields = (FAMILIES | MORE)[family]
     return getattr(transformers, name)(**(SIZES | fields))
 
 

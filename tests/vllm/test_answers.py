@@ -11,6 +11,7 @@ from tests.vllm.engines import about, answers, engine, plain
 from tests.vllm.models import (
     EMBEDDED,
     FAMILIES,
+    MORE,
     Answer,
     answer,
     answer_of_decoded,
@@ -31,6 +32,7 @@ CASES = [
     ("tiny", True, [*PLAIN, *CODED, *UNROTATED]),
     ("tiny", False, [*PLAIN, *CODED]),
     *((family, True, [*PLAIN, *CODED]) for family in (EMBEDDED[1], *FAMILIES)),
+    *((family, True, PLAIN) for family in MORE),
     ("stablelm", False, PLAIN),
 ]
 TEXTS = [90, 128, 200]
