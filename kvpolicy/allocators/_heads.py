@@ -1,4 +1,4 @@
-"""What head allocators share: rankings of the tokens of each head, and pages in proportion to wishes."""
+"""Helpers shared by head allocators: rankings of the tokens of each head, and pages in proportion to wishes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def divide_pages(wished: Tensor, least: Tensor, request: HeadRequest) -> Tensor:
     Args:
         wished: Tokens of each head, [B, H] fp64.
         least: Tokens that every head must have room for, [B].
-        request: What is divided.
+        request: The pages to divide.
     """
     heads = wished.shape[1]
     total = request.pages.cpu()

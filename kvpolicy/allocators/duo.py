@@ -18,7 +18,7 @@ from kvpolicy.spec.validation import AutoInt, check_fields
 
 SINKS = 64
 RECENT = 256
-"""What a streaming head keeps if neither the file nor an option says otherwise: what the authors deploy."""
+"""Tokens of a streaming head if neither the file nor an option sets them, as the authors deploy it."""
 
 
 @named_options

@@ -47,9 +47,9 @@ class HeadFile(NamedTuple):
     Attributes:
         heads: A number for each KV head, or for each query head (`by_query`), by layer of the model; an empty row for a
             layer that no policy manages.
-        kind: What the numbers mean: a score, or a share of the tokens.
+        kind: Meaning of the numbers: a score, or a share of the tokens.
         sinks: First tokens that a head keeps which does not need the context; None if the file does not say.
-        recent: Its newest tokens, likewise.
+        recent: Newest tokens that such a head keeps; None if the file does not say.
         model: The model that the file is for, as in other calibrations; None if the file does not say.
         by_query: Whether the numbers are of query heads.
         made: How the file was made: the text, its options.
@@ -80,7 +80,7 @@ def save_heads(path: str | os.PathLike[str], content: HeadFile) -> None:
 
     Args:
         path: The file.
-        content: What it says.
+        content: Its content.
     """
     blob = stamp(FORMAT) | {
         "model": content.model,
@@ -121,7 +121,7 @@ def load_heads(path: str) -> HeadFile:
     """
     if path in EMBEDDED:
         return _embedded(path)
-    where = Path(path).expanduser().absolute()  # in the key of the cache, a relative path would be of any folder
+    where = Path(path).expanduser().absolute()  # a relative path in a cache key would not name one file
     try:
         where = where / AUTHORS_TABLE if where.is_dir() else where
         config = where.with_name(AUTHORS_CONFIG)
@@ -137,7 +137,7 @@ def check_heads(content: HeadFile, path: str, model: ModelInfo) -> None:
     """Refuse a model that a head file is not for.
 
     Args:
-        content: What the file says.
+        content: The content of the file.
         path: The file as the user wrote it.
         model: The model to check.
 
@@ -148,7 +148,7 @@ def check_heads(content: HeadFile, path: str, model: ModelInfo) -> None:
     if content.model is not None:
         check_same_model(content.model, what, model)
     layers = len(content.heads)
-    # If some layers are not under the policy, rows behind the last one that is may be there or not.
+    # If some layers are not under the policy, rows behind the last managed layer are optional.
     if layers <= max(model.indices) or (not model.evictable and layers != model.layers):
         raise KVPolicyError(
             f"{what} must have a row for each of the {max(model.layers, max(model.indices) + 1)} layers of the model, "
@@ -281,7 +281,7 @@ def _count(content: dict[str, Any], name: str, least: int, path: str) -> int | N
 
 
 def _model(value: Any, path: str) -> dict[str, Any] | None:
-    """The description of a model; None if there is nothing but a name."""
+    """The description of a model; None if only its name is given."""
     if value is None or isinstance(value, str):
         return None
     model = cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -41,7 +41,7 @@ def load_profile(path: str | os.PathLike[str], layers: int) -> tuple[float, ...]
         KVPolicyError: If the file cannot be read, is not a profile, or is of a model with another number of layers.
     """
     try:
-        where = Path(path).expanduser().absolute()  # in the key of the cache, a relative path would be of any folder
+        where = Path(path).expanduser().absolute()  # a relative path in a cache key would not name one file
         status = where.stat()
         cosine = _read(os.fspath(path), where, status.st_mtime_ns, status.st_size)
     except OSError as error:
