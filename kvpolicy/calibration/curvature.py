@@ -1,4 +1,4 @@
-"""Damped Newton steps for the atoms of a dictionary, whose codes are constants."""
+"""Damped Newton steps for the atoms of a dictionary; the codes are constants."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MEMORY = 0.97
 """Weight of the earlier batches in the running mean: about the last 33 count."""
 
 _DAMPING = 0.3
-"""What is added to the diagonal, as a fraction of it: codes change with the atoms, so a full step goes too far."""
+"""Fraction of the diagonal that is added to it: codes change with the atoms, so a full step goes too far."""
 
 _FLOOR = 1e-3
-"""What is added besides, as a fraction of the mean of the diagonal: an atom that is never used has no curvature."""
+"""Fraction of the mean of the diagonal that is added besides: an atom that is never used has no curvature."""
 
 _TINY = 1e-30
 
@@ -26,7 +26,7 @@ class Codes:
     Attributes:
         index: Atoms, [n, k] int64.
         coef: Their coefficients, [n, k].
-        residual: What they leave of the vectors, [n, d].
+        residual: The vectors minus their encoded values, [n, d].
     """
 
     def __init__(self, x: Tensor, atoms: Tensor, pairs: int) -> None:

@@ -77,7 +77,7 @@ def _training(
         dim: Channels of a chunk.
         vectors: Whole vectors of all layers.
         layers: The most dictionaries: layers that share one have one with as many vectors.
-        device: Where they are trained.
+        device: Device on which they are trained.
     """
     training = options.training
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ def refuse_other(out: str | Path, what: str) -> NoReturn:
 
     Args:
         out: The file.
-        what: What would be written, such as `calibration`.
+        what: Noun for the content that would be written, such as `calibration`.
 
     Raises:
         KVPolicyError: Always.

@@ -54,13 +54,13 @@ def calibrate_heads(
         out: The file.
         positions: See `head_scores`.
         sinks: First tokens that a streaming head keeps; written to the file as they are.
-        recent: Newest tokens that a streaming head keeps, likewise.
+        recent: Newest tokens that a streaming head keeps; written to the file as they are.
         name: Name of the model in the file.
         progress: Whether to show a progress bar.
         force: Whether to replace a file that holds something else: another model, text or other options.
 
     Returns:
-        What was written.
+        The content of the file.
 
     Raises:
         KVPolicyTypeError: If the windows are not token ids.
@@ -149,8 +149,8 @@ def reach(query: Tensor, key: Tensor, rope: Rope, positions: int, scale: float, 
     """The mean of the cumulated attention weights of a query over copies of one key, [H, G] fp64.
 
     Args:
-        query: Of each query head, without its rotation, [H, G, D] fp32; it stands at the last position.
-        key: Of each KV head, without its rotation, [H, D] fp32; a copy stands at each position.
+        query: Query of each query head, without its rotation, [H, G, D] fp32; it stands at the last position.
+        key: Key of each KV head, without its rotation, [H, D] fp32; a copy stands at each position.
         rope: The rotary embedding of the layer.
         positions: How many positions there are.
         scale: Factor of the products.
@@ -223,7 +223,7 @@ def _no_rope(model: nn.Module, layer_idx: int, what: str) -> KVPolicyError:
 
 
 def _check_free(out: Path, facts: HeadFile) -> None:
-    """Refuse a file that holds anything but the scores of the same model and text with the same options."""
+    """Refuse a file unless it holds the scores of the same model and text with the same options."""
     if not out.exists():
         return
     try:
@@ -235,6 +235,6 @@ def _check_free(out: Path, facts: HeadFile) -> None:
 
 
 def _compared(content: HeadFile) -> Any:
-    """What must be equal; the name of the model is not compared."""
+    """The content that must be equal; the name of the model is not compared."""
     model = {key: value for key, value in (content.model or {}).items() if key != "name"}
     return model, content.made, content.sinks, content.recent

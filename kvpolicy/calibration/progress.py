@@ -23,7 +23,7 @@ class Progress:
 
     Args:
         out: The folder of the calibration.
-        facts: What must be equal for a training to be resumed: the model, the text and all options.
+        facts: Facts that must be equal for a training to be resumed: the model, the text and all options.
 
     Raises:
         KVPolicyError: If the folder contains checkpoints of another calibration.
