@@ -43,7 +43,7 @@ Config = Annotated[
         autocompletion=complete_model,
     ),
 ]
-"""A model whose config is sufficient, as an argument. The default of the parameter is `TINY`."""
+"""A model, or only its config, as an argument. The default of the parameter is `TINY`."""
 
 Model = Annotated[
     str,
@@ -191,7 +191,7 @@ def prompt_length(given: int | None, new: int, trained: int | None) -> int:
     """The prompt length to plan for.
 
     Args:
-        given: What the user asked for, or None.
+        given: The value that the user gave, or None.
         new: Number of tokens to generate.
         trained: Positions that the model was trained for; None if they are not limited.
 

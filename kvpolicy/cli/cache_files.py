@@ -1,4 +1,4 @@
-"""What `kvpolicy cache` does with files of saved caches."""
+"""Operations of `kvpolicy cache` on files of saved caches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_file(
         hold: How a prompt is held that waits, as `hold` of `attach`.
 
     Returns:
-        What `describe` says of the file, and `note`: what `note_for` says of the policy.
+        The result of `describe` for the file, and `note`: that of `note_for` for the policy.
     """
     ids = ids.to(model.device)
     with torch.inference_mode(), attach(model, policy, tile=tile, hold=hold) as handle:
@@ -48,7 +48,7 @@ def make_file(
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the header of a file says; `held` has the fewest and the most tokens that a head holds, if it says so."""
+    """Facts from the header of a file; `held` has the fewest and the most tokens of a head, None if unknown."""
     header = read_header(path)
     held = [count for pair in header.get("held", {}).values() for count in pair]
     return {
@@ -82,7 +82,7 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def note_for(policy: Policy) -> str:
-    """What a user should know who saves a cache under a policy that is attached; empty if there is nothing."""
+    """Note for a user who saves a cache under this policy; empty if there is none."""
     every = [one.selector.needs for one in policy.distinct]
     if not any(needs.window_queries or needs.below_mean_queries or needs.newest_row for needs in every):
         return ""

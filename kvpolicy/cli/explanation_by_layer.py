@@ -1,4 +1,4 @@
-"""What a policy that differs by layer amounts to for a model, and why each layer has what it has."""
+"""Explanation of a policy that differs by layer: its totals for a model, and the reason for each layer's choice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DISTORTION = {
     "parts do in all layers at once, relative to the sum over layers",
     "kl": "the KL divergence of the model's predictions if this layer alone is compressed",
 }
-"""What a distortion is, by the measure of a file."""
+"""The definition of a distortion, by the measure of a file."""
 
 
 def facts_by_layer(given: Any, planned: Any, model: Any) -> dict[str, Any]:

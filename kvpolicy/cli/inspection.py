@@ -46,7 +46,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspection:
-    """What a policy did with a prompt.
+    """Effect of a policy on a prompt.
 
     Attributes:
         model: The name of the model.

@@ -87,7 +87,7 @@ def compare(
 
 
 def _facts(model: Any, policy: Any, windows: list[Any], scored: Any, tile: Any) -> dict[str, Any]:
-    """What was measured of a policy, and its planned peak."""
+    """Measurements of a policy, and its planned peak."""
     import kvpolicy
 
     longest = max(windows, key=lambda window: len(window.prompt) + len(window.follow))

@@ -70,7 +70,7 @@ def overview() -> str:
 
 
 def _first_sentence(kind: Kind, name: str) -> str:
-    """What a strategy of another package says of itself."""
+    """The summary of a strategy of another package, or the reason why it cannot be loaded."""
     entry = _entry(kind, name)
     return f"Cannot be loaded: {entry.error}" if entry.described is None else entry.described.summary
 
