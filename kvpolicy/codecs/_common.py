@@ -1,4 +1,4 @@
-"""What codecs share: the ordinary layout, access to slots, and attention over encoded slots in chunks."""
+"""Helpers shared by codecs: the ordinary layout, access to slots, and attention over encoded slots in chunks."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ _MAX_GRAM = 2**25
 """The largest number of elements of a Gram matrix: 128 MB."""
 
 _BLOCK = 32
-"""Atoms whose largest product is searched together on a CPU."""
+"""Atoms that are searched together for the largest product on a CPU."""
 
 _RIDGE = 1e-6
-"""What is added to the diagonal of a least-squares fit, so that it has a solution if an atom occurs twice."""
+"""Number added to the diagonal of a least-squares fit, so that it has a solution if an atom occurs twice."""
 
 
 def pursue(x: Tensor, dictionary: Dictionary, pairs: int, solver: Solver = "mp") -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class CSRDictionaries(NamedTuple):
 
     Attributes:
         keys: [N, D] fp32, unit vectors; zero vectors pad a dictionary that is smaller than that of another group.
-        values: [N, D / value_chunks] fp32, likewise.
+        values: [N, D / value_chunks] fp32, unit vectors, padded as `keys`.
     """
 
     keys: Tensor

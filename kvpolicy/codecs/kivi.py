@@ -161,7 +161,7 @@ class KIVI(SingleStage):
         scale, zero = scale_and_zero(*_bounds(keys, blocks, slots, write_mask), self.bits)
         put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
         put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
-        # Read back, since a token may also go to an older group, whose scale and zero stay.
+        # Read back, since a token may also go to an older group, which keeps its scale and zero.
         group = to_groups(slots, self.group_size)
         scale, zero = (take(t, group).float() for t in (codes.key_scale, codes.key_zero))
         put(codes.keys, pack(encode(keys, scale, zero, self.bits), self.bits), slots, write_mask)

@@ -176,7 +176,7 @@ class TurboQuant(SingleStage):
         return mix_by_chunks(self.values, store, weights)
 
     def _width(self, codes: TurboQuantCodes) -> int:
-        """The head dimension, whose codes fill whole bytes."""
+        """The head dimension; its codes fill whole bytes."""
         return codes.keys.shape[-1] * 8 // self.bits
 
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
