@@ -23,8 +23,8 @@ def bytes_by_kind(
 
     Args:
         exact: Keys and values in full precision.
-        codes: The codes of each stage, NamedTuples whose fields say which tensors are scales and zero points.
-        positions: Of the slots.
+        codes: The codes of each stage, NamedTuples; the names of their fields tell scales and zero points.
+        positions: Positions of the slots.
         state: The selector's state.
         counters: Lengths, budgets and limits of the rows.
         merged: The counts of the slots, and the merger's state.

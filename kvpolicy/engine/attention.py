@@ -134,7 +134,7 @@ def attend_tile(
     Args:
         q: Their queries, [B, Hq, T, D].
         keys: Keys of the slots and of the prompt so far, [B, H, S + N, D], of which the last T are those of `q`.
-        values: Values, likewise.
+        values: Values of the slots and of the prompt so far, [B, H, S + N, D].
         transform: From products to attention weights.
         past: The S slots that come first, or None.
         valid: Which of the N tokens are not padding, [B, N] bool; None if all are.
@@ -164,7 +164,7 @@ def _is_fusable(transform: ScoreTransform) -> bool:
 
 
 def _from(columns: slice | Tensor, start: int) -> slice | Tensor:
-    """Those of some columns that are not before `start`, counted from there."""
+    """The columns from `start` on, counted from `start`."""
     if isinstance(columns, slice):
         return slice(max(columns.start - start, 0), max(columns.stop - start, 0))
     return columns[columns >= start] - start
@@ -216,7 +216,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor) -
 
 
 def _rows_by_columns(valid: Tensor) -> list[tuple[slice | list[int], slice | Tensor]]:
-    """Groups of rows whose valid tokens stand in the same columns, and these columns; rows without any are left out.
+    """Groups of rows with valid tokens in the same columns, and these columns; rows without any are left out.
 
     Args:
         valid: [B, P] bool.
@@ -314,7 +314,7 @@ def newest_columns(valid: Tensor | None, shape: tuple[int, int], width: int, dev
         valid: Which of P tokens are not padding, [B, P] bool; None if all are.
         shape: B and P.
         width: How many.
-        device: Where the result is made.
+        device: Device of the result.
     """
     batch, new = shape
     width = min(width, new)

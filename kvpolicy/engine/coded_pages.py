@@ -1,4 +1,4 @@
-"""The slots of a layer whose heads have budgets of their own and whose tokens are encoded."""
+"""The slots of a layer with a budget for each head and encoded tokens."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class CodedPagedStore(PagedStore):
     # demotion
 
     def demote_block(self) -> None:
-        """Demote the oldest tokens of every head whose buffer is full. Traceable, no host sync."""
+        """Demote the oldest tokens of every head with a full buffer. Traceable, no host sync."""
         assert self.limits is not None
         positions = self._parts(self.positions)[1]
         state = map_slots(lambda t: self._parts(t)[1], self.state)
@@ -281,6 +281,6 @@ class CodedPagedStore(PagedStore):
 def paged_store(
     layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, head_allocator: HeadAllocator
 ) -> PagedStore:
-    """An empty store of a layer whose heads have budgets of their own, whatever its codec."""
+    """An empty store of a layer with a budget for each head, for any codec."""
     kind = CodedPagedStore if codec.stages else PagedStore
     return kind(layer_idx, selector, codec, decode, head_allocator)

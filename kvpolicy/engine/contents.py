@@ -1,4 +1,4 @@
-"""What one layer holds: its tensors, and the numbers that it keeps on the host."""
+"""Contents of one layer: its tensors, and the numbers that it keeps on the host."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "_m
 
 
 class LayerContents:
-    """What one layer holds under a policy.
+    """Contents of one layer under a policy.
 
     Attributes:
         layer_idx: Index of the layer in the model.
@@ -89,10 +89,10 @@ class LayerContents:
         codes: The codec's tensors of each stage.
         calibrations: The model's calibrated tensors of each stage.
         limits: Limits of each row; None for a codec without stages.
-        read_shape: What a decode step reads; None for everything.
+        read_shape: Read plan of a decode step; None for all slots.
         reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
-        link: What every read of a decode step goes through.
-        undo: What a rollback needs of the steps since the mark; None without a mark.
+        link: The link that every read of a decode step goes through.
+        undo: Undo log of the steps since the mark; None without a mark.
         length: Tokens that each row has seen, [B] int64.
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
@@ -122,7 +122,7 @@ class LayerContents:
         merger: Merger | None = None,
         reader: Reader | None = None,
     ) -> None:
-        """Make an empty store of a layer's own parts.
+        """Make an empty store from the parts of a layer.
 
         Without a merger, evicted tokens are dropped; without a reader, every slot is read.
         """
@@ -292,7 +292,7 @@ class LayerContents:
         return self.layout
 
     def numbers(self) -> dict[str, Any]:
-        """What the layer keeps on the host, as JSON can hold it; infinity is None."""
+        """The numbers of the layer on the host, as JSON values; infinity is None."""
         return {
             "layout": [self.layout.exact, list(self.layout.coded)],
             "schedule": self.schedule.numbers(),
@@ -301,7 +301,7 @@ class LayerContents:
         }
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set what `numbers` returned."""
+        """Restore the result of `numbers`."""
         exact, coded = numbers["layout"]
         self.layout = Layout(exact, tuple(coded))
         self.schedule.set_numbers(numbers["schedule"])

@@ -56,13 +56,13 @@ def crop_obstacle(selector: Selector, codec: Codec, merger: Merger, reader: Read
 
 
 class LayerCropping(LayerGrowth):
-    """The slots of a layer whose newest tokens can be taken back. `LayerStore` operates on them.
+    """The slots of a layer that can be cropped to an earlier length. `LayerStore` operates on them.
 
     Nothing was evicted from it, so that slot n of each head holds its row's token n.
     """
 
     is_paged = False
-    """Whether heads have budgets of their own."""
+    """Whether each head has a budget."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make an empty store; see `LayerSlots`."""
@@ -125,13 +125,13 @@ class LayerCropping(LayerGrowth):
             valid: Which of these are not padding, [B, count] bool; None if all are.
         """
         place = torch.arange(1, count + 1, device=length.device) if valid is None else valid.long().cumsum(-1)
-        slots = (length[:, None] + place - 1).clamp_min(0)  # of padding, that of any token
+        slots = (length[:, None] + place - 1).clamp_min(0)  # an arbitrary slot for padding
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         keys, values = (t.transpose(1, 2)[rows, slots].transpose(1, 2).contiguous() for t in (self.keys, self.values))
         return PendingPrompt(keys, values, valid, ScoreTransform(self.scale))
 
     def _resize(self, sizes: Sizes) -> None:
-        """Have the first slots only, as many as there were."""
+        """Truncate the layer to an earlier size."""
         self.layout = Layout(sizes.exact)
         self.capacity = sizes.capacity
         self.expected_len = list(sizes.expected_len)

@@ -20,7 +20,7 @@ def demoted_counts(counts: Tensor, limits: RowLimits, traits: Traits, idle: Tens
     Args:
         counts: Tokens of each head, [B, H].
         limits: Limits of the rows.
-        traits: The codec's.
+        traits: The traits of the codec.
         idle: Rows that got no token, [B] bool: alone they would not have been called, so nothing of theirs is demoted.
     """
     stays = limits.flush_threshold - block_of(limits, traits)
@@ -36,7 +36,7 @@ def free_slots(positions: Tensor, capacity: Tensor, group_size: int) -> Tensor:
     that it would have alone, however many the other rows need.
 
     Args:
-        positions: Of the stage's slots, [B, H, C].
+        positions: Positions of the stage's slots, [B, H, C].
         capacity: Slots that each row may use, [B].
         group_size: Slots that share parameters.
     """
@@ -49,7 +49,7 @@ def free_slots(positions: Tensor, capacity: Tensor, group_size: int) -> Tensor:
 
 
 class Overflow(NamedTuple):
-    """What must move on to the next stage before a block is written to a stage.
+    """Tokens that must move on to the next stage before a block is written to a stage.
 
     Attributes:
         slots: Slots of the stage, [B, H, n].
@@ -81,12 +81,12 @@ def overflow(
     Args:
         stage: The stage.
         store: Its tensors.
-        positions: Of its slots, [B, H, C].
+        positions: Positions of its slots, [B, H, C].
         state: The selector's state of its slots.
         capacity: Slots that each row may use, [B].
         block: The tokens to write; `chosen` says which.
         order: Which tokens leave first.
-        counts: Of its slots; see `TokenBatch.counts`.
+        counts: Counts of its slots; see `TokenBatch.counts`.
     """
     occupied = positions >= 0
     width = block.chosen.shape[-1]

@@ -13,11 +13,11 @@ from kvpolicy.protocols import Ranks, Selector, State, Traits, View
 
 
 class DemotionOrder(NamedTuple):
-    """What decides the order of demotion in a layer.
+    """Criteria for the order of demotion in a layer.
 
     Attributes:
         selector: Ranks tokens where `Traits.demote_by` is `priority`.
-        traits: The codec's.
+        traits: The traits of the codec.
         limits: The limits of the rows.
         length: Tokens that each row has seen, [B].
         budget: The most tokens of each row, [B].
@@ -41,7 +41,7 @@ class DemotionOrder(NamedTuple):
         Args:
             positions: [B, H, n] int32.
             state: The selector's state of the tokens.
-            candidates: Which tokens there are, [B, H, n] bool.
+            candidates: Which tokens are candidates, [B, H, n] bool.
         """
         if self.traits.demote_by == "age":
             order = positions.argsort(dim=-1, stable=True)

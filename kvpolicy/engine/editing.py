@@ -52,7 +52,7 @@ def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
         positions.masked_fill_((positions >= start + by) & (positions < start), -1)
     # In full precision only: codes are of unrotated keys, which say nothing of positions.
     at = _key_positions(store)
-    here = at.clamp_min(max(0, -by))  # an empty slot is at any position
+    here = at.clamp_min(max(0, -by))  # an arbitrary position for empty slots
     rotated = rope.rotate(rope.unrotate(store.keys, here), here + by).to(store.keys.dtype)
     store.keys.copy_(torch.where((at >= start)[..., None], rotated, store.keys))
     positions.add_(by * (positions >= start))

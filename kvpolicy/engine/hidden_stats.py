@@ -61,7 +61,7 @@ def sum_cosines(before: Tensor, update: Tensor, valid: Tensor | None) -> CosineS
 
     Args:
         before: Hidden states, [B, P, hidden].
-        update: What is added to them, [B, P, hidden].
+        update: The update that is added to them, [B, P, hidden].
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
     """
     before = before.detach().float()

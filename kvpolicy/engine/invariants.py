@@ -1,4 +1,4 @@
-"""What is true of a layer after every operation, whatever its parts: for tests, which call it wherever a layer changed.
+"""Invariants of a layer after every operation, whatever its parts; tests check them wherever a layer changed.
 
 Everything is counted again from positions and owners alone, without the functions that the engine counts with.
 """
@@ -54,7 +54,7 @@ def check_invariants(store: LayerStore, *, keeps_newest: bool = True) -> None:
 
 
 def _require(fine: Tensor | bool, store: LayerStore, rule: str) -> None:
-    """Fail unless all elements of `fine`, whose first dimensions are rows and heads, hold."""
+    """Fail unless all elements of `fine` are true; its first dimensions are rows and heads."""
     if isinstance(fine, bool):
         assert fine, f"layer {store.layer_idx}: {rule}"
         return
@@ -171,7 +171,7 @@ def _check_buffer(store: LayerStore) -> None:
 
 
 def _check_numbers(store: LayerStore, positions: Tensor) -> None:
-    """What the host keeps, and what a call counts, is what the tensors say."""
+    """Numbers on the host, and the results of counting calls, equal a recount of the tensors."""
     _require(store.tokens_by_head() == (positions >= 0).sum(-1), store, "tokens_by_head equals a recount")
     _require(store._free_steps <= store._count_free_steps(), store, "no step is counted that has no slot")  # pyright: ignore
     fine = all(ranked <= seen for ranked, seen in zip(store.schedule.ranked_len, store.length.tolist(), strict=True))
@@ -199,7 +199,7 @@ def _check_counts(store: LayerStore) -> None:
 
 
 def _check_index(store: LayerStore) -> None:
-    """Where a token is, the reader's index is what its slots would give if it were made now."""
+    """The reader's index of entries with a token equals an index that is made from the slots now."""
     reads = store.reads
     if not reads:
         return

@@ -70,7 +70,7 @@ class Link:
         """Count the decoding of `count` slots of each head from the codes of a stage.
 
         A tensor with a vector for each slot is read for these slots, and one with a vector for each group of slots for
-        as many groups as there are in whole pages, or for the group of each slot. Anything else is read whole.
+        as many groups as there are in whole pages, or for the group of each slot. Other tensors are read whole.
 
         Args:
             codes: The result of `Stage.alloc`.

@@ -147,11 +147,11 @@ def slot_tokens(
 
     Args:
         slots: Slot of each head, [B, H, 1] int64.
-        there: Whether the head has a token in it, [B, H, 1] bool.
+        there: Whether the slot holds a token, [B, H, 1] bool.
         exact: Keys and values of the full-precision buffer, [B, H, E, D].
         coded: The coded slots, which follow; None if there are none.
-        positions: Of all slots, [B, H, S] int32.
-        counts: Of all slots, [B, H, S] fp32, or ().
+        positions: Positions of all slots, [B, H, S] int32.
+        counts: Counts of all slots, [B, H, S] fp32, or ().
     """
     size = exact[0].shape[2]
     keys, values = (gather_slots(t, slots.clamp_max(max(size - 1, 0))) for t in exact)

@@ -57,7 +57,7 @@ def attend_pages(
         q: [B, Hq, 1, D].
         pages: NB pages of P slots.
         occupied: Which slots hold a token, [B, NB, P] bool; at least one of each head. The pages of the buffer follow.
-        owner: [B, NB], likewise.
+        owner: Head of each page, [B, NB]; the pages of the buffer follow.
         heads: H.
         transform: From products to attention weights.
         buffer: Keys and values of each head's full-precision buffer besides, [B, H, E, D] each; None without.

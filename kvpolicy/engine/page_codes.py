@@ -53,15 +53,15 @@ def encode(
 
     Args:
         codec: The codec.
-        codes: Those of the layer, in pages. The entries of heads without any code may be fitted again, in place.
+        codes: Codes of the layer, in pages. The entries of heads without any code may be fitted again, in place.
         calibration: The calibrated tensors of the stage.
         keys: [B, H, n, D].
         values: [B, H, n, D].
-        write_mask: Which tokens there are, [B, H, n] bool.
+        write_mask: Which tokens are encoded, [B, H, n] bool.
         has_codes: Which heads hold coded tokens that stay, [B, H] bool.
 
     Returns:
-        Codes whose tensors with one entry per slot are [B, H, n, ...].
+        Codes; tensors with one entry per slot are [B, H, n, ...].
     """
     batch, heads, count, dim = keys.shape
     stage = codec.stages[0]
@@ -77,7 +77,7 @@ def encode(
 def decode_heads(
     codec: Codec, codes: Codes, calibration: Calibration, table: PageTable, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all slots of each head, [B, H, n * P, D]; entries beyond a head's pages are any."""
+    """Keys and values of all slots of each head, [B, H, n * P, D]; undefined beyond the pages of a head."""
     store = StageStore(by_field(codec, codes, lambda name, t: table.slots(t), lambda name, t: t), calibration)
     stage = codec.stages[0]
     every = slice(0, table.page.shape[-1] * _page_slots(codec, codes))

@@ -1,4 +1,4 @@
-"""The slots of a layer whose heads have budgets of their own."""
+"""The slots of a layer with a budget for each head."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class PagedStore(LayerStore):
     def __init__(
         self, layer_idx: int, selector: Selector, codec: Codec, decode: DecodeMode, head_allocator: HeadAllocator
     ) -> None:
-        """Make an empty store of a layer's own parts."""
+        """Make an empty store from the parts of a layer."""
         super().__init__(layer_idx, selector, codec, decode)
         self.head_allocator = head_allocator
 
@@ -333,7 +333,7 @@ class PagedStore(LayerStore):
         return (each + (torch.arange(self._all_heads) < odd).long())[self.ranks.held]
 
     def _add_pages(self, wanted: Tensor) -> None:
-        """Give heads more pages, [B, H] of the rows' own sizes; pages that a row does not use come first."""
+        """Give heads more pages, [B, H] in the page size of each row; pages that a row does not use come first."""
         new = (wanted * self._pieces(self._rows).cpu() - self._pages_by_head().cpu()).tolist()
         owners = self._body_owner.tolist()
         for row, heads in zip(owners, new, strict=True):
@@ -438,14 +438,14 @@ class PagedStore(LayerStore):
         }
 
     def numbers(self) -> dict[str, Any]:
-        """What the layer keeps on the host, as JSON can hold it."""
+        """The numbers of the layer on the host, as JSON values."""
         return super().numbers() | {
             "rows": [part.tolist() for part in self._rows],
             "pages": list(self.positions.shape[1:]),
         }
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set what `numbers` returned."""
+        """Restore the result of `numbers`."""
         super().set_numbers(numbers)
         self._rows = RowPages(*map(torch.tensor, numbers["rows"]))
         pages, size = numbers["pages"]

@@ -123,12 +123,12 @@ def take_for_pages(t: Tensor, owner: Tensor, index: Tensor) -> Tensor:
 
 
 class Placed(NamedTuple):
-    """Where the pages of each head take its tokens from.
+    """The tokens in the slots of the pages.
 
     Attributes:
         owner: [B, NB].
-        source: Index of the token of each slot, [B, NB, P] int64.
-        empty: Slots without a token, [B, NB, P] bool; their source is any.
+        source: Index of the token of each slot, [B, NB, P] int64; arbitrary for empty slots.
+        empty: Slots without a token, [B, NB, P] bool.
     """
 
     owner: Tensor
@@ -136,7 +136,7 @@ class Placed(NamedTuple):
     empty: Tensor
 
     def take(self, t: Tensor) -> Tensor:
-        """What the slots hold of `t` [B, H, n, ...], [B, NB, P, ...]."""
+        """Gather the tokens of `t` [B, H, n, ...] into the slots of the pages, [B, NB, P, ...]."""
         return take_for_pages(t, self.owner, self.source)
 
 
@@ -160,10 +160,10 @@ def place_tokens(positions: Tensor, chosen: Tensor, counts: Tensor, size: int) -
 
 
 class PageTable(NamedTuple):
-    """Where the pages of each head are, for reading them as [B, H, S, ...].
+    """The pages of each head, for reading them as [B, H, S, ...].
 
     Attributes:
-        page: Page of each head, [B, H, n], in order of the pages; any page beyond those that a head has.
+        page: Page of each head, [B, H, n], in order of the pages; arbitrary beyond the pages of a head.
         used: Which of these belong to the head, [B, H, n] bool.
     """
 
@@ -171,7 +171,7 @@ class PageTable(NamedTuple):
     used: Tensor
 
     def slots(self, t: Tensor) -> Tensor:
-        """[B, NB, P, ...] -> [B, H, n * P, ...]; entries beyond a head's pages are any."""
+        """[B, NB, P, ...] -> [B, H, n * P, ...]; entries beyond a head's pages are undefined."""
         rows = torch.arange(t.shape[0], device=t.device)[:, None, None]
         return t[rows, self.page].flatten(2, 3)
 
@@ -249,7 +249,7 @@ def write_pages(target: Tensor, slots: Tensor, data: Tensor, write_mask: Tensor)
 
     Args:
         target: [B, NB, P, ...], contiguous.
-        slots: [B, H, n] int64, of masked tokens anything.
+        slots: [B, H, n] int64; arbitrary where `write_mask` is not set.
         data: [B, H, n, ...].
         write_mask: Which tokens are written, [B, H, n] bool.
     """

@@ -43,19 +43,19 @@ from kvpolicy.kernels.products import products
 from kvpolicy.protocols import LoadsSalience, Needs, State
 
 REBUILD_SLOTS = 8192
-"""Slots of each head whose entries are computed at a time when an index is made: they are decoded for it."""
+"""Slots of each head that are decoded at a time when an index is made."""
 
 
 class LayerReading(LayerRollback):
     """The slots of a layer and the index of its reader. `LayerStore` operates on them.
 
-    Where the reader reads everything, nothing here does anything but attend to all slots.
+    If the reader reads all slots, this class only attends to them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make an empty store; see `LayerSlots`."""
         super().__init__(*args, **kwargs)
-        # Set by the owner of a cache whose layers read what others choose.
+        # Set by the owner of a cache in which layers follow the choices of others.
         self.board: Board | None = None
         self._same_slots = False
         self._index_is_current = False  # while a prompt is placed, entries wait until all slots are written
@@ -91,7 +91,7 @@ class LayerReading(LayerRollback):
         return out, None if weights is None else self._to_slots(weights, chosen)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
-        """What a step reads, of a layer that may read less than everything, and shows to the layers behind it.
+        """Choose the slots that a step reads, and show the choice to the layers behind this one.
 
         Returns:
             The slots that are read besides a codec's full-precision buffer, or None for all slots; and the products of
@@ -161,7 +161,7 @@ class LayerReading(LayerRollback):
         return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
 
     def _of_read(self, per_slot: Tensor | None, chosen: Chosen) -> Tensor:
-        """What is read of a tensor [B, H, S], in the order in which it is attended to, [B, H, n].
+        """Gather the read slots of a tensor [B, H, S], in the order in which they are attended to, [B, H, n].
 
         Without a tensor: whether a slot is to be attended to.
         """
@@ -275,12 +275,12 @@ class LayerReading(LayerRollback):
         return parts | {"reads": reads}
 
     def numbers(self) -> dict[str, Any]:
-        """What the layer keeps on the host, as JSON can hold it."""
+        """The numbers of the layer on the host, as JSON values."""
         reading = [self._same_slots, self._index_is_current, self._steps_unsorted]
         return super().numbers() | ({"reading": reading} if self.reads else {})
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set what `numbers` returned."""
+        """Restore the result of `numbers`."""
         super().set_numbers(numbers)
         if self.reads:
             self._same_slots, self._index_is_current, self._steps_unsorted = numbers["reading"]

@@ -22,10 +22,10 @@ class PendingPrompt(NamedTuple):
 
     Attributes:
         keys: [B, H, P, D]; empty if there are codes.
-        values: [B, H, P, D]; likewise.
+        values: [B, H, P, D]; empty if there are codes.
         valid: Which tokens are not padding, [B, P] bool; None if all are.
         transform: From products to attention weights.
-        statistics: What was gathered of its queries, in the order of `prompt_statistics.wanted`.
+        statistics: Statistics of its queries, in the order of `prompt_statistics.wanted`.
         forward: The arguments of the attention module, if the selector needs them.
         replay: Scores of the replayed context, [B, H, P] fp32, -1 for tokens that were not replayed; None if there was
             no replay.
@@ -146,7 +146,7 @@ class PendingPrompt(NamedTuple):
         )
 
     def owned(self) -> PendingPrompt:
-        """The same with memory of its own, so that keys and values do not keep a larger tensor alive."""
+        """The same in separate memory, so that keys and values do not keep a larger tensor alive."""
         keys, values = (t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for t in self[:2])
         # A mask of bool is the caller's own tensor, who may use it again for the next chunk.
         return self._replace(keys=keys, values=values, valid=None if self.valid is None else self.valid.clone())

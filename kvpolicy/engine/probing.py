@@ -85,7 +85,7 @@ def probe_columns(valid: Tensor | None, shape: tuple[int, int], probes: Probes, 
         valid: Which of P tokens are not padding, [B, P] bool; None if all are.
         shape: B and P.
         probes: How many, and which.
-        device: Where the result is made.
+        device: Device of the result.
     """
     batch, new = shape
     rows = [torch.arange(new)] * batch if valid is None else [row.nonzero()[:, 0].cpu() for row in valid]

@@ -39,7 +39,7 @@ class PromptCodes(NamedTuple):
         """The codes of these tokens and of later ones.
 
         Args:
-            keys: Of the later ones, [B, H, n, D].
+            keys: Keys of the later tokens, [B, H, n, D].
             values: [B, H, n, D].
             valid: Which of them are not padding, [B, n] bool.
             begun: Which rows have tokens among the earlier ones, [B] bool: what is fitted to these stays.

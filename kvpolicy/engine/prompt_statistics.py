@@ -1,4 +1,4 @@
-"""What selectors, mergers, codecs and readers must see of a prompt's queries, from one piece or tile by tile."""
+"""Statistics of a prompt's queries for selectors, mergers, codecs and readers, in one piece or tile by tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpolicy.protocols import Forward, Needs
 
 
 def prompt_needs(store: LayerReading) -> Needs:
-    """What the selector and the merger of a layer must see of a prompt."""
+    """The statistics of a prompt that the selector and the merger of a layer need."""
     return store.selector.needs | store.merger.needs
 
 
@@ -64,7 +64,7 @@ class PromptStatistics:
     """The statistics of a prompt of P tokens. Queries that are kept are chosen among all P before the first one comes.
 
     Args:
-        store: The layer that takes the prompt, whose parts say what is to be seen.
+        store: The layer that takes the prompt; its parts determine the statistics.
         valid: Which of the tokens are not padding, [B, P] bool; None if all are.
         columns: P.
         held: Earlier chunks of the prompt, which are not compressed yet, or None.
@@ -100,7 +100,7 @@ class PromptStatistics:
     def prompt(
         self, keys: Tensor, values: Tensor, transform: ScoreTransform, forward: Forward | None, attn_sum: Tensor | None
     ) -> PendingPrompt:
-        """The prompt whose last token was seen.
+        """The pending prompt, after its last token was seen.
 
         Args:
             keys: [B, H, P, D].

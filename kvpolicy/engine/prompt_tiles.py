@@ -22,8 +22,8 @@ class PromptTiles:
         queries: Query heads.
         columns: P.
         valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
-        past: What comes before them: slots, and held chunks; None if nothing does.
-        statistics: What is seen of the queries.
+        past: Slots and held chunks before them; None if there are none.
+        statistics: Statistics of the queries.
         attn_sum: Whether to sum the attention over the queries.
 
     Attributes:

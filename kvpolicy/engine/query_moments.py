@@ -23,7 +23,7 @@ class Moments:
     Attributes:
         first: The first position that counts.
         moments: The moments so far; None before a prompt.
-        positions: Of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt.
+        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding; None before a prompt.
         rope: The rotary embedding of the layer, or None.
     """
 
@@ -76,7 +76,7 @@ def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope
     Args:
         q: As attention takes them, [B, Hq, P, D].
         heads: KV heads.
-        positions: Of the queries, [B, P], -1 for padding.
+        positions: Positions of the queries, [B, P], -1 for padding.
         first: The first position that counts.
         rope: The layer's rotary embedding, or None.
     """
@@ -89,7 +89,7 @@ def sum_moments(q: Tensor, heads: int, positions: Tensor, first: int, rope: Rope
     for start in range(0, new, rows):
         at = slice(start, start + rows)
         tile = plain_queries(q[:, :, at], positions[:, at], rope)
-        if any(left_out[at]):  # numbers of padding may be anything
+        if any(left_out[at]):  # padding may hold inf or NaN
             tile = tile.masked_fill(~counts[:, None, at, None], 0)
         total += tile.sum(2)
         product += tile.mT @ tile
@@ -113,7 +113,7 @@ def new_token(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, needs: Needs, 
 
 
 def mean_rotation(rope: Rope | None) -> MeanRotation:
-    """What rotates vectors to the mean of some positions; the identity without a rotary embedding."""
+    """The function that rotates vectors to the mean of some positions; the identity without a rotary embedding."""
     return _no_rotation if rope is None else rope.mean_rotation
 
 

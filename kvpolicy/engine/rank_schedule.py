@@ -13,7 +13,7 @@ from torch import Tensor
 class RankSchedule:
     """Counts steps on the host, and asks for the lengths of rows only when a row may be due.
 
-    A row is due by its own tokens, so that it is ranked when it would be alone.
+    A row is due by the number of its tokens, so that it is ranked at the same steps as in a batch of one.
     """
 
     def __init__(self, every: int) -> None:
@@ -32,7 +32,7 @@ class RankSchedule:
 
     @property
     def is_started(self) -> bool:
-        """Whether the steps until the next time are counted, if there is one."""
+        """Whether the steps until the next ranking are counted; True if there is none."""
         return not self.every or self._steps < math.inf
 
     def numbers(self) -> list[Any]:
@@ -40,7 +40,7 @@ class RankSchedule:
         return [self.ranked_len, None if self._steps == math.inf else self._steps]
 
     def set_numbers(self, numbers: Sequence[Any]) -> None:
-        """Set what `numbers` returned.
+        """Restore the result of `numbers`.
 
         Raises:
             ValueError: If they count steps, and the layer is never ranked again.

@@ -26,7 +26,7 @@ _RECENT = 1
 
 
 class ReadShape(NamedTuple):
-    """What a step reads of a layer. These are integers of the layout, so that each layout has one graph.
+    """Read plan of a layer. These are integers of the layout, so that each layout has one graph.
 
     Attributes:
         page: Slots of an entry.
@@ -53,11 +53,11 @@ class ReadShape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What a layer chose in a step, for the layers behind it.
+    """Tokens that a layer chose in a step, for the layers behind it.
 
     Attributes:
-        positions: Of the tokens, the most needed first, -1 for none, [B, H, n] int32.
-        slots: Of these tokens, [B, H, n] int32.
+        positions: Positions of the tokens, the most needed first, -1 for none, [B, H, n] int32.
+        slots: Slots of these tokens, [B, H, n] int32.
     """
 
     positions: Tensor
@@ -65,12 +65,12 @@ class Choice(NamedTuple):
 
 
 class ReadState(NamedTuple):
-    """The tensors of a layer that does not read everything.
+    """Tensors of a layer that does not read all slots.
 
     Attributes:
         limit: Entries that each row reads, [B] int64: as many as it would alone; see `row_entries`.
         index: The reader's index.
-        choice: What the layer chose; the empty tuple if no other layer reads it.
+        choice: The choice of the layer; the empty tuple if no other layer reads it.
     """
 
     limit: Tensor
@@ -84,8 +84,8 @@ class Board:
     The tensors belong to the layer that chooses, which counts their bytes, and writes its choice in place.
 
     Attributes:
-        choice: What it chose in the running step; the empty tuple before a prompt.
-        positions: Of its slots, [B, H, S] int32; None before a prompt.
+        choice: Its choice in the running step; the empty tuple before a prompt.
+        positions: Positions of its slots, [B, H, S] int32; None before a prompt.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Board:
 
 
 class Chosen(NamedTuple):
-    """What a step reads.
+    """Slots that a step reads.
 
     Attributes:
         slots: [B, H, n] int64.
@@ -107,7 +107,7 @@ class Chosen(NamedTuple):
 
 
 def reads_part(reader: Reader, layer_idx: int) -> bool:
-    """Whether a layer may read less than everything."""
+    """Whether a layer may read fewer than all slots."""
     return reader.traits.source(layer_idx) is not None
 
 
@@ -117,7 +117,7 @@ def chooses(reader: Reader, layer_idx: int) -> bool:
 
 
 def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> ReadShape | None:
-    """What a step reads of a layer, or what it chooses if it then reads everything; None if nothing is chosen."""
+    """Read plan of a layer; None if it reads all slots and chooses for no other layer."""
     shape = _chosen_shape(reader, codec, layout) if reads_part(reader, layer_idx) else None
     if shape is None or chooses(reader, layer_idx):
         return shape
@@ -125,7 +125,7 @@ def read_shape(reader: Reader, codec: Codec, layout: Layout, layer_idx: int) -> 
 
 
 def _followed_shape(shape: ReadShape) -> ReadShape | None:
-    """What a layer with this shape reads if another layer chooses for it; None if it reads everything."""
+    """Read plan of a layer with this shape if another layer chooses for it; None if it reads all slots."""
     # Single tokens: another layer may hold the same tokens in other slots.
     followed = ReadShape(1, shape.slots, shape.parts, shape.page)
     return None if followed.chosen >= followed.entries else followed
@@ -157,7 +157,7 @@ def row_entries(reader: Reader, codec: Codec, shape: ReadShape, tokens: list[int
     Args:
         reader: The reader.
         codec: The codec.
-        shape: What is read of the layer.
+        shape: Read plan of the layer.
         tokens: The most tokens that each row may hold.
     """
     layouts = [codec.layout(most) for most in tokens]
@@ -199,11 +199,11 @@ def alloc_reads(
 
     Args:
         reader: The reader.
-        shape: What is read of the layer.
+        shape: Read plan of the layer.
         batch: Number of rows.
         heads: Number of KV heads.
         head_dim: Size of a key.
-        dtype: Of the keys.
+        dtype: Dtype of the keys.
         device: Device of the tensors.
         layer_idx: Index of the layer.
         shown: Tokens that it shows to the layers behind it; see `choice_size`.
@@ -282,7 +282,7 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
         ranks: The ranks that hold the other query heads of these KV heads.
 
     Returns:
-        The logarithm of the weight, [B, H, X] fp32; of an entry without a token, anything.
+        The logarithm of the weight, [B, H, X] fp32; undefined for empty entries.
     """
     score = score.masked_fill(~live[:, :, None], -torch.inf)
     # Logarithms rank like the weights, and do not underflow to equal zeros.
@@ -299,10 +299,10 @@ def choose(
     """The slots of the entries that are needed most; ties go to the earlier position.
 
     Args:
-        shape: What is read of the layer.
+        shape: Read plan of the layer.
         limit: Entries that each row reads, [B] int64.
         score: Scores of the entries, scaled and capped, [B, H, G, X] fp32.
-        positions: Of all slots, [B, H, S] int32.
+        positions: Positions of all slots, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
         recent: The newest tokens whose entries are always read.
         ranks: The ranks that hold the other query heads of these KV heads.
@@ -350,10 +350,10 @@ def follow(
     """The slots of the tokens that another layer chose, as far as this one holds them, and of the newest token.
 
     Args:
-        shape: What is read of this layer.
+        shape: Read plan of this layer.
         limit: Slots that each row reads, [B] int64; everything if they are more than `shape.chosen`.
-        choice: What the other layer chose.
-        positions: Of all slots of this layer, [B, H, S] int32.
+        choice: The choice of the other layer.
+        positions: Positions of all slots of this layer, [B, H, S] int32.
         length: Tokens that each row has seen, [B] int64.
         same_slots: Whether both layers hold the same tokens in the same slots.
     """
@@ -438,9 +438,9 @@ def count_step(
     """Count what a decode step reads of a layer, of tensors that may be on the device meta.
 
     Args:
-        link: What counts it.
+        link: The link that counts the bytes.
         reader: The reader.
-        shape: What is read of the layer; None for everything.
+        shape: Read plan of the layer; None for all slots.
         reads: The layer's `ReadState`; the empty tuple where everything is read.
         buffer: Keys and values in full precision, [B, H, E, D] each.
         per_slot: Positions of all slots, and their counts if they have some, [B, H, S] each.
@@ -485,7 +485,7 @@ def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def unscanned(buffer: tuple[Tensor, Tensor], codes: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """What is read of a layer besides the keys that were scanned to choose: those of its codes, if it has some."""
+    """Tensors that are still read after a scan of a layer's keys; with codes, a scan reads the coded keys alone."""
     if not codes:
         return (buffer[1],)
     return (*buffer, *(tensor for name, tensor in _named(codes) if "value" in name))

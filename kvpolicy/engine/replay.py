@@ -26,10 +26,10 @@ class Chunk(NamedTuple):
 
     Attributes:
         number: Which chunk, from 0.
-        columns: Columns of its tokens, [B, C] int64; of a row with fewer tokens, others that are no part of it.
-        chosen: Which of them it has, [B, C] bool.
+        columns: Columns of its tokens, [B, C] int64; arbitrary where `chosen` is not set.
+        chosen: Which of these columns belong to it, [B, C] bool.
         overlap: Columns of the last tokens before it, [B, O]; read by rows that have the chunk.
-        sinks: Columns of the row's first tokens before it, [B, K]; likewise.
+        sinks: Columns of the row's first tokens before it, [B, K]; read by rows that have the chunk.
     """
 
     number: int
@@ -157,7 +157,7 @@ def received(
 def add_scores(scores: Tensor, chunk: Chunk, new: Tensor) -> None:
     """Write the scores of a chunk, [B, H, C], to those of the held prompt, [B, H, P], in place."""
     index = chunk.columns[:, None].expand_as(new)
-    # A row with fewer tokens has columns of other chunks here, whose scores stay.
+    # A row with fewer tokens has columns of other chunks here; their scores stay.
     scores.scatter_(-1, index, new.maximum(scores.gather(-1, index)))
 
 

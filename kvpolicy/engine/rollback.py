@@ -18,9 +18,9 @@ from kvpolicy.protocols import State
 
 
 class LayerRollback(LayerSlots):
-    """The slots of a layer whose decode steps can be undone. `LayerStore` operates on them.
+    """The slots of a layer with decode steps that can be undone. `LayerStore` operates on them.
 
-    Without a mark, nothing here does anything.
+    Without a mark, this class records nothing.
     """
 
     def mark(self, most: int, digest: Tensor | None = None) -> None:
@@ -70,7 +70,7 @@ class LayerRollback(LayerSlots):
     _steps_unsorted: int = 0
     """Steps since slots were sorted; see `LayerReading`."""
     sizes: list[Any]
-    """What a crop needs; see `LayerCropping`."""
+    """Sizes that a crop restores; see `LayerCropping`."""
 
     @contextmanager
     def undoable(self, ahead: int = 0) -> Generator[None]:
@@ -80,7 +80,7 @@ class LayerRollback(LayerSlots):
             ahead: 1 for work that belongs to the next step, 0 for work of the last one.
         """
         log = self.undo
-        if log is None or not log.has_room:  # of work inside other work, the other one keeps the copy
+        if log is None or not log.has_room:  # nested: the outer call keeps the copy
             yield
             return
         fed = log.fed
@@ -98,7 +98,7 @@ class LayerRollback(LayerSlots):
         self.undo.make_room(self._step_targets(), self._copied_tensors(), digest)
 
     def _copied_tensors(self) -> list[Tensor]:
-        """What is copied before each step, since steps change it otherwise than by writing slots."""
+        """The tensors that are copied before each step, since steps change more of them than single slots."""
         needs = self.selector.needs
         copied = [self.length, self.columns]
         if needs.decode_attn or needs.vectors:

@@ -54,7 +54,7 @@ class Rope:
         return self._rotate(keys, positions, undo=True)
 
     def unrotate_rows(self, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Undo the rotation of vectors [B, Hq, n, D] whose heads stand at the same positions [B, n], fp32."""
+        """Undo the rotation of vectors [B, Hq, n, D] with the same positions [B, n] in all heads, fp32."""
         return self._apply(vectors.float(), self._angles_at(vectors, positions.clamp_min(0), undo=True))
 
     def mean_rotation(self, vectors: Tensor, first: Tensor, count: int) -> Tensor:
@@ -106,9 +106,9 @@ class SlotRotary:
 
         Args:
             rope: The layer's embedding.
-            positions: Of the slots, [B, H, C].
+            positions: Positions of the slots, [B, H, C].
             newest: Position of the newest token, [B].
-            offset: What the embedding adds to a row's positions, [B].
+            offset: Offset of the embedding's positions from a row's positions, [B].
         """
         self._rope = rope
         self._positions = positions + offset[:, None, None]
@@ -129,18 +129,18 @@ class SlotRotary:
 def rope_offset(
     position_ids: Tensor | None, valid: Tensor | None, columns: int, seen: Tensor, new: int, known: Tensor | None
 ) -> Tensor:
-    """What the rotary embedding adds to the rows' positions, which do not count padding, [B] int64.
+    """Offset of the model's rotary positions from the rows' positions, which do not count padding, [B] int64.
 
     Args:
-        position_ids: What the model was called with, [B or 1, P], or None.
+        position_ids: Positions that the model was given, [B or 1, P], or None.
         valid: Which of the P tokens are no padding, [B, P]; None where all are.
         columns: Tokens seen before, padding included.
         seen: Tokens that each row has seen before, [B] int64.
         new: P.
-        known: What was added to those, [B].
+        known: Offset of those tokens, [B], or None.
 
     Raises:
-        KVPolicyError: Where it is not the same for all tokens of a row, or the positions have several parts.
+        KVPolicyError: If the offset differs within a row, or the positions have several parts.
     """
     if position_ids is not None and position_ids.dim() != 2:
         raise KVPolicyError(

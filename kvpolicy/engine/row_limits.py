@@ -1,4 +1,4 @@
-"""Per-row limits of a layer whose codec has stages."""
+"""Per-row limits of a layer with a codec that has stages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowLimits(NamedTuple):
         stage_capacity: Slots of each stage that the row may use, [B, stages] int64; empty in pages, which have a slot
             for every token of their head.
         pins: Positions that stay in full precision, [B, H or 1, pinned] int32, -1 for none.
-        rope_offset: What the rotary embedding adds to a row's positions, [B] int64; empty unless keys are unrotated.
+        rope_offset: Offset of the rotary positions from a row's positions, [B] int64; empty unless keys are unrotated.
         query_absmax: Largest absolute query of each channel, [B, H, D] fp32; empty unless the codec needs it.
     """
 
@@ -142,9 +142,9 @@ def pin_tokens(limits: RowLimits, traits: Traits, positions: Tensor, massive: Te
     """Fix, in place, which tokens of the first prompt are never demoted (the newest are chosen by each head later).
 
     Args:
-        limits: Whose pins to set.
-        traits: The codec's.
-        positions: Of the prompt's tokens, [B, P] int32, -1 for padding.
+        limits: Limits of the rows; their pins are set.
+        traits: The traits of the codec.
+        positions: Positions of the prompt's tokens, [B, P] int32, -1 for padding.
         massive: Which of them hold the largest activations, [B, P] bool, if the codec asks for these.
         first: Rows that had no token before, [B] bool; the others keep their pins.
     """

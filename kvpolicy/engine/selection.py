@@ -17,14 +17,14 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class Selection(NamedTuple):
-    """What is kept of the candidates: the slots of a layer, then the new tokens.
+    """Selection among the candidates: the slots of a layer, then the new tokens.
 
     Attributes:
         positions: Position of each candidate, [B, H, S + P] int32, -1 for none.
         state: The selector's state of each candidate.
         chosen: Which candidates are kept, [B, H, S + P] bool.
         window_attn: Attention of the newest queries over the candidates, [B, Hq, W, S + P] fp32, if it was requested.
-        priority: Of each candidate, [B, H, S + P] fp32.
+        priority: Priority of each candidate, [B, H, S + P] fp32.
         head_pages: Pages of each head, [B, H] int64; None without head budgets.
     """
 
@@ -86,7 +86,7 @@ def select_tokens(
 
     Args:
         selector: The selector.
-        positions: Of the slots, [B, H, S] int32.
+        positions: Positions of the slots, [B, H, S] int32.
         state: The selector's state of the slots.
         prompt: The new tokens.
         past: Every slot, decoded, if `PendingPrompt.reads_past`; None without slots.

@@ -79,14 +79,14 @@ class LayerSlots(LayerContents):
         write_slots(target, slots, data)
 
     def _step_targets(self) -> list[tuple[Tensor, int]]:
-        """The tensors whose slots a decode step writes, in this order, and how many slots of each head."""
+        """The tensors that a decode step writes to, in this order, and the slots of each head."""
         written = 2 if merging.merges_in_steps(self.merger, self.grows) else 1
         emptied = [(self.positions, 1)] if sum(self.layout.coded) and not self.grows else []
         per_slot = (self.keys, self.values, self.positions, *slot_tensors((self.state, self.counts)))
         return [*emptied, *((target, written) for target in per_slot)]
 
     def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
-        """Recompute what an index holds of slots [B, H, n] that were written, counted from the layer's first slot."""
+        """Recompute the index entries of slots [B, H, n] that were written, counted from the layer's first slot."""
 
     def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:
         """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
@@ -124,7 +124,7 @@ class LayerSlots(LayerContents):
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
         old = self.layout.exact
-        # `_grow_slots` empties the buffer, which suits a prompt, whose tokens are placed anew. Here they stay in place.
+        # `_grow_slots` empties the buffer, since a prompt places all tokens anew. Here they stay in place.
         positions = self.positions[..., :old]
         before = map_slots(lambda t: t[..., :old], (self.state, self.counts))
         self._grow_slots()

@@ -1,4 +1,4 @@
-"""What a layer holds as plain tensors and numbers, taken from one store and put into another.
+"""Snapshot of a layer: plain tensors and numbers, taken from one store and put into another.
 
 The tensors have names such as `keys`, `codes.0.key_scale` or `reads.index.high`. The numbers are those that a store
 keeps on the host, as JSON can hold them. Together they make an equal store: every later step gives the same bits.
@@ -27,7 +27,7 @@ class Snapshot(NamedTuple):
 
     Attributes:
         tensors: Its tensors by name; those of the store itself, not copies.
-        numbers: What it keeps on the host.
+        numbers: Its numbers on the host.
     """
 
     tensors: dict[str, Tensor]
@@ -42,7 +42,7 @@ def take(store: LayerStore) -> Snapshot:
 
 
 def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill an empty store with what another one with the same parts held.
+    """Fill an empty store with the content of another one with the same parts.
 
     Args:
         store: The store.
@@ -110,7 +110,7 @@ def named_tensors(state: State, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
+    """The tensors with names that begin with `prefix`; it is removed from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 

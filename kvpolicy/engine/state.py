@@ -66,7 +66,7 @@ def join_states(first: State, second: State) -> State:
 
 
 def select_state(mask: Tensor, chosen: State, other: State) -> State:
-    """A state whose slots are `chosen` where `mask` is set, else `other`; what is not per slot is that of `chosen`."""
+    """A state with the slots of `chosen` where `mask` is set, else of `other`; other tensors are those of `chosen`."""
     others = slot_tensors(other)
     return map_slots(lambda t: torch.where(mask, t, next(others)), chosen)
 

@@ -1,4 +1,4 @@
-"""What a statistic of a prompt is: gathered tile by tile, joined over chunks, and reduced for the selector.
+"""Protocol of the statistics of a prompt: gathered tile by tile, joined over chunks, and reduced for the selector.
 
 Each statistic is one file: `attention_sum.py`, `recent_queries.py`, `probing.py`, `below_mean.py`, `query_moments.py`,
 and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask for which.
@@ -110,7 +110,7 @@ class Statistic(Protocol):
 
 
 def begun_window(at: Tensor) -> QueryWindow:
-    """A window of the columns `at` [B, W] whose queries have not come yet."""
+    """A window of the columns `at` [B, W], without queries yet."""
     return QueryWindow(at.new_empty(0), at)
 
 

@@ -70,7 +70,7 @@ class LayerStore(LayerCropping):
     def begin_tiles(
         self, q: Tensor, k: Tensor, columns: int, valid: Tensor | None, held: PendingPrompt | None = None
     ) -> PromptTiles:
-        """Prepare for a prompt whose tiles are attended to by `PromptTiles.attend`; `end_prompt` must follow.
+        """Prepare for a prompt in tiles, each attended to by `PromptTiles.attend`; `end_prompt` must follow.
 
         Args:
             q: The queries of the first tile, [B, Hq, T, D].
@@ -105,7 +105,7 @@ class LayerStore(LayerCropping):
             pending: The prompt, from `attend_prompt`.
             budget: Tokens of each row.
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
-            rope_offset: What the rotary embedding adds to the rows' positions, [B], if keys are coded unrotated.
+            rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are coded unrotated.
         """
         self.note_sizes(pending.keys.shape[2])
         self.record(pending, rope_offset)
@@ -215,7 +215,7 @@ class LayerStore(LayerCropping):
         Returns:
             The contents of the full-precision buffer, which are still to be assigned.
         """
-        if self.limits is None or not sum(self.layout.coded):  # then there is no dictionary either
+        if self.limits is None or not sum(self.layout.coded):  # without coded slots, there is no dictionary
             ordered = batch.take(batch.by_position()[..., : self.layout.exact])
             return token_batch.first_slots(ordered, ~ordered.chosen, self.layout.exact)
         # Few tokens of a long prompt are chosen, and everything below sorts or copies the batch.
@@ -276,7 +276,7 @@ class LayerStore(LayerCropping):
         self._free_steps = self._count_free_steps()
 
     def demote_block(self) -> None:
-        """Demote the first block to leave, in every head whose buffer is full. Traceable, no host sync."""
+        """Demote the first block to leave, in every head with a full buffer. Traceable, no host sync."""
         assert self.limits is not None
         _, _, positions, state, counts = self._buffer()
         occupied = (positions >= 0) & self._open_slots()
@@ -291,7 +291,7 @@ class LayerStore(LayerCropping):
         self._insert(0, self._in_key_space(batch))
 
     def recode(self) -> None:
-        """Code all tokens again in every head whose full-precision buffer is full."""
+        """Code all tokens again in every head with a full full-precision buffer."""
         assert self.limits is not None
         due = self._buffered() >= self.limits.flush_threshold
         past = self.past()

@@ -16,7 +16,7 @@ BEYOND = torch.iinfo(torch.int32).max
 
 
 class SlotData(NamedTuple):
-    """What is written to slots.
+    """Data that is written to slots.
 
     Attributes:
         keys: [B, H, n, D].
@@ -81,7 +81,7 @@ class TokenBatch(NamedTuple):
         return self.take(index)
 
     def window(self, start: int, size: int) -> TokenBatch:
-        """Tokens `start` to `start + size` of each head; the last one is repeated where there are fewer.
+        """Tokens `start` to `start + size` of each head; the last one is repeated if there are fewer.
 
         They are not copied if there are as many.
         """
@@ -123,7 +123,7 @@ def first_slots(batch: TokenBatch, empty: Tensor, size: int) -> SlotData:
         size: Slots of the buffer; keys and values are padded to it, positions and state are not.
     """
     padding = (0, 0, 0, size - batch.positions.shape[-1])
-    # The tokens in empty slots may be padding, whose numbers are arbitrary. Attention gives these slots a weight of 0,
+    # The tokens in empty slots may be padding with arbitrary numbers. Attention gives these slots a weight of 0,
     # and 0 times inf or NaN would be NaN.
     keys = batch.keys.masked_fill_(empty[..., None], 0)
     values = batch.values.masked_fill_(empty[..., None], 0)
@@ -166,7 +166,7 @@ def slots_after(batch: TokenBatch, order: Tensor, moved: Tensor, start: Tensor |
 
 
 def with_dictionary(new: SlotData, held: SlotData, reserved: int, open_slots: Tensor) -> SlotData:
-    """The contents of a buffer whose dictionary slots keep what they hold.
+    """The contents of a buffer that keeps its dictionary slots.
 
     Args:
         new: The contents, [B, H, E].

@@ -1,4 +1,4 @@
-"""What single decode steps change of a layer, so that they can be undone.
+"""Undo log of a layer: the contents that single decode steps overwrite.
 
 A step overwrites a slot or two of each head. The log keeps what these slots held, for a fixed number of steps, so that
 its tensors have fixed shapes and a step compiles with it. Small tensors, and statistics that a step changes everywhere,
@@ -25,7 +25,7 @@ TOO_MANY = "more steps than the mark allows: call cache.rollback(accepted)"
 
 
 class Overwritten(NamedTuple):
-    """What the slots of one tensor held before each step.
+    """The slots of one tensor that each step writes, and their contents before it.
 
     Attributes:
         slots: [steps, B, H, n] int64.
@@ -41,8 +41,8 @@ class Content(NamedTuple):
 
     Attributes:
         parts: Its tensors, by attribute.
-        numbers: What it keeps on the host.
-        sizes: What a crop needs.
+        numbers: Its numbers on the host.
+        sizes: Sizes that a crop restores; see `LayerCropping`.
     """
 
     parts: dict[str, State]
@@ -60,7 +60,7 @@ class UndoLog:
         most: The most steps.
         start: Steps between the mark and this log.
         first: The fewest accepted steps with which the block work of this log was due.
-        before: What the layer held before that work; None for the first log.
+        before: Content of the layer before that work; None for the first log.
         below: The log before that work; None for the first log.
         has_room: Whether its tensors are allocated; they are not while block work runs.
         step: Steps in this log, [] int64.
@@ -92,7 +92,7 @@ class UndoLog:
         """Allocate the log.
 
         Args:
-            targets: The tensors [B, H, S, ...] whose slots a step writes, in this order, and how many of each head.
+            targets: The tensors [B, H, S, ...] that a step writes to, in this order, and the slots of each head.
             copied: The tensors that are copied before each step.
             digest: The digest of the mask, [B] int64, if the layer holds it.
         """
@@ -145,7 +145,7 @@ class UndoLog:
 
     def record(self, target: Tensor, slots: Tensor) -> None:
         """Keep what slots [B, H, n] of a tensor hold, before they are written."""
-        # Found by order: every step writes the same tensors, in the order of `_step_targets`, whether traced or not.
+        # Matched by order: every step writes the same tensors, in the order of `_step_targets`, whether traced or not.
         written = self._written[self._next]
         written.slots.index_copy_(0, self.step[None], slots[None])
         written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])
