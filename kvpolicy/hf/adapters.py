@@ -98,7 +98,7 @@ class KVPressScorer(Scored):
         return isinstance(other, KVPressScorer) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        """By the identity of the scorer, whose fields may change."""
+        """Hash by the identity of the scorer, since its fields may change."""
         return hash(self._identity)
 
     def __repr__(self) -> str:

@@ -162,7 +162,7 @@ class Handle:
         )
 
     def __reduce__(self) -> NoReturn:
-        """Refuse, likewise."""
+        """Refuse: hooks cannot be pickled."""
         raise KVPolicyTypeError(
             "A model cannot be pickled while a policy is attached to it: use save_pretrained or state_dict, or detach."
         )
@@ -337,7 +337,7 @@ def attach(
             next one begins, and is compressed then, so that it keeps the same tokens as without tiles, up to rounding,
             while the tensors of a forward are those of one tile and two hidden states of the prompt. `"auto"` chooses
             by the free memory of the device where it can say it, as a GPU can, and None takes a prompt at once.
-        chunks: What becomes of a prompt that comes in several forwards, as with `prefill_chunk_size` of `generate`.
+        chunks: Treatment of a prompt that comes in several forwards, as with `prefill_chunk_size` of `generate`.
             `"select"` compresses each chunk, so that a selector that looks at the last queries looks at those of each
             chunk; `"hold"` keeps all of a prompt whose length is announced until its last chunk, and selects then. It
             takes the memory of the whole prompt in all layers, which `tile` does not.

@@ -1,4 +1,4 @@
-"""What connects a cache to the attachment that made it."""
+"""The attachment of a policy to a model, which the model's caches share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
 Word = TypeVar("Word", bound=str)
 
 Chunks = Literal["select", "hold"]
-"""What becomes of a chunk of a prompt: it is compressed, or held until the last one."""
+"""Treatment of a chunk of a prompt: it is compressed, or held until the last one."""
 
 SELECT: Chunks = "select"
 HOLD: Chunks = "hold"
@@ -84,7 +84,7 @@ class Attachment:
         policy: The attached policy.
         model_shape: The model's cache.
         info: The same as codecs see it.
-        identity: What a file of a cache says of the model.
+        identity: Description of the model in a cache file.
         rotations: Rotary embedding of each layer; empty if it cannot be undone.
         rotary: The model's rotary embedding, or None.
         trained_positions: The positions that it was trained for; None if its kind extrapolates.

@@ -227,12 +227,12 @@ class PolicyCache(CacheForward):
         return cache
 
     def numbers(self) -> dict[str, Any]:
-        """What the cache knows besides its layers, as JSON can hold it."""
+        """The numbers of the cache besides those of its layers, as JSON values."""
         names = ("_prompt", "new", "_end", "_cosines")
         return {name.lstrip("_"): getattr(self, name) for name in names} | {"columns": self.guard.columns}
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Set what `numbers` returned."""
+        """Restore the result of `numbers`."""
         self._prompt = numbers["prompt"]
         self._awaits = self._prompt is not None
         self.new, self._end, self._cosines = (numbers[name] for name in ("new", "end", "cosines"))

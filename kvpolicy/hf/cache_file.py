@@ -33,7 +33,7 @@ TOKENS = "tokens"
 """The name of the token ids in a file, [B, N] int64."""
 
 COMPRESSIONS = (None, "zlib")
-"""What may be passed as `compress`."""
+"""Accepted values of the argument `compress`."""
 
 MOST_INFLATED = 512
 """Bytes that the compressed tensors of a file may become, for each byte of the file.
@@ -47,7 +47,7 @@ class CacheFile(NamedTuple):
     """The content of a file.
 
     Attributes:
-        header: What `saved_cache` says of the cache.
+        header: The description of the cache by `saved_cache`.
         tensors: Its tensors by name, on the CPU.
     """
 
@@ -78,7 +78,7 @@ def write(path: Path, content: CacheFile, compress: str | None = None) -> None:
 
     Args:
         path: The file, which is replaced if it exists.
-        content: What to write.
+        content: The content to write.
         compress: `zlib` to compress the tensors of codes.
 
     Raises:

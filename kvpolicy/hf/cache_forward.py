@@ -36,7 +36,7 @@ class CacheForward(UndoableCache):
     """The layers of a cache under a policy, and the forward that runs on them. See `PolicyCache`.
 
     Attributes:
-        attachment: What connects the cache to its model.
+        attachment: The attachment that connects the cache to its model.
         policy: The cache's policy.
         new: Tokens that will be generated; None if unknown.
         plan: The plan of the last prompt; None before it.
@@ -66,10 +66,10 @@ class CacheForward(UndoableCache):
         self._first: Tensor | None = (
             None  # rows without a token before the running forward, [B]; None if there are none
         )
-        self._rope_offset: Tensor | None = None  # what the rotary embedding adds in the running forward, [B]
+        self._rope_offset: Tensor | None = None  # offset of the rotary positions in the running forward, [B]
         self._awaits = False  # whether tokens of an announced prompt may still come
         self._holds = False  # whether the running forward's tokens are held until the prompt is complete, or replayed
-        self._unbegun: Tensor | None = None  # rows whose prompt is the first one, earlier chunks included, [B]
+        self._unbegun: Tensor | None = None  # rows in their first prompt, earlier chunks included, [B]
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -307,7 +307,7 @@ class CacheForward(UndoableCache):
                 layer.store.count_step()
 
     def compress_waiting(self) -> None:
-        """Divide the budget, and compress every layer whose prompt waits for it."""
+        """Divide the budget, and compress every layer with a pending prompt."""
         waiting, self._waiting = self._waiting, []
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
@@ -352,13 +352,13 @@ class CacheForward(UndoableCache):
         return RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
-        """What the running forward knows of a layer's prompt besides its keys: keyword arguments of `compress`."""
+        """Keyword arguments of `compress`: facts of a layer's prompt besides its keys, from the running forward."""
         unrotated = self.policy.at(layer.layer_idx).undoes_rotation == "codec"
         offset = self._rope_offset if unrotated else None
         return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": offset}
 
     def _known_offset(self) -> Tensor | None:
-        """What the rotary embedding adds to the rows' positions, [B], as known from an earlier forward, or None."""
+        """Offset of the rotary positions from the rows' positions, [B], from an earlier forward, or None."""
         layer = next(x for x in self.policy_layers if self.policy.at(x.layer_idx).undoes_rotation == "codec")
         return None if layer.store.limits is None else layer.store.limits.rope_offset
 
@@ -371,7 +371,7 @@ class CacheForward(UndoableCache):
 
     @property
     def wants_massive(self) -> bool:
-        """Whether the largest activations of a prompt are still to be found, where a codec needs them."""
+        """Whether a codec needs the largest activations of a prompt that are not known yet."""
         return self._first is not None and any(own.codec.traits.pins == "massive" for own in self.policy.distinct)
 
     @on_host
@@ -381,10 +381,10 @@ class CacheForward(UndoableCache):
         Args:
             layer_idx: Index of the layer.
             residual: Before, [B, P, hidden].
-            update: What attention adds, [B, P, hidden].
+            update: Output of attention that is added, [B, P, hidden].
         """
         new = sum_cosines(residual, update, self._valid if self.tile is None else self.tile.cut(self._valid))
-        # There are metrics already of tiles before this one, and of held chunks.
+        # Earlier tiles and held chunks have been measured already.
         self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new
 
     def take_residual(self, layer_idx: int) -> Tensor | None:
@@ -402,7 +402,7 @@ class CacheForward(UndoableCache):
         traits = self.policy.at(layer_idx).codec.traits
         if traits.pins == "massive" and self._first is not None:
             found = massive_tokens(hidden, self._valid, traits.pinned)
-            # Alone, a row whose prompt began in an earlier chunk would not be looked at now.
+            # A row with a prompt that began in an earlier chunk is left out, as in a batch of one.
             self.guard.massive[layer_idx] = found & self._first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:

@@ -22,7 +22,7 @@ REMEMBERED = 64
 
 
 class Rows(NamedTuple):
-    """What a cache knows of its rows, on the host.
+    """Lengths and mask digests of a cache's rows, on the host.
 
     Attributes:
         columns: Columns seen.
@@ -191,7 +191,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
             f"Tokens of a prompt must not be cropped under {scoring[0]!r}, whose statistics they changed; "
             "try to crop generated tokens only."
         )
-    inside = None  # the turn whose last columns go
+    inside = None  # the turn that loses its last columns
     if columns == now.columns:  # a turn begins here
         kept = now
     elif turn is None:

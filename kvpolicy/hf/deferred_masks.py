@@ -25,7 +25,7 @@ def are_deferred() -> bool:
 
 
 class DeferredMask:
-    """What a mask is made of, in its place among the arguments of a layer.
+    """The arguments of a mask that is made later, in place of the mask among the arguments of a layer.
 
     Args:
         make: The function of transformers that makes the mask.

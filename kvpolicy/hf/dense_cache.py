@@ -31,7 +31,7 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class DenseLayer(NamedTuple):
-    """What one layer of a saved cache holds.
+    """Keys and values of one layer of a saved cache.
 
     Attributes:
         layer_idx: Index of the layer in the model.

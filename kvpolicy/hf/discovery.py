@@ -31,7 +31,7 @@ class Sites(NamedTuple):
     """The modules of a model that a policy is attached to.
 
     Attributes:
-        decoder: The module whose forward takes the cache.
+        decoder: The module with the forward that takes the cache.
         layers: Its layers, in order.
     """
 
@@ -83,7 +83,7 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
 
 
 def no_single_stack(name: str) -> KVPolicyError:
-    """The error for a model whose attention layers cannot be found, or form several stacks."""
+    """The error for a model without recognized attention layers, or with several stacks of them."""
     return KVPolicyError(
         f"The model must have a single stack of attention layers that cache keys and values, got {name}; try a "
         "decoder-only model with multi-head or grouped-query attention."
@@ -91,7 +91,7 @@ def no_single_stack(name: str) -> KVPolicyError:
 
 
 def not_causal(name: str) -> KVPolicyError:
-    """The error for a model whose attention is not causal self-attention."""
+    """The error for a model with attention that is not causal self-attention."""
     return KVPolicyError(
         f"The model must be a decoder-only causal language model of transformers, got {name}, whose attention is not "
         "causal self-attention."

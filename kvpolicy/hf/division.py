@@ -23,7 +23,7 @@ from kvpolicy.spec.validation import MAX_SIZE, at_least
 
 
 class Expected(NamedTuple):
-    """What a cache was told of its rows.
+    """Announced lengths of the rows of a cache.
 
     Attributes:
         prompt: Announced tokens of each row's whole prompt, [B] or []; None if unknown.
@@ -66,8 +66,8 @@ def divide_budget(
         model: The model's cache.
         store: The first layer.
         pending: Its prompt.
-        told: What the cache was told.
-        metrics: What the allocator measured, [B, L]; None if it measures nothing.
+        told: The announced lengths.
+        metrics: The allocator's metric, [B, L]; None if it measures nothing.
         columns: Columns that the cache has seen, those of the pending prompt included.
     """
     batch, heads, _, dim = pending.keys.shape

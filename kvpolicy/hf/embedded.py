@@ -1,4 +1,4 @@
-"""What ships with the package: a small trained model, and the configs of large ones."""
+"""Models that ship with the package: a small trained model, and the configs of large ones."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def _ask_hub(name: str) -> None:
     transformers would ask six times, with pauses of up to 8 seconds.
 
     Raises:
-        OSError: If it has not, or does not answer.
-        ValueError: If there can be no such name.
+        OSError: If the Hub does not have the model, or does not answer.
+        ValueError: If the Hub allows no such name.
     """
     from huggingface_hub import constants, get_hf_file_metadata, get_token, hf_hub_url, try_to_load_from_cache
 

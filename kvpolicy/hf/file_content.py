@@ -1,4 +1,4 @@
-"""Whether what a cache file holds fits the model, before anything is allocated for it."""
+"""Checks that the content of a cache file fits the model, before tensors are allocated for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_content(content: CacheFile, attachment: Attachment, what: str) -> None
     """Check that a file has the layers of a model, and tensors of as many rows as its header says.
 
     Args:
-        content: The content of the file, whose header was checked by itself.
+        content: The content of the file, with a header that passed its checks.
         attachment: The attachment of the model.
         what: The name of the file, for messages.
 

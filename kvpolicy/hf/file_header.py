@@ -12,10 +12,10 @@ from kvpolicy.spec.tables import shorten
 from kvpolicy.spec.validation import MAX_BYTES, MAX_SIZE
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
-"""What keys and values may be stored in."""
+"""Dtypes in which keys and values may be stored."""
 
 PACKED = (*DTYPES, "uint8", "int8", "int16", "int32", "int64", "bool")
-"""What a compressed tensor may be of."""
+"""Dtypes that a compressed tensor may have."""
 
 MAX_DEPTH = 64
 """Lists and objects inside each other; a policy nests a few strategies."""
@@ -25,7 +25,7 @@ _MAX_SCALE = 2**20
 
 
 class _Kind(NamedTuple):
-    """What a field may hold: a test, and its name in messages."""
+    """Kind of values of a field: a test, and its name in messages."""
 
     accepts: Callable[[Any], bool]
     name: str
@@ -56,7 +56,7 @@ class _Tuple(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """An object whose keys are those of data, such as indices of layers."""
+    """An object with keys that are data, such as indices of layers."""
 
     key: _Kind
     kind: Any
@@ -196,7 +196,7 @@ def check_header(header: Mapping[str, Any], what: str) -> None:
 
 
 def _difference(value: Any, kind: Any, path: str) -> str:
-    """What a value should be, and is not, as the middle of a sentence; empty if it is of the kind."""
+    """The difference of a value from its kind, as the middle of a sentence; empty if there is none."""
     if isinstance(kind, _Kind):
         return "" if kind.accepts(value) else _instead(kind.name, path, value)
     if isinstance(kind, _Maybe | _Optional):

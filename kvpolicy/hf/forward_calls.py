@@ -1,4 +1,4 @@
-"""What a model's forward was called with: its cache, its tokens, and whether a policy can serve it."""
+"""Arguments of a model's forward: its cache, its tokens, and whether a policy can serve it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN_LAYERS = ("assistant_early_exit", "use_mtp")
 """Ways of drafting that run a part of the model, through a cache of some of its layers."""
 
 _REPLACED = "_kvpolicy_replaced"
-"""On a stock cache whose place a PolicyCache took; copies have it too, which no weak dictionary would know."""
+"""Attribute of a stock cache that a PolicyCache replaced; copies have it too, unlike entries of a weak dictionary."""
 
 
 def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

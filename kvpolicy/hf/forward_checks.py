@@ -1,4 +1,4 @@
-"""What a forward is called with, checked before anything is changed: one sentence in place of a wrong answer."""
+"""Checks of a forward's arguments before the cache is changed: an error of one sentence, not a wrong answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def by_name(names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments behind the first by their names, so that a cache or a mask is found however it was passed."""
+    """Arguments behind the first by their names, however a cache or a mask was passed."""
     named = dict(zip(names[1:], args[1:], strict=False))
     if len(args) < 2 or len(args) > len(names) or named.keys() & kwargs.keys():
         return args, kwargs  # nothing to name, or an error that Python words better
@@ -47,7 +47,7 @@ def check_adapters(model: Any) -> None:
 
 
 def lacks_weights(model: nn.Module) -> bool:
-    """Whether weights are on `meta` that no hook loads; those that accelerate offloads are there too."""
+    """Whether weights are on `meta` and no hook loads them, unlike those that accelerate offloads."""
     is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
     return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
 
@@ -57,7 +57,7 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
 
     Args:
         model: The attached model.
-        decoder: Whose forward it is.
+        decoder: The module that runs the forward.
         cache: The call's cache.
         tokens: Ids or embeddings, [B, P(, D)].
         call: The call's other arguments.

@@ -1,4 +1,4 @@
-"""What `generate` does differently on a model with a policy."""
+"""Changes to `generate` on a model with a policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batchin
 
 
 def generating_module(model: nn.Module) -> nn.Module:
-    """The module whose `generate` runs: the model, or the one inside a wrapper such as a PEFT model."""
+    """The module that implements `generate`: the model, or the one inside a wrapper such as a PEFT model."""
     return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
 
 

@@ -14,7 +14,7 @@ from kvpolicy.protocols import ModelInfo
 
 
 def model_info(model: nn.Module) -> ModelInfo:
-    """What a codec knows about a model, including its weight fingerprint.
+    """Description of a model for codecs, including its weight fingerprint.
 
     Raises:
         KVPolicyError: If the model does not support policies.
@@ -33,7 +33,7 @@ def identity(model: nn.Module, name: str | None = None, info: ModelInfo | None =
     Args:
         model: The model.
         name: Name of the model; by default where it was loaded from, without folders.
-        info: What is known of it: for a shard, that of the whole model. By default it is asked of the model.
+        info: Its description for codecs; that of the whole model for a shard. By default, `model_info` makes it.
     """
     info = model_info(model) if info is None else info
     config: Any = model.config

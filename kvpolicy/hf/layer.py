@@ -39,7 +39,7 @@ class PolicyLayer(CacheLayerMixin):
         pending: The prompt that awaits its budget or its replay, or None.
         tiles: The prompt that the layer takes in tiles at the moment, or None.
         massive: Its tokens with the largest activations, [B, P] bool, if it awaits a replay and the codec pins them.
-        transcript: What the model was given of it, in the first layer of a cache, if it awaits a replay; else None.
+        transcript: Its transcript, in the first layer of a cache, if it awaits a replay; else None.
         mask_digest: Digest of the columns seen by each row, [B] int64, in the first layer of a cache; else None.
     """
 
@@ -135,7 +135,7 @@ class PolicyLayer(CacheLayerMixin):
         Args:
             pending: The prompt, earlier chunks included.
             massive: Which tokens of the newest chunk have the largest activations, [B, P] bool, or None.
-            rope_offset: What the rotary embedding adds to the rows' positions, [B], or None.
+            rope_offset: Offset of the rotary positions from the rows' positions, [B], or None.
         """
         self.store.record(pending, rope_offset)
         if massive is not None or self.massive is not None:

@@ -1,4 +1,4 @@
-"""What a config says about a model's cache: its layers, their shapes, and what is not supported."""
+"""A model's cache as described by its config: its layers, their shapes, and features that are not supported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelShape:
     widths: Widths
 
     def info(self, weights: torch.Tensor | None = None) -> ModelInfo:
-        """What a codec may know of the model.
+        """Description of the model for codecs.
 
         Args:
             weights: The weight fingerprint of the model, if it is loaded.
@@ -85,7 +85,7 @@ class ModelShape:
         *,
         holds: bool = False,
     ) -> Prefill:
-        """What the activations of a prefill follow from.
+        """The sizes that determine the activations of a prefill.
 
         Args:
             policy: The policy.
@@ -203,7 +203,7 @@ def _check_supported(config: Any, text: Any) -> None:
 
 
 def resolve_for(policy: Policy, shape: ModelShape, info: ModelInfo) -> Policy:
-    """A policy for a model: one that is made from a file is made, and layers that no policy manages need none.
+    """Resolve a policy for a model: load one that is made from a file, and leave out unmanaged layers.
 
     Raises:
         KVPolicyError: If the file cannot be read, is of another model, or has no policy for the budget.
@@ -257,7 +257,7 @@ def _size(text: Any) -> tuple[int, int]:
 
 
 def _group(text: Any, heads: int, tp: int) -> int:
-    """Query heads of each of a layer's KV heads on one of `tp` ranks, which divide the group where there are more."""
+    """Query heads of each KV head on one of `tp` ranks; the group is divided if ranks outnumber KV heads."""
     return max(text.num_attention_heads // heads // max(tp // heads, 1), 1)
 
 

@@ -16,7 +16,7 @@ from kvpolicy.protocols import Forward
 
 
 class PassingCache(Cache):
-    """What a forward passes as `past_key_values` to read the layers of another cache; subclasses say how.
+    """Base of caches that a forward takes as `past_key_values` to read the layers of another cache.
 
     Attributes:
         wants_inputs: Whether `attend` is given the inputs of the attention modules.
@@ -63,7 +63,7 @@ class _Passing(CacheLayerMixin):
         self._columns = layer.get_seq_length()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
+        """Do nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as they are."""
@@ -83,9 +83,9 @@ class _Passing(CacheLayerMixin):
 
 
 class _Sliding(CacheLayerMixin):
-    """An unmanaged layer, whose window holds the newest tokens: read as in a step, and left as it is.
+    """An unmanaged layer with a window of the newest tokens: read as in a step, and left unchanged.
 
-    In a forward in tiles, each tile also sees those before it, which a window of this forward's own holds meanwhile.
+    In a forward in tiles, each tile also sees the tiles before it, which a temporary window of this forward holds.
     """
 
     is_sliding = True
@@ -98,7 +98,7 @@ class _Sliding(CacheLayerMixin):
         self.sliding_window = layer.sliding_window
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to make."""
+        """Do nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The window's keys and values and the new ones; one row that is held serves any number of new ones."""

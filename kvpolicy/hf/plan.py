@@ -48,10 +48,10 @@ def plan(
         new: Tokens to be generated.
         dtype: Dtype of keys and values; by default that of a model's weights, or the config's own.
         tp: The tensor parallel size; the plan is of the rank that holds the most.
-        backend: What shards the weights, `deepspeed` or `hf`; the plan then counts them too.
+        backend: Backend that shards the weights, `deepspeed` or `hf`; the plan then counts them too.
         chunk: Tokens of a prompt that are prefilled at a time, as `prefill_chunk_size` of `generate`; all by default.
         tile: Tokens of a prompt that a layer takes at a time, as `tile` of `attach`; all by default.
-        chunks: What becomes of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
+        chunks: Treatment of a chunk, as `chunks` of `attach`: it is compressed, or held until the last one.
         hold: How a prompt is held that waits, as `hold` of `attach`: as keys and values, or in the codec's codes.
 
     Returns:

@@ -10,7 +10,7 @@ from transformers.utils import output_capturing
 
 
 class Recorded:
-    """What the running forward records while a layer takes its tiles."""
+    """Outputs that the running forward records while a layer takes its tiles."""
 
     def __init__(self) -> None:
         """Note what was recorded of earlier layers."""

@@ -39,7 +39,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
 
     Args:
         layers: All layers of the cache.
-        transcript: What the model was given of the prompts.
+        transcript: The prompts as the model was given them.
         decoder: The module that was called with it.
         plan: How they are replayed.
 
@@ -47,7 +47,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
         KVPolicyError: If the model cannot be replayed.
     """
     first = next(layer for layer in layers if isinstance(layer, PolicyLayer))
-    # Alone, a row whose prompt came in an earlier forward would not be replayed now.
+    # A row with a prompt in an earlier forward is not replayed now, as in a batch of one.
     context = transcript.valid.to(first.store.length.device) & (first.store.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
@@ -61,7 +61,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
 
 
 class ReplayCache(PassingCache):
-    """What a replay passes as `past_key_values`: it shows the layers' held prompts, and keeps scores alone.
+    """Cache that a replay takes as `past_key_values`: it shows the layers' held prompts, and stores only scores.
 
     Attributes:
         context: Which tokens of the held prompts are replayed, [B, P] bool.

@@ -45,7 +45,7 @@ def measure(site: Site, running: Callable[[], PolicyCache | None]) -> list[Calla
 
 
 def next_norm(site: Site) -> nn.Module | None:
-    """The norm whose input is the residual stream after attention, where a block names it so that nobody can doubt."""
+    """The norm of the residual stream after attention, if its name in the block is unambiguous."""
     names = ("pre_feedforward_layernorm", "pre_mlp_layernorm")  # Gemma-2 and later, AFMoE
     return next((getattr(site.block, name) for name in names if hasattr(site.block, name)), None)
 
@@ -64,6 +64,6 @@ def attention_output(site: Site) -> nn.Module:
 
 
 def residual_scale(site: Site) -> float:
-    """What attention's output is multiplied by before it is added to the residual stream."""
+    """Factor of attention's output where it is added to the residual stream."""
     scale: Any = getattr(site.block, "residual_multiplier", getattr(site.block, "residual_scale", 1.0))
     return float(scale)

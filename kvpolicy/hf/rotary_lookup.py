@@ -14,7 +14,7 @@ from kvpolicy.hf.discovery import Site
 from kvpolicy.spec.errors import KVPolicyError
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies depend on the length, so that a stored key cannot be unrotated."""
+"""Kinds of rotary embedding with frequencies that depend on the length: a stored key cannot be unrotated."""
 
 
 def trained_positions(config: Any) -> int | None:

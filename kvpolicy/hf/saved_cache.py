@@ -1,4 +1,4 @@
-"""What a file says of a cache, and how a cache is made of it again."""
+"""Header and tensors that describe a cache in a file, and the cache that is made from them."""
 
 from __future__ import annotations
 

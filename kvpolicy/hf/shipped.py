@@ -1,4 +1,4 @@
-"""The configs that ship with the package, read without transformers, whose import takes longer than a plan."""
+"""The configs that ship with the package, read without transformers: its import takes longer than a plan."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvpolicy.spec.validation import MAX_SIZE, check_size
 
 
 class SpeculationStats(NamedTuple):
-    """What happened to the drafts of `speculate`.
+    """Statistics of the drafts of `speculate`.
 
     Attributes:
         drafted: Tokens that the policy's cache drafted.
@@ -102,7 +102,7 @@ def speculate(
         eos_token_id: The token or tokens that end the text; None for none.
         temperature: 0 for greedy decoding; else both caches sample at this temperature, and drafts are accepted by the
             rejection rule, so that the text has the distribution of the full cache.
-        seed: Of the random numbers, if the temperature is above 0; from -2^63 to 2^64 - 1.
+        seed: Seed of the random numbers, if the temperature is above 0; from -2^63 to 2^64 - 1.
         return_stats: Whether to return the counts of drafted and accepted tokens too.
 
     Returns:

@@ -66,7 +66,7 @@ def tile_size(tile: TileSize, tokens: Tensor, policy: Policy, model: ModelShape)
 
 
 def _fitting(policy: Policy, model: ModelShape, shape: tuple[int, int], free: int | None) -> int | None:
-    """The largest tile whose forward fits into a part of the free memory; None if the whole prompt does."""
+    """The largest tile with a forward that fits into a part of the free memory; None if the whole prompt does."""
     if free is None:
         return None
     return next((size for size in (None, *SIZES) if _needed(policy, model, shape, size) <= PART * free), SIZES[-1])

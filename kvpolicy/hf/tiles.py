@@ -21,7 +21,7 @@ from kvpolicy.hf.recorded import Recorded
 from kvpolicy.spec.errors import KVPolicyError
 
 CACHE_NAMES = ("past_key_values", "layer_past")
-"""What decoder layers call their cache."""
+"""Names of the cache among the arguments of decoder layers."""
 
 COLUMNS = {"hidden_states": 1, "position_ids": -1, "cache_position": -1, "position_embeddings": -2}
 """The dimension of tokens in the arguments of decoder layers that have one."""
@@ -67,7 +67,7 @@ def shares_keys(sites: list[Site]) -> str:
 
 
 def check_layers(sites: list[Site]) -> None:
-    """Refuse models whose layers pass keys to each other.
+    """Refuse models with layers that pass keys to each other.
 
     Raises:
         KVPolicyError: Naming the layer.

@@ -1,4 +1,4 @@
-"""What a model was given of a prompt that is to be replayed."""
+"""Transcript of a prompt that is to be replayed: its tokens as the model was given them."""
 
 from __future__ import annotations
 

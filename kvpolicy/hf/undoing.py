@@ -19,7 +19,7 @@ from kvpolicy.spec.validation import MAX_SIZE
 
 
 class Mark:
-    """Where a rollback leads back to; the layers under the policy have logs of their own.
+    """The state that a rollback restores; each layer under the policy has a separate log.
 
     Attributes:
         most: The most tokens of each row until a rollback.

@@ -19,7 +19,7 @@ from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError
 
 BACKENDS = ("deepspeed", "hf")
-"""What may shard a model: DeepSpeed AutoTP, as in `kvpolicy_deepspeed`, or the plan of transformers."""
+"""Backends that may shard a model: DeepSpeed AutoTP, as in `kvpolicy_deepspeed`, or the plan of transformers."""
 
 
 class Held(NamedTuple):
@@ -47,7 +47,7 @@ def weights_per_rank(
     Args:
         config: A transformers config.
         tp: The tensor parallel size.
-        backend: What shards the model, `deepspeed` or `hf`.
+        backend: Backend that shards the model, `deepspeed` or `hf`.
         dtype: Dtype of the weights; the config's own by default.
 
     Raises:

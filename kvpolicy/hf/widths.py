@@ -25,10 +25,10 @@ SEPARATE = frozenset(
         "stablelm",
     }
 )
-"""Families whose MLP has gate and up as two matrices: the activated gate, up and their product are alive at once."""
+"""Families with gate and up of the MLP as two matrices: the activated gate, up and their product are alive at once."""
 
 EAGER = frozenset({"flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"})
-"""Families whose sliding-window layers transformers computes with a whole matrix of attention weights."""
+"""Families for which transformers computes sliding-window layers with a whole matrix of attention weights."""
 
 
 def widths_of(layers: Iterable[Any], tp: int = 1) -> Widths:
