@@ -1,4 +1,4 @@
-"""What mergers share: similar keys, and sums over groups of tokens without a matrix of all pairs."""
+"""Helpers shared by mergers: similar keys, and sums over groups of tokens without a matrix of all pairs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Nearest(NamedTuple):
     """The target of each token, and how similar the two keys are.
 
     Attributes:
-        target: Of the target, [B, H, n] int64.
-        cosine: Of the two keys, [B, H, n] fp32; -inf where there is no target.
+        target: Index of the target, [B, H, n] int64.
+        cosine: Cosine of the two keys, [B, H, n] fp32; -inf where there is no target.
     """
 
     target: Tensor
@@ -63,7 +63,7 @@ def similar_targets(keys: Tensor, targets: Tensor, is_target: Tensor) -> Nearest
     """The target of largest cosine for each token; of ties the first, which is the earliest where targets are sorted.
 
     Args:
-        keys: Of the tokens, of length 1, [B, H, n, D] fp32.
+        keys: Keys of the tokens, of length 1, [B, H, n, D] fp32.
         targets: Keys of the targets, of length 1, [B, H, T, D] fp32.
         is_target: Which of them may be one, [B, H, T] bool.
     """
@@ -81,9 +81,9 @@ def near_targets(
 
     Args:
         keys: [B, H, n, D] fp32.
-        positions: Of the tokens, [B, H, n] int32.
+        positions: Positions of the tokens, [B, H, n] int32.
         targets: [B, H, T, D] fp32.
-        target_positions: Of the targets, [B, H, T] int32, ascending among those that may be one.
+        target_positions: Positions of the targets, [B, H, T] int32, ascending among those that may be one.
         is_target: [B, H, T] bool.
     """
     distance = (positions[..., None] - target_positions[:, :, None]).abs().masked_fill(~is_target[:, :, None], _FAR)
@@ -111,7 +111,7 @@ def tiles(candidates: Candidates, by: str) -> Iterator[Tile]:
         mass = evicted[..., at].float()
         if candidates.counts is not None:
             mass = mass * candidates.counts[..., at].exp()
-        # The keys and values of tokens that are not evicted, such as padding, may be anything: 0 times NaN is NaN.
+        # Keys and values of tokens that are not evicted, such as padding, may hold inf or NaN: 0 times NaN is NaN.
         gone = evicted[..., at, None]
         keys, values = (t[:, :, at].float().masked_fill(~gone, 0) for t in (candidates.keys, candidates.values))
         if by == "keys":

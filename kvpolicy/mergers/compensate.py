@@ -21,7 +21,7 @@ class CompensateState(NamedTuple):
     """The compensation slot of each head.
 
     Attributes:
-        host: Position of the token in whose slot it is, plus 1; 0 if there is none, [B, H] int32.
+        host: Position of the token that owns the slot, plus 1; 0 without a slot, [B, H] int32.
     """
 
     host: Tensor
@@ -78,7 +78,7 @@ class Compensate(Merger):
 
         def mean(every: Tensor) -> Tensor:
             own = candidates.at_targets(every)
-            # Tokens that are not evicted, such as padding, may be anything: 0 times NaN is NaN.
+            # Tokens that are not evicted, such as padding, may hold inf or NaN: 0 times NaN is NaN.
             gone = mass[:, :, None] @ every.float().masked_fill(~evicted[..., None], 0)
             mixed = (gone + own.float() * counts.exp()[..., None]) / both[..., None]
             return torch.where(chosen[..., None], mixed.to(own.dtype), own)
@@ -102,7 +102,7 @@ class Compensate(Merger):
         return Merge(slot, there, values, keys, (own + new).log())
 
     def _settle(self, state: CompensateState, position: Tensor, there: Tensor) -> None:
-        """Remember the position [B, H, 1] of the compensation slot, in the heads where it is `there` [B, H, 1]."""
+        """Store the position [B, H, 1] of the compensation slot in the heads selected by `there` [B, H, 1]."""
         host = (position + 1).to(torch.int32).squeeze(-1)
         state.host.copy_(torch.where(there.squeeze(-1), host, state.host))
 
