@@ -10,7 +10,7 @@ class Weights:
     """Bytes of weights on the rank that holds the most; `kvpolicy.weights_per_rank` counts them.
 
     Attributes:
-        backend: What shards the model, `deepspeed` or `hf`.
+        backend: Backend that shards the model, `deepspeed` or `hf`.
         tp: The tensor parallel size.
         replicated: Bytes of parameters that every rank holds whole.
         sharded: Bytes of this rank's shards.

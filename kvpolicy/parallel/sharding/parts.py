@@ -66,7 +66,7 @@ def _units(kind: Kind, heads: Heads) -> list[range]:
 
 
 class Slot(NamedTuple):
-    """What a parameter of the sharded model holds.
+    """Shape of a parameter of the sharded model, and its shard on this rank.
 
     Attributes:
         whole: Shape of the whole tensor.
@@ -97,7 +97,7 @@ def kinds(model: nn.Module, family: Family) -> dict[str, Kind]:
 
 
 def slots(model: Any, family: Family, heads: Heads, rank: int, size: int) -> dict[str, Slot]:
-    """What a rank holds of every parameter; a head that is tied to the embedding is a parameter of its own.
+    """The shard of every parameter on a rank; a head that is tied to the embedding is a separate parameter.
 
     Args:
         model: The whole model; its parameters may be on the meta device.
