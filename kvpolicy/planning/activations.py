@@ -32,10 +32,10 @@ class Widths(NamedTuple):
     """Elements per token of the tensors of a model's forward, on one rank.
 
     Attributes:
-        hidden: Of the hidden states.
-        mlp: Of all that an MLP holds at once besides hidden states, its experts included.
-        queries: Of the queries of a layer: query heads times head dimension.
-        vocab: Of the logits.
+        hidden: Elements of the hidden states.
+        mlp: Elements of all tensors that an MLP holds at once besides hidden states, its experts included.
+        queries: Elements of the queries of a layer: query heads times head dimension.
+        vocab: Elements of the logits.
         tiled: Whether attention is always computed in tiles: with a cap of the scores, or sinks.
         eager: Whether layers that no policy manages compute a whole matrix of attention weights.
     """
@@ -116,7 +116,7 @@ class Prefill(NamedTuple):
         return max(prefill, self._replay_bytes(batch))
 
     def stock_activation_bytes(self, batch: int) -> int:
-        """The same with the stock cache, whose layers keep every token.
+        """The same with the stock cache, which keeps every token in each layer.
 
         Args:
             batch: Rows.
@@ -229,7 +229,7 @@ def _statistics(prefill: Prefill, policy: Policy, piece: Piece, tile: Piece) -> 
         prefill: The prefill.
         policy: The policy of the layer.
         piece: The piece.
-        tile: What the layer takes of it at a time.
+        tile: Tokens that the layer takes at a time.
     """
     shape = prefill.shape
     size = shape.dtype.itemsize

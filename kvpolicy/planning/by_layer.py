@@ -29,7 +29,7 @@ def divide_by_layer(
 
     A budget in bytes is that of the whole cache on a rank. A share, and a number of tokens, is a budget of each row of
     the whole model: the row keeps what it would keep alone, on any number of ranks. Each layer has the slots of the row
-    that keeps the most there, so that rows of different lengths may hold more together than their shares.
+    that keeps the most in it, so that rows of different lengths may hold more together than their shares.
 
     Args:
         policy: The policy.
@@ -67,7 +67,7 @@ def divide_by_layer(
 def _row(
     policy: LayeredPolicy, prompt: Tensor, end: Tensor | None, shapes: list[LayerShape], indices: Sequence[int]
 ) -> Tensor:
-    """Tokens that each layer keeps of one row whose budget is a share or a number of tokens, [1, L]."""
+    """Tokens that each layer keeps of one row under a budget of a share or a number of tokens, [1, L]."""
     budget = policy.budget
     if end is None and policy.decode == "grow":
         end = prompt  # what a growing cache reserves for tokens that nobody announced is on top, as in other caches
@@ -101,7 +101,7 @@ def _fit(
     indices: Sequence[int],
     limit: int | None,
 ) -> tuple[Tensor | None, int]:
-    """The most tokens of each row and layer, [B, L], whose bytes fit `limit`, or None; and the fewest bytes possible.
+    """The most tokens of each row and layer within `limit` bytes, [B, L], or None; and the fewest bytes possible.
 
     All shares are multiplied by one factor, found by bisection over the tokens of the largest share. If all tokens fit
     and nobody announced how many will follow, all layers keep equally many of those, as in other caches.

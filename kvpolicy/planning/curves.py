@@ -19,7 +19,7 @@ FORMAT = 1
 """Version of the file format; newer ones are refused."""
 
 Measure = Literal["joint", "kl", "output"]
-"""What a distortion is; see `kvpolicy.tuning.tune`."""
+"""The definition of a distortion; see `kvpolicy.tuning.tune`."""
 
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
@@ -29,9 +29,9 @@ class Curves(NamedTuple):
 
     Attributes:
         model: The model, as `check_same_model` compares it.
-        text: What it was measured on: `sha256`, `windows`, and the mean number of tokens of a prompt, `prompt`, and of
+        text: The measured text: `sha256`, `windows`, and the mean number of tokens of a prompt, `prompt`, and of
             what follows it, `new`.
-        measure: What a distortion is: `joint`, `kl` or `output`; see `kvpolicy.tuning.tune`.
+        measure: Definition of a distortion: `joint`, `kl` or `output`; see `kvpolicy.tuning.tune`.
         layers: Indices of the measured layers.
         depth: Number of all layers of the model.
         candidates: The policies, each with a fraction of the prompt as its budget.
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
     """The policy of each layer, with its relative share.
 
     Attributes:
-        policies: Of each layer of the model.
+        policies: The policy of each layer of the model.
     """
 
     policies: tuple[Policy, ...]
@@ -104,7 +104,7 @@ def load_tuned(path: str) -> Curves | Layers:
 
 
 def version_of(path: str) -> tuple[int, int]:
-    """What changes with the content of a file."""
+    """Modification time and size of a file, which change with its content."""
     status = os.stat(os.path.expanduser(path))
     return status.st_mtime_ns, status.st_size
 

@@ -13,11 +13,11 @@ UNITS = 4096
 
 
 class Option(NamedTuple):
-    """What may be chosen for an item.
+    """An option for one item.
 
     Attributes:
-        cost: What it takes of the limit, at least 0.
-        loss: What it adds to the sum that is to be small.
+        cost: Its cost, counted against the limit, at least 0.
+        loss: Its contribution to the sum that is minimized.
     """
 
     cost: int

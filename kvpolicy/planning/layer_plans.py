@@ -14,7 +14,7 @@ from kvpolicy.protocols import LayerShape
 
 
 def pages_of(policy: Policy, tokens: Tokens, layer: int, shape: LayerShape) -> Pages | None:
-    """The pages of a layer if its heads have budgets of their own; None if they have not.
+    """The pages of a layer with a budget for each head; None without head budgets.
 
     With several ranks these are the most that a rank may hold: all but one page for each head of the other ranks.
 

@@ -26,7 +26,7 @@ DIGEST_NBYTES = 8
 class _Tensors(NamedTuple):
     """The tensors of a layer on the device meta, allocated as the cache does.
 
-    A difference would make plans wrong, and is found by the tests of bytes.
+    A difference would make plans wrong; the tests of bytes detect it.
     """
 
     buffer: tuple[torch.Tensor, torch.Tensor]
@@ -111,7 +111,7 @@ def step_bytes(
 
 @lru_cache(maxsize=4096)
 def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buffer: int = 0) -> dict[str, int]:
-    """Bytes by kind that a layer will hold whose heads have budgets of their own.
+    """Bytes by kind of a layer with a budget for each head.
 
     Args:
         policy: The policy.

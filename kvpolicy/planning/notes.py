@@ -1,4 +1,4 @@
-"""Notes for plans whose effective behavior differs from the spec."""
+"""Notes for plans with an effective behavior that differs from the spec."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _few_tokens(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
 
 
 def _even_layers(policy: Policy, keep: Tensor, prompt: Tensor) -> str:
-    """Rows whose layers have equal budgets although the allocator measured them."""
+    """Rows with equal budgets in all layers although the allocator measured the layers."""
     even = (keep == keep[:, :1]).all(-1) & (keep[:, 0] < prompt)
     if not policy.layer_metric or not bool(even.any()):
         return ""

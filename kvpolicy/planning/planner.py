@@ -125,7 +125,7 @@ def _divide_bytes(
     unmanaged_nbytes: int,
     indices: Sequence[int],
 ) -> Tokens:
-    """Find the most tokens per layer whose bytes fit into the budget, by bisection."""
+    """Find the most tokens per layer that fit into a budget in bytes, by bisection."""
     limit = bytes_of(str(policy.budget))
     batch = len(prompt)
 

@@ -32,7 +32,7 @@ NOT_MEASURED = (
     "the same number, but bytes may differ with a codec or several rows, since a layer has slots for the row that "
     "keeps the most"
 )
-"""The note of a plan whose allocator has not measured a prompt yet."""
+"""The note of a plan before the allocator has measured a prompt."""
 
 
 READ_KINDS = ("exact", "codes", "scales", "positions")
@@ -83,7 +83,7 @@ class CachePlan:
         weights: The weights of the model on that rank, if they were counted.
         peak_nbytes: The most bytes of keys and values, and of what the cache holds besides, while the prompt is
             prefilled: those of the whole prompt in all layers if these wait for a measurement or a replay, else in one.
-        prefill: What the activations of the prefill follow from; None if they are unknown, and count as nothing.
+        prefill: Sizes that determine the activations of the prefill; None if they are unknown, and count as nothing.
         full_peak_nbytes: Bytes of the stock cache at the end of the prefill.
     """
 
@@ -229,7 +229,7 @@ def _layers(plan: CachePlan, kinds: Sequence[str]) -> tuple[Cells, list[tuple[in
 
 
 def _notes(plan: CachePlan) -> list[str]:
-    """What a plan says besides its table, a line each."""
+    """The notes of a plan besides its table, one line each."""
     notes = [] if plan.measured else [NOT_MEASURED]
     if plan.resident_nbytes:
         notes.append(resident_note(format_bytes(plan.resident_nbytes)))

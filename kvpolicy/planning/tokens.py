@@ -55,7 +55,7 @@ def most_tokens(policy: Policy, prompt: Tensor, end: Tensor | None) -> Tensor:
 def expect_tokens(
     policy: Policy, keep: Tensor, prompt: Tensor, end: Tensor | None, initial_slots: int = INITIAL_SLOTS
 ) -> Tokens:
-    """What follows from the tokens that each layer keeps of each prompt, [B, L].
+    """Token counts that follow from the tokens that each layer keeps of each prompt, [B, L].
 
     Args:
         policy: The policy.

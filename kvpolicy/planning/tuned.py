@@ -23,11 +23,11 @@ STEPS = 8
 
 
 class Choice(NamedTuple):
-    """What a layer may hold.
+    """A policy that a layer may have.
 
     Attributes:
         policy: With the fraction of the prompt that it keeps as its budget.
-        nbytes: What the layer then holds.
+        nbytes: Bytes that the layer then holds.
         loss: The distortion.
     """
 
@@ -53,7 +53,7 @@ class Reason(NamedTuple):
 def resolve(
     policy: Policy, model: ModelInfo, shape: LayerShape, whole: LayerShape, unmanaged_nbytes: Callable[[int], int]
 ) -> Policy:
-    """A policy whose layers are known: one that is made from a file is made, others are returned as they are.
+    """Resolve a policy that is made from a file into those of its layers; return other policies unchanged.
 
     Args:
         policy: The policy.
@@ -108,7 +108,7 @@ def byte_limit(policy: Policy, shape: LayerShape, layers: int, length: int) -> i
 
 
 def solve(curves: Curves, shape: LayerShape, prompt: int, new: int, limit: int | None) -> list[Policy]:
-    """The policy of each measured layer, of least distortion in all, whose bytes fit a limit.
+    """The policy of each measured layer, of least total distortion within a limit in bytes.
 
     Candidates that generate differently, or replay differently, cannot be mixed: each such group is solved by itself.
 
@@ -159,7 +159,7 @@ def _solved(
 
 
 def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Sequence[Policy]) -> list[Reason]:
-    """What each layer's choice does, beside what half and twice of its bytes would do.
+    """The distortion of each layer's choice, and the least distortions for half and for twice its bytes.
 
     Args:
         curves: The curves.
@@ -183,7 +183,7 @@ def reasons(curves: Curves, shape: LayerShape, prompt: int, new: int, chosen: Se
 def options(
     curves: Curves, number: int, group: Sequence[int], shape: LayerShape, prompt: int, new: int
 ) -> list[Choice]:
-    """What a layer may hold: every measured candidate, and sizes between those of the same parts.
+    """The choices of a layer: every measured candidate, and sizes between those of the same parts.
 
     Args:
         curves: The curves.
@@ -243,5 +243,5 @@ def _groups(curves: Curves) -> list[list[int]]:
 
 
 def _kind(policy: Policy) -> object:
-    """What all layers of a policy must have in common."""
+    """The properties that all layers of a policy must share."""
     return policy.decode, policy.replay
