@@ -15,7 +15,7 @@ PROTOCOLS: dict[Kind, type] = {
     "codec": Codec,
     "reader": Reader,
 }
-"""What a part of each kind must implement, in the order in which a spec is written."""
+"""The protocol of each kind of part, in the order in which a spec is written."""
 
 
 def check_part(kind: Kind, part: object) -> None:

@@ -45,7 +45,7 @@ class Policy:
     Args:
         allocator: How many tokens each layer may keep.
         selector: Which tokens are kept.
-        merger: What becomes of a token that is not kept.
+        merger: Treatment of evicted tokens.
         codec: How a kept token is stored.
         reader: Which of the kept tokens a decode step reads.
         budget: A fraction of the prompt in (0, 1] (float), tokens per layer on average (int), or bytes of the whole
@@ -250,7 +250,7 @@ class Policy:
 
     @property
     def layer_metric(self) -> str:
-        """What is measured of every layer before the budget is divided; empty if nothing is."""
+        """The metric of every layer that is measured before the budget is divided; empty if none is."""
         return self.allocator.layer_metric
 
     @property
@@ -331,7 +331,7 @@ class Policy:
 
 
 class PerLayerPolicy(Policy):
-    """A policy whose parts are those of its layers."""
+    """A policy with the parts of its layers."""
 
     __slots__ = ()
 
@@ -366,7 +366,7 @@ class LayeredPolicy(PerLayerPolicy):
     Args:
         policies: A policy or its spec for each layer of the model.
         budget: The budget of all layers together.
-        spec: What `str` writes, for a policy that was made from a file.
+        spec: The string that `str` returns, for a policy that was made from a file.
 
     Attributes:
         layers: The policy of each layer of the model.
