@@ -42,7 +42,7 @@ class Allocator(Protocol):
 
 
 class HeadRequest(NamedTuple):
-    """What a head allocator divides, and what it may look at.
+    """The pages that a head allocator divides, and the candidates that it may look at.
 
     Attributes:
         priority: The priority of each candidate, [B, H, N] fp32: inf is always kept, -inf for invalid tokens.
@@ -92,10 +92,10 @@ class DividesHeads(Protocol):
 
     @property
     def heads(self) -> HeadAllocator | None:
-        """What divides it; None for the same budget in every head."""
+        """The head allocator; None for the same budget in every head."""
         ...
 
 
 def heads_of(allocator: object) -> HeadAllocator | None:
-    """What divides the budget of a layer among its heads; without `DividesHeads` nothing does."""
+    """The head allocator of an allocator; None without `DividesHeads`."""
     return allocator.heads if isinstance(allocator, DividesHeads) else None

@@ -40,7 +40,7 @@ class Layout(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """What a codec may know of a model before anything runs.
+    """Description of a model for codecs, before anything runs.
 
     Attributes:
         layers: Number of layers under the policy.
@@ -71,7 +71,7 @@ class ModelInfo(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What the engine must know of a codec.
+    """Properties of a codec that the engine must know.
 
     Attributes:
         block: How many tokens are demoted from the full-precision buffer at a time in decode; 0 if nothing is encoded.
@@ -239,7 +239,7 @@ class Codec(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What the engine must know; by default that nothing is encoded."""
+        """Properties that the engine must know; by default, nothing is encoded."""
         return Traits()
 
     @property

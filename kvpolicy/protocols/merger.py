@@ -12,7 +12,7 @@ from kvpolicy.protocols.selector import Needs, State
 
 
 class MergerTraits(NamedTuple):
-    """What the engine must know of a merger.
+    """Properties of a merger that the engine must know.
 
     Attributes:
         when: `never`: evicted tokens are dropped. `prompt`: kept tokens are changed at the end of a prompt or chunk.
@@ -70,7 +70,7 @@ class Candidates(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """What the targets hold after a merge.
+    """Contents of the targets after a merge.
 
     Attributes:
         values: [B, H, T, D].
@@ -91,9 +91,9 @@ class Tokens(NamedTuple):
         values: [B, H, n, D].
         positions: Original positions, [B, H, n] int32.
         counts: Logarithm of the number of tokens that each one stands for, [B, H, n] fp32; None unless counted.
-        there: Of a victim, whether a token is evicted; of slots, which may be a target: [B, H, n] bool. The others
-            hold anything.
-        priority: Of slots, the selector's priority of each token, [B, H, n] fp32; None unless ranked.
+        there: Whether a victim is evicted, or whether a slot may be a target, [B, H, n] bool. Other entries are
+            undefined.
+        priority: The selector's priority of the token in each slot, [B, H, n] fp32; None unless ranked.
     """
 
     keys: Tensor
@@ -124,7 +124,7 @@ class Merge(NamedTuple):
 
 @runtime_checkable
 class Merger(Protocol):
-    """What becomes of a token that is not kept?
+    """How are evicted tokens merged into kept ones?
 
     A merger changes kept tokens in favor of evicted ones. It changes tokens in full precision only: those of the
     full-precision buffer, and the tokens of a prompt before they are coded. Coded tokens can be victims, but not
@@ -138,7 +138,7 @@ class Merger(Protocol):
 
     @property
     def traits(self) -> MergerTraits:
-        """What the engine must know; by default that nothing is merged."""
+        """Properties that the engine must know; by default, nothing is merged."""
         return MergerTraits()
 
     @property

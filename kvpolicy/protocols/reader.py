@@ -15,7 +15,7 @@ Index = Any
 
 
 class ReaderTraits(NamedTuple):
-    """What the engine must know of a reader.
+    """Properties of a reader that the engine must know.
 
     Attributes:
         dense: How many of the model's first layers read every slot.
@@ -44,7 +44,7 @@ class ReaderTraits(NamedTuple):
     choosers_read_all: bool = False
 
     def source(self, layer_idx: int) -> int | None:
-        """The layer whose choice a layer reads: itself, an earlier one, or None if it reads everything.
+        """The layer that chooses for a layer: itself, an earlier one, or None if it reads all slots.
 
         Examples:
             >>> [ReaderTraits(dense=1, every=2).source(layer_idx) for layer_idx in range(5)]
@@ -102,7 +102,7 @@ class Reader(Protocol):
 
     @property
     def traits(self) -> ReaderTraits:
-        """What the engine must know."""
+        """Properties that the engine must know."""
         return ReaderTraits()
 
     def page_size(self, slots: int) -> int:
@@ -142,7 +142,7 @@ class Reader(Protocol):
         Args:
             index: The index.
             entries: Which entries, [B, H, n] int64; where one is given twice, so are its keys.
-            keys: Their keys, as attention sees them, [B, H, n, page, D]. Where `occupied` is not set, anything.
+            keys: Their keys, as attention sees them, [B, H, n, page, D]; undefined where `occupied` is not set.
             occupied: Which of these slots hold a token, [B, H, n, page] bool.
         """
 

@@ -444,7 +444,7 @@ def alloc_state(
         batch: Rows.
         heads: KV heads.
         slots: Slots of each head.
-        device: Where the tensors are.
+        device: Device of the tensors.
         head: The shape of a head; ignored unless `Needs.head_shape`.
     """
     alloc: Any = selector.alloc
