@@ -1,4 +1,4 @@
-"""What readers share: how many slots are read, and the checks of their options."""
+"""Helpers shared by readers: the number of slots that are read, and the checks of their options."""
 
 from __future__ import annotations
 

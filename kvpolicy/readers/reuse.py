@@ -97,7 +97,7 @@ class Reuse(Reader):
 
     @property
     def traits(self) -> ReaderTraits:
-        """Those of the base, and which layers choose."""
+        """The traits of the base, and which layers choose."""
         traits = self.base.traits
         if self._choosing:
             dense = self._choosing[0]
