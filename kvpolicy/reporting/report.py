@@ -140,7 +140,7 @@ def _layers(report: Report, kinds: Sequence[str]) -> tuple[Cells, list[tuple[int
 
 
 def _notes(report: Report) -> list[str]:
-    """What a report says besides its table, a line each."""
+    """The notes of a report besides its table, one line each."""
     notes = [resident_note(format_bytes(report.resident_nbytes))] if report.resident_nbytes else []
     if report.policy.reads_part:
         notes.append(moved_note(report.moved, report.all_moved))

@@ -1,4 +1,4 @@
-"""What reports and plots read: the part of a cache, of its layers and of a handle that they use.
+"""Sources of reports and plots: the members of a cache, of its layers and of a handle that they use.
 
 The classes that satisfy these protocols are `kvpolicy.PolicyCache` and `kvpolicy.Handle`. They live in `kvpolicy.hf`,
 which imports this package, so they are described here and recognized by their attributes.
@@ -69,7 +69,7 @@ class CacheSource(Protocol):
 
     @property
     def plan(self) -> CachePlan | None:
-        """What was decided for the last prompt; None before it."""
+        """The plan of the last prompt; None before it."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class CacheSource(Protocol):
         ...
 
     def cosines(self) -> Tensor:
-        """What the allocator measured, [B, L]."""
+        """The cosines that the allocator measured for the last prompt, [B, L]."""
         ...
 
 

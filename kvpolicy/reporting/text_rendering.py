@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kvpolicy.reporting.token_spans import Span
 
 SHADES = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#fde725")
-"""Viridis in six steps, from few heads to all, for terminals, whose background is unknown."""
+"""Viridis in six steps, from few heads to all, for terminals with any background."""
 LIGHT = ("#dfebf7", "#bcd7ee", "#8fbde0", "#5b9bcf", "#2b75b3", "#084a8c")
 """Blues for light pages: the darker, the more heads."""
 DARK = ("#12304d", "#17497a", "#1f68a8", "#3f8fd0", "#7dbbea", "#c9e5fa")

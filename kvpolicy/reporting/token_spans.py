@@ -38,7 +38,7 @@ def spans(source: HandleSource | CacheSource, tokens: Sequence[str], *, row: int
     """The fraction of KV heads that keep each token of a text, over all layers and in each.
 
     Args:
-        source: A cache, or a handle, whose newest cache is read.
+        source: A cache, or a handle for its newest cache.
         tokens: Every token of the row as text, without padding; see `pieces`.
         row: Index of the row in the batch.
 
