@@ -1,4 +1,4 @@
-"""What selectors share: the mean over the query heads of a KV head, priorities by position, and tokens always kept."""
+"""Helpers shared by selectors: means over the query heads of a KV head, priorities by position, tokens always kept."""
 
 from __future__ import annotations
 

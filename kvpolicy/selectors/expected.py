@@ -29,7 +29,7 @@ from kvpolicy.spec.validation import check_fields
 
 @scoped(total="head", product="head", queries="row", ranked="row")
 class Expectation(NamedTuple):
-    """What is expected of the token of each slot, and the queries so far that say so.
+    """Expected attention of the token in each slot, and the moments of the queries that it follows from.
 
     Attributes:
         score: Logarithm of the expected attention times the length of the value, [B, H, S] fp32.

@@ -84,7 +84,7 @@ class KeyDiff(Selector):
         """Compare every candidate with the mean direction of all candidates."""
         assert seen.keys is not None
         keys = seen.keys.float()
-        if not bool(view.valid.all()):  # numbers at invalid tokens may be anything, and 0 * inf is not a number
+        if not bool(view.valid.all()):  # invalid tokens may hold inf, and 0 * inf is NaN
             keys = keys.masked_fill(~view.valid[..., None], 0)
         length = torch.linalg.vector_norm(keys, dim=-1)  # [B, H, N]
         inverse = length.clamp_min(_TINY).reciprocal()

@@ -157,7 +157,7 @@ class KVCrush(Selector):
 
     @property
     def min_tokens(self) -> int:
-        """The smallest budget whose part for the base is the minimum of the base, in whole pages if there are any."""
+        """The smallest budget that leaves the base its minimum, in whole pages if there are pages."""
         of_base = min_page_tokens(self.base.min_tokens, self.page)
         # The smallest n with n - floor(n * split) >= of_base.
         return (of_base - 1) * MILLION // (MILLION - self._millionths) + 1
@@ -205,7 +205,7 @@ class KVCrush(Selector):
         return round(self.split * MILLION)
 
     def _base_view(self, view: View) -> View:
-        """The view of the base, whose budget is what representatives leave."""
+        """The view of the base; its budget is the rest after the representatives."""
         return view._replace(budget=view.budget - self.representative_count(view.budget))
 
     def representative_count(self, budget: Tensor) -> Tensor:
