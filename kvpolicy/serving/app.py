@@ -26,7 +26,7 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.version import __version__
 
 CLIENT_CLOSED = 499
-"""The status of a request whose client is gone; nobody reads it."""
+"""The status of a request after its client disconnected; nobody reads it."""
 
 
 def build_app(
@@ -44,7 +44,7 @@ def build_app(
         name: The name of the model.
         policy: The spec of the policy.
         handlers: Transformers' handlers for chat and completions.
-        generation: What generates.
+        generation: The `Generation` that answers requests.
         metrics: The counters.
         hosts: The names that the server answers to.
         limit: The bytes that the body of a request may have.

@@ -20,7 +20,7 @@ BYTES_PER_POSITION = 32
 """Bytes of a body for each position of the model: five characters, each escaped as in `\\u043a`, and a rest."""
 
 DEFAULT_POSITIONS = 2**20
-"""Positions of a model whose config has no limit, for the size of bodies alone."""
+"""Positions of a model without a limit in its config, for the size of bodies alone."""
 
 
 def positions_of(model: Any) -> int | None:

@@ -21,7 +21,7 @@ from kvpolicy.serving.usage import CacheUsage
 from kvpolicy.spec.errors import KVPolicyError
 
 DEFAULT_NEW_TOKENS = 1024
-"""The most tokens of an answer whose request names no number, if the model's context has room for them."""
+"""The most tokens of an answer without a number in its request, if the model's context has room for them."""
 
 SHUTTING_DOWN = "The server is shutting down; try again later."
 
@@ -59,8 +59,8 @@ class Job:
         begun: Done once the first token is generated, or there will be none.
         done: Done once the thread is done with it.
         tokens: Generated tokens.
-        usage: What the cache held at the end; None before it.
-        failure: What went wrong, or None.
+        usage: Content of the cache at the end; None before it.
+        failure: The error, or None.
     """
 
     def __init__(self, key: str, call: Call) -> None:
@@ -173,7 +173,7 @@ class Generation(handlers.BaseGeneration):
         self._jobs.pop(job.key, None)
 
     def refuse_new(self) -> None:
-        """From now on, refuse each request whose turn comes; what runs goes on."""
+        """Refuse all waiting and later requests; the running one goes on."""
         self._closing.set()
 
     async def stop_running(self) -> None:
@@ -301,7 +301,7 @@ class Generation(handlers.BaseGeneration):
 
 
 def _configure(config: Any, call: Call, model: Any, prompt: int, tokenizer: Any) -> None:
-    """Set what transformers' handler leaves to the model: sampling where it is asked for, and a length that fits."""
+    """Set the options that transformers' handler leaves to the model: requested sampling, and a length that fits."""
     config.num_beams = 1  # tokens are streamed
     if call.sample is not None:
         config.do_sample = call.sample
@@ -320,7 +320,7 @@ def _configure(config: Any, call: Call, model: Any, prompt: int, tokenizer: Any)
 
 
 def describe(error: Exception) -> Failure:
-    """What a client is told of an error, which is logged unless the client can fix it."""
+    """The failure that a client receives for an error, which is logged unless the client can fix it."""
     if isinstance(error, Failure):
         return Failure(str(error), error.status)  # a new one, without frames
     if isinstance(error, KVPolicyError):

@@ -24,7 +24,7 @@ except (ImportError, AttributeError):  # another version; `check_transformers` s
     BaseGeneration = BaseModels = BaseState = object
 
 TESTED = "5.18 to 5.23"
-"""The versions of transformers whose handlers this module was tested with."""
+"""The versions of transformers with which this module was tested."""
 
 RESERVED = frozenset(inspect.signature(transformers.PreTrainedTokenizerBase.apply_chat_template).parameters) | {
     "load_audio_from_video",
@@ -45,11 +45,11 @@ _EXPECTED: dict[str, tuple[str, ...]] = {
     "utils.DirectStreamer.put": ("value",),
     "utils._StreamError.__init__": ("msg",),
 }
-"""What this package calls or overrides, and the parameters that it relies on."""
+"""Functions that this package calls or overrides, and the parameters that it relies on."""
 
 
 def check_transformers() -> None:
-    """Refuse a version of transformers whose server is not as this module expects.
+    """Refuse a version of transformers with another server than this module expects.
 
     Raises:
         KVPolicyError: Naming the first difference.
@@ -112,7 +112,7 @@ def make_handlers(models: OneModel, manager: Any) -> tuple[Any, Any]:
 
     Args:
         models: The model.
-        manager: What generates.
+        manager: The manager that generates.
     """
     state = OneManager(manager)
     chat: Any = chat_completion
@@ -138,7 +138,7 @@ def adapt_tokenizer(tokenizer: Any) -> bool:
     """Let a tokenizer without a chat template join the contents of messages by newlines.
 
     Args:
-        tokenizer: The tokenizer, whose `apply_chat_template` is replaced.
+        tokenizer: The tokenizer; its `apply_chat_template` is replaced.
 
     Returns:
         Whether it has a chat template.

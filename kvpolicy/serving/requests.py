@@ -1,4 +1,4 @@
-"""What a request may contain: checked before anything is computed, and refused in one sentence."""
+"""Checks of a request before anything is computed; an invalid one is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls the type of a value."""
+    """The JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a bool", type(None): "nothing"}
     return names.get(type(value), "a number")
 

@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
 
     Args:
         config: The configuration.
-        generation: What generates.
+        generation: The `Generation` that answers requests.
     """
 
     def __init__(self, config: uvicorn.Config, generation: Generation) -> None:

@@ -1,4 +1,4 @@
-"""What leaves the server: usage with the cache's numbers, texts that end before a stop string, errors in JSON."""
+"""Responses of the server: usage with the cache's numbers, texts that end before a stop string, errors in JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def finish(answer: dict[str, Any], job: Job) -> dict[str, Any]:
 
     Args:
         answer: The answer of transformers' handler.
-        job: The request, whose tokens are generated.
+        job: The request; its tokens are generated.
     """
     for choice in answer["choices"]:
         holder, name = _text_of(choice, "message")

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _Rest:
-    """What remains of a coroutine that has begun, and that `await` would refuse by itself.
+    """Awaitable for the rest of a coroutine that has begun, which `await` would refuse by itself.
 
     Args:
         coroutine: The coroutine.
@@ -27,10 +27,10 @@ async def begin_in_thread(executor: Executor, coroutine: Coroutine[Any, Any, Any
 
     Args:
         executor: The threads.
-        coroutine: The coroutine, whose first `await` that suspends it must be of that form.
+        coroutine: The coroutine; its first `await` that suspends it must be of that form.
 
     Returns:
-        What the coroutine returns.
+        The result of the coroutine.
     """
     ended, value = await asyncio.get_running_loop().run_in_executor(executor, _begin, coroutine)
     return value if ended else await _Rest(coroutine)

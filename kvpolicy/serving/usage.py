@@ -1,4 +1,4 @@
-"""What a request's cache holds at its end."""
+"""Content of a request's cache at its end."""
 
 from __future__ import annotations
 
