@@ -56,8 +56,8 @@ def suggest_option(word: str, known: Iterable[str], value: str = "", *, budget: 
 
     Args:
         word: The unknown option.
-        known: The options that there are.
-        value: What was given for it, as a user would write it; empty if that does not belong in a message.
+        known: The names of all options.
+        value: The given value, as a user would write it; empty if that does not belong in a message.
         budget: How a budget is written where the option was given, with `{}` for the amount.
 
     Examples:
@@ -150,7 +150,7 @@ def _answering(function: Callable[P, R], cls: type[Any] | None) -> Callable[P, R
 def _explain(
     function: Callable[..., Any], cls: type[Any] | None, args: tuple[Any, ...], given: Mapping[str, Any]
 ) -> str:
-    """What is wrong with the arguments of a call; empty if nothing is."""
+    """The error message for the arguments of a call; empty if they are valid."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **given)

@@ -13,7 +13,7 @@ def embedded_file(name: str, what: str) -> Any:
     """A calibration of an embedded model, a file or folder as `importlib.resources` returns it.
 
     Args:
-        name: Of the model.
+        name: Name of the model.
         what: `csr` or `kvquant`, which are folders, or `heads.json`.
 
     >>> embedded_file("tiny", "csr").is_dir(), embedded_file("tiny", "heads.json").is_file()

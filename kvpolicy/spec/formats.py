@@ -30,7 +30,7 @@ def check_format(content: Mapping[str, Any], newest: int, what: object) -> None:
     """Refuse content that a newer kvpolicy wrote; content without a number is older than format versions.
 
     Args:
-        content: What was read.
+        content: The content that was read.
         newest: The newest format that this version reads.
         what: Its name, for the message.
 

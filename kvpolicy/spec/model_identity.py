@@ -33,7 +33,7 @@ def check_same_model(
         what: Name of the file, for the message.
         model: The model to check.
         exact: Whether a fine-tuned model counts as another one.
-        remedy: What the user can do, for the message.
+        remedy: Advice for the user, for the message.
 
     Raises:
         KVPolicyError: If the sizes or the weights differ.

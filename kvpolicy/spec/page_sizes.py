@@ -9,7 +9,7 @@ PAGES_PER_HEAD = 8
 
 
 def page_size(tokens: int) -> int:
-    """Slots of a page in a row whose heads hold `tokens` tokens on average.
+    """Slots of a page in a row with `tokens` tokens in an average head.
 
     Examples:
         >>> [page_size(tokens) for tokens in (3, 40, 100, 500, 10_000)]
@@ -22,7 +22,7 @@ def page_size(tokens: int) -> int:
 
 
 def fewest_tokens(tokens: int) -> int:
-    """The smallest budget of a layer whose average head holds at least `tokens` tokens in whole pages.
+    """The smallest budget of a layer that gives an average head at least `tokens` tokens in whole pages.
 
     Examples:
         >>> [fewest_tokens(tokens) for tokens in (1, 5, 65)]

@@ -1,4 +1,4 @@
-"""Checks of a strategy's hyperparameters, whose messages have one form.
+"""Checks of a strategy's hyperparameters, with messages of one form.
 
 They are called in `__post_init__`. The value that a message suggests is the default of the field.
 """

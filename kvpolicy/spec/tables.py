@@ -146,7 +146,7 @@ def layer_table(head: Cells, rows: Iterable[tuple[int, Cells]], last: Cells) -> 
 
 
 def table(head: Cells, rows: Iterable[Cells], text_columns: int = 1) -> str:
-    """An HTML table whose first columns are text, aligned left, and the others numbers, aligned right."""
+    """An HTML table: the first columns are text, aligned left, and the others numbers, aligned right."""
     columns = len(head)
     sides = ["left"] * min(text_columns, columns) + ["right"] * max(columns - text_columns, 0)
     styles = [f'style="text-align:{side}"' for side in sides]

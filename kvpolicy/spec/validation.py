@@ -32,7 +32,7 @@ AutoInt = int | Literal["auto"]
 
 
 class _Kind(NamedTuple):
-    """What a field of one annotation accepts: the type, the conversion to it, and its name in messages."""
+    """Values of a field with one annotation: the accepted type, the conversion to it, and its name in messages."""
 
     accepts: type
     convert: Callable[[Any], Any]
@@ -69,7 +69,7 @@ def check_instance(what: str, part: object) -> None:
 
 
 DECODE_MODES = ("evict", "grow")
-"""What a selector may do with generated tokens, see `kvpolicy.protocols.DecodeMode`."""
+"""Ways in which a selector may treat generated tokens, see `kvpolicy.protocols.DecodeMode`."""
 
 
 def check_fields(strategy: Any) -> None:
