@@ -316,7 +316,7 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
 
     Args:
         part: The codec.
-        layer: The first layer of the cache, whose inputs do not depend on the codec.
+        layer: The first layer of the cache; its inputs do not depend on the codec.
         keys: Keys of all tokens, as attention sees them, [B, H, N, D].
         values: Values of all tokens, [B, H, N, D].
     """

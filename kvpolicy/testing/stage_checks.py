@@ -140,7 +140,7 @@ def check_pages(trial: Trial, part: Codec) -> None:
 
     Args:
         trial: The only stage of the codec.
-        part: The codec, whose `Traits.per_head` says what belongs to a head.
+        part: The codec; its `Traits.per_head` names the fields that belong to a head.
     """
     store, _, _ = trial.fill()
     empty = trial.stage.alloc(ROWS, trial.heads, 0, trial.dim, "cpu")
@@ -171,7 +171,7 @@ def check_pages(trial: Trial, part: Codec) -> None:
 
 
 def draw(rows: int, heads: int, count: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Random keys, whose channels differ in scale and offset, and values, each [rows, heads, count, dim]."""
+    """Random keys with channels that differ in scale and offset, and random values, each [rows, heads, count, dim]."""
     generator = torch.Generator().manual_seed(seed)
     scale = 10 ** torch.rand(heads, 1, dim, generator=generator)
     keys = torch.randn(rows, heads, count, dim, generator=generator) * scale + torch.linspace(-9, 9, dim)
@@ -179,7 +179,7 @@ def draw(rows: int, heads: int, count: int, dim: int, seed: int = 0) -> tuple[Te
 
 
 def copy(store: StageStore) -> StageStore:
-    """A copy of a store whose codes are cloned."""
+    """A copy of a store with cloned codes."""
     return store._replace(codes=map_state(torch.clone, store.codes))
 
 
