@@ -25,7 +25,7 @@ Changes = Mapping[int, Attention]
 
 
 class AnswerCache(PassingCache):
-    """What an answer's forward passes as `past_key_values`; each row of the batch is the answer with other changes."""
+    """Cache that an answer's forward takes as `past_key_values`; each row is the answer with other changes."""
 
     def __init__(self, cache: PolicyCache, full: Mapping[int, Past], rows: Sequence[Changes]) -> None:
         """Read a prompt's cache.
@@ -33,7 +33,7 @@ class AnswerCache(PassingCache):
         Args:
             cache: A cache that has seen the prompt.
             full: All of the prompt in each layer that a policy manages.
-            rows: What is changed in each row.
+            rows: The changes of each row.
         """
         super().__init__(cache.layers)
         self._full = full
@@ -91,7 +91,7 @@ def disturbed(past: Past, size: float, generator: torch.Generator) -> Attention:
 
 
 def scored_tokens(answer: Tensor) -> Tensor:
-    """The tokens of an answer [M] whose predictions are compared, [max(M - 1, 1)].
+    """The tokens of an answer [M] for which predictions are compared, [max(M - 1, 1)].
 
     The first token of an answer is predicted by the prompt, which no compression changes. The predictions of the others
     are compared, which all but the last of them make; of a single token, the prediction that it makes.

@@ -16,7 +16,7 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
 
     Args:
         candidates: Policies or their specs.
-        model: What the codecs may know of the model.
+        model: Description of the model for codecs.
 
     Raises:
         KVPolicyError: If there is none, or one differs by layer or step: another allocator than `uniform`, a budget
@@ -52,7 +52,7 @@ def check_candidates(candidates: Sequence[Policy | str], model: ModelInfo) -> li
 
 
 def needs_of(policy: Policy) -> Needs:
-    """What must be seen of a prompt to compress it."""
+    """The statistics of a prompt that a policy needs to compress it."""
     return policy.selector.needs | policy.merger.needs
 
 

@@ -40,9 +40,9 @@ class Comparison(NamedTuple):
     """One policy minus another one; see `Score` for what is compared.
 
     Attributes:
-        kl: Of the divergence from the full cache, where less is better.
-        top1: Of the share of predictions that are the full cache's, where more is better.
-        correct: Of the share of right answers, where more is better.
+        kl: Difference of the divergence from the full cache, where less is better.
+        top1: Difference of the share of predictions that are the full cache's, where more is better.
+        correct: Difference of the share of right answers, where more is better.
         windows: How many windows were compared.
     """
 
@@ -53,10 +53,10 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        """In words, by right answers and divergence.
+        """The verdict in words, by right answers and divergence.
 
-        `better` if one of them is, and the other is not worse, by intervals without zero; `worse` likewise; `mixed` if
-        they contradict each other. `no worse` says only that these windows show no difference.
+        `better` if one of them is better and the other is not worse, by intervals without zero; `worse` for the
+        opposite; `mixed` if they contradict each other. `no worse` says only that these windows show no difference.
         """
         signs = {self.correct.sign, -self.kl.sign} - {0}
         if not signs:
@@ -72,7 +72,7 @@ def compare(a: Score, b: Score, *, seed: int = 0, draws: int = 2000) -> Comparis
 
     Args:
         a: The policy in question.
-        b: What it is compared with.
+        b: The policy that it is compared with.
         seed: Seed of the draws.
         draws: How many times the windows are drawn.
 
@@ -103,9 +103,9 @@ def verdict_line(comparison: Comparison, name: str = "The tuned policy", other: 
     """The verdict in one sentence with its numbers.
 
     Args:
-        comparison: What `compare` returned.
+        comparison: The result of `compare`.
         name: Name of the policy in question.
-        other: What it was compared with.
+        other: Name of the other policy.
 
     Examples:
         >>> none = Difference(0.0, -0.1, 0.1)

@@ -23,17 +23,17 @@ from kvpolicy.tuning.windows import Window
 
 
 class LayerPrompt(NamedTuple):
-    """What the attention of one layer was called with, for a prompt of N tokens.
+    """The inputs of one layer's attention, for a prompt of N tokens.
 
     Attributes:
         layer_idx: Index of the layer in the model.
         queries: As attention takes them, [1, Hq, N, D].
-        keys: Likewise, [1, H, N, D].
+        keys: As attention takes them, [1, H, N, D].
         values: [1, H, N, D].
         transform: From products to attention weights.
         forward: The arguments of the attention module.
         massive: Which tokens hold the `count` largest activations, [1, N] bool, by `count`.
-        device: Where the layer is.
+        device: Device of the layer.
     """
 
     layer_idx: int
@@ -55,11 +55,11 @@ class LayerPrompt(NamedTuple):
 
 
 class WindowFacts(NamedTuple):
-    """What compressing the prompt of a window depends on, beside the layers' own tensors.
+    """Facts of a window that the compression of its prompt needs besides the tensors of the layers.
 
     Attributes:
-        tokens: The tokens that each policy keeps; None for a policy whose budget is too small.
-        scores: Those of the replayed prompt, [1, H, N] fp32, by the way in which it is replayed and by layer.
+        tokens: The tokens that each policy keeps; None for a policy with too small a budget.
+        scores: Scores of the replayed prompt, [1, H, N] fp32, by the way in which it is replayed and by layer.
     """
 
     tokens: list[Tokens | None]
@@ -71,7 +71,7 @@ class Compressor:
 
     Attributes:
         policies: The policies.
-        pins: Of how many largest activations the tokens must be known.
+        pins: Numbers of largest activations for which the tokens must be known.
     """
 
     def __init__(self, tap: Tap, policies: Sequence[Policy]) -> None:
@@ -97,10 +97,10 @@ class Compressor:
 
         Args:
             prompt: The layer's prompt.
-            facts: Those of the window.
+            facts: Facts of the window.
 
         Yields:
-            The number of a policy, and what the layer then holds, decoded; nothing for one whose budget is too small.
+            The number of a policy, and the decoded content of the layer; policies with too small a budget are skipped.
         """
         groups: dict[Any, list[int]] = {}
         for number, policy in enumerate(self.policies):
@@ -112,17 +112,17 @@ class Compressor:
                 yield number, self.past(prompt, facts, number, seen)
 
     def past(self, prompt: LayerPrompt, facts: WindowFacts, number: int, seen: dict[Any, PendingPrompt]) -> Past:
-        """Compress a layer's prompt under one policy whose budget is not too small.
+        """Compress a layer's prompt under one policy; its budget must not be too small.
 
         Args:
             prompt: The layer's prompt.
-            facts: Those of the window.
+            facts: Facts of the window.
             number: The number of the policy.
-            seen: What other policies have seen of this prompt, to which this one's is added: where the same must be
-                seen, it is looked at once.
+            seen: Pending prompts by needs, to which that of this policy is added; policies with equal needs share
+                one.
 
         Returns:
-            What the layer then holds, on the device of the layer.
+            The content of the layer after the prompt, on the device of the layer.
         """
         policy = self.policies[number]
         tokens = facts.tokens[number]
@@ -136,7 +136,7 @@ class Compressor:
         return past
 
     def _pending(self, prompt: LayerPrompt, facts: WindowFacts, policy: Policy) -> PendingPrompt:
-        """The prompt with all that a policy must see of it."""
+        """The prompt with the statistics that a policy needs."""
         needs = needs_of(policy)
         store = self._empty(prompt, policy)
         forward = prompt.forward if needs.forward else None
@@ -181,5 +181,5 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 
 def _seen_by(policy: Policy) -> Any:
-    """What a policy must see of a prompt; where it is equal, so are the pending prompts."""
+    """The needs of a policy that determine its pending prompt; policies with equal needs share one."""
     return needs_of(policy), policy.codec.traits.query_absmax, policy.reader.traits.salience

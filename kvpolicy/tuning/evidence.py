@@ -20,12 +20,12 @@ from kvpolicy.tuning.windows import Window
 
 
 class Score(NamedTuple):
-    """What a policy does to a model's predictions, by window.
+    """Effect of a policy on a model's predictions, by window.
 
     Attributes:
         kl: Kullback-Leibler divergence of the full cache's predictions from the policy's, in nats, averaged over the
             predictions that the tokens behind the prompt make, [W] fp64.
-        top1: Share of these predictions whose most probable token is the full cache's, [W] fp64.
+        top1: Share of these predictions with the same most probable token as the full cache, [W] fp64.
         correct: 1.0 if greedy decoding gives every token of the answer, else 0.0, [W] fp64.
         nbytes: Bytes that the cache holds after the prompt, averaged over the windows.
         seconds: Time of a window, prompt and answer, averaged over them.
@@ -65,7 +65,7 @@ def score(
         windows: The windows.
         policy: The policy or its spec.
         share: The budget as a share of the full cache's bytes, see `share_bytes`; that of the policy by default.
-        reference: What `reference_logits` returns for these windows; computed if it is not given.
+        reference: The result of `reference_logits` for these windows; computed if it is not given.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Raises:

@@ -249,7 +249,7 @@ def _of_windows(
     progress: Progress | None,
     tile: TileSize,
 ) -> Tensor:
-    """What a measure finds in each window, stacked."""
+    """The results of a measure in all windows, stacked."""
     windows = _checked(windows)
     with tapped(model, tile) as tap:
         compressor = Compressor(tap, check_candidates(candidates, tap.attachment.info))

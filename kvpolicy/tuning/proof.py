@@ -37,7 +37,7 @@ def prove(
 
     Args:
         model: The model, without a policy attached.
-        file: What `tune` wrote.
+        file: The file that `tune` wrote.
         budget: The budget, as of a policy: a share of the full cache's bytes, tokens, or bytes.
         tuning: The windows that were tuned on.
         held_out: Others, at least two.

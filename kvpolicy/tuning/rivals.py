@@ -71,7 +71,7 @@ def best_rival(
         windows: The windows.
         share: Bytes of each window's cache, as a share of the full cache's; see `share_bytes`.
         specs: The policies; `rivals()` by default. A budget that they have is not used.
-        reference: What `reference_logits` returns for these windows; computed if it is not given.
+        reference: The result of `reference_logits` for these windows; computed if it is not given.
         progress: Whether to show a progress bar.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 

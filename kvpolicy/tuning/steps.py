@@ -23,7 +23,7 @@ class Steps:
 
     Args:
         file: The file: a digest of what must be the same, and one line for each tensor.
-        facts: What must be the same for a run to continue.
+        facts: Facts that must be equal for a run to continue.
 
     Raises:
         KVPolicyError: If the file is of another run.

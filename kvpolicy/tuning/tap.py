@@ -1,4 +1,4 @@
-"""A model whose attention is looked at, layer by layer, while it runs as it always does."""
+"""Capture of each layer's attention inputs while a model runs unchanged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvpolicy.spec.errors import KVPolicyError
 
 
 class LayerCall(NamedTuple):
-    """What the attention of one layer was called with, for a text of n tokens.
+    """The inputs of one layer's attention, for a text of n tokens.
 
     Attributes:
         layer_idx: Index of the layer in the model.
@@ -59,14 +59,14 @@ _HOST = torch.device("cpu")
 
 
 class Tap:
-    """A model in eval mode whose attention is looked at; made by `tapped`.
+    """A model in eval mode that passes the inputs of its attention on; made by `tapped`.
 
     Attributes:
         model: The model.
-        attachment: What connects caches to it.
+        attachment: The attachment that connects caches to it.
         layers: Indices of the layers that a policy manages.
-        device: Where its token ids go.
-        store: Where a prompt of all layers is kept, from the run that reads it; None for the devices of the layers.
+        device: Device of its token ids.
+        store: Device that keeps the prompts of all layers after the run that reads them; None for that of each layer.
     """
 
     def __init__(self, model: nn.Module, looker: _Looker) -> None:
@@ -86,7 +86,7 @@ class Tap:
             ids: Token ids, [n].
             prompt: How many of them are a prompt.
             look: Called in each layer that a policy manages, in order.
-            pins: Of how many largest activations of the prompt to find the tokens; see `LayerCall.massive`.
+            pins: Numbers of largest activations of the prompt for which to find the tokens; see `LayerCall.massive`.
 
         Returns:
             A cache that has seen the text; its unmanaged layers hold their windows, and the others one token.

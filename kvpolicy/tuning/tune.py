@@ -56,14 +56,14 @@ def tune(
         windows: Texts, of which the policy should keep what their answers need.
         out: The file.
         candidates: Policies with fractions of the prompt as budgets; `default_grid()` by default.
-        measure: What a distortion is.
+        measure: Definition of a distortion.
         name: Name of the model in the file.
         progress: Called after each window.
         force: Whether to replace a file that holds something else: another model, text or other options.
         tile: The most tokens of a prompt that a layer takes at a time, as for `attach`.
 
     Returns:
-        What was written.
+        The content of the file.
 
     Raises:
         KVPolicyError: If the model, a window or a candidate cannot be measured, or `out` or unfinished work is of
@@ -127,10 +127,10 @@ def tune(
 
 
 def _finished(out: Path, facts: dict[str, Any]) -> Curves | None:
-    """The curves in a file that are of these facts; None if there is no file.
+    """The curves of a finished file with the same facts; None if the file does not exist.
 
     Raises:
-        KVPolicyError: If the file holds anything else.
+        KVPolicyError: If the file has other content.
     """
     if not out.exists():
         return None
@@ -177,7 +177,7 @@ def estimate(
 def _measured(
     model: nn.Module, window: Window, policies: Sequence[Policy], measure: Measure, seed: int, tile: TileSize
 ) -> Tensor:
-    """What one window shows of each candidate, NaN where it cannot be used.
+    """The distortion of each candidate in one window, NaN where the candidate cannot be used.
 
     Returns:
         The distortion of each layer, [L, C] fp64; of `joint`, [1 + L, C], where the first row is that of all layers.

@@ -235,7 +235,7 @@ def _following(tokenizer: Any, before: str, text: str) -> list[int]:
 
 
 def _before(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts before a text, such as BOS; what it puts behind it would be in the middle of a window."""
+    """Token ids that a tokenizer adds before a text, such as BOS; those behind it would be inside a window."""
     text = "a"
     plain = _plain(tokenizer, text)
     whole = tokenizer.encode(text, verbose=False)
