@@ -124,7 +124,7 @@ class Merge(NamedTuple):
 
 @runtime_checkable
 class Merger(Protocol):
-    """How are evicted tokens merged into kept ones?
+    """What becomes of a token that is not kept?
 
     A merger changes kept tokens in favor of evicted ones. It changes tokens in full precision only: those of the
     full-precision buffer, and the tokens of a prompt before they are coded. Coded tokens can be victims, but not
