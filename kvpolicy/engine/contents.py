@@ -16,6 +16,7 @@ from kvpolicy.engine.rank_schedule import RankSchedule
 from kvpolicy.engine.reading import ReadShape, ReadState, alloc_reads, reads_part
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.row_limits import RowLimits, alloc_limits
+from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
 from kvpolicy.engine.state import map_state
 from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
 from kvpolicy.mergers.drop import Drop
@@ -93,10 +94,14 @@ class LayerContents:
         reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
         link: The link that every read of a decode step goes through.
         undo: Undo log of the steps since the mark; None without a mark.
+        sizes: Sizes of the layer before its prompts, for crops.
         length: Tokens that each row has seen, [B] int64.
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
     """
+
+    is_paged = False
+    """Whether heads have budgets of their own."""
 
     keys: Tensor
     values: Tensor
@@ -151,6 +156,7 @@ class LayerContents:
         self._free_steps: float = 0
         self._may_exceed_plan = False
         self.undo: UndoLog | None = None
+        self.sizes = SizeHistory(not crop_obstacle(selector, codec, self.merger, self.reader, paged=self.is_paged))
 
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
@@ -242,7 +248,14 @@ class LayerContents:
         self.reads = map_state(fn, self.reads)
         if self.limits is not None:  # a limit that the codec does not need has no rows
             self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
+        self.sizes.map_rows(fn)
         self.fix_addresses()
+
+    def note_sizes(self, new: int = 0) -> None:
+        """Note the sizes of the layer before they change for a prompt of `new` columns that were counted already."""
+        if self.sizes.is_kept:
+            sizes = (self.layout.exact, self.capacity, list(self.expected_len), self.budget.tolist())
+            self.sizes.entries.append(Sizes(int(self.columns) - new, *sizes))
 
     @property
     def is_inference(self) -> bool:

@@ -6,6 +6,9 @@ import torch
 
 from kvpolicy.engine import capacity
 from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.sizes import Sizes
+from kvpolicy.engine.state import map_slots
+from kvpolicy.protocols import Layout
 
 
 class LayerGrowth(LayerReading):
@@ -24,6 +27,7 @@ class LayerGrowth(LayerReading):
 
     def _extend(self, more: list[int]) -> int:
         """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
+        self.note_sizes()
         old = self.capacity
         self.expected_len = [length + tokens for length, tokens in zip(self.expected_len, more, strict=True)]
         if max(self.expected_len) > self.capacity:
@@ -45,6 +49,21 @@ class LayerGrowth(LayerReading):
             room = torch.minimum(size, self.limits.flush_threshold) - self._buffered()
         return capacity.free_steps(occupied, self.budget, self.expected_len, grows=self.grows, buffer_room=room)
 
+    def recount(self) -> None:
+        """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
+        self._free_steps = self._count_free_steps()
+
+    def truncate(self, sizes: Sizes) -> None:
+        """Truncate the layer to an earlier size."""
+        self.layout = Layout(sizes.exact)
+        self.capacity = sizes.capacity
+        self.expected_len = list(sizes.expected_len)
+        self.keys = self.keys[:, :, : sizes.exact].clone()
+        self.values = self.values[:, :, : sizes.exact].clone()
+        self.positions = self.positions[..., : sizes.exact].clone()
+        self.state = map_slots(lambda t: t[..., : sizes.exact].clone(), self.state)
+        self._set_budget(self.budget.new_tensor(sizes.budget))
+
     def has_room(self) -> bool:
         """Whether the steps that are counted as free fit indeed."""
         return self._free_steps <= self._count_free_steps()
@@ -55,4 +74,4 @@ class LayerGrowth(LayerReading):
         self.columns.add_(by)
         self.schedule.move(by)
         self._rebuild_index()
-        self._free_steps = self._count_free_steps()
+        self.recount()

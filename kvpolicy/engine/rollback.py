@@ -69,8 +69,6 @@ class LayerRollback(LayerSlots):
 
     _steps_unsorted: int = 0
     """Steps since slots were sorted; see `LayerReading`."""
-    sizes: list[Any]
-    """Sizes that a crop restores; see `LayerCropping`."""
 
     @contextmanager
     def undoable(self, ahead: int = 0) -> Generator[None]:
@@ -114,14 +112,14 @@ class LayerRollback(LayerSlots):
         # In the mode in which the layer's tensors were made, as they are changed in it.
         with torch.inference_mode(self.is_inference):
             parts = {name: map_state(torch.clone, part) for name, part in self.parts().items()}
-        return Content(parts, copy.deepcopy(self.numbers()), list(self.sizes))
+        return Content(parts, copy.deepcopy(self.numbers()), list(self.sizes.entries))
 
     def _restore(self, content: Content) -> None:
         """Bring back what the layer held, in place where the shapes are the same."""
         for name, part in content.parts.items():
             self.set_part(name, _restored(self.parts()[name], part))
         self.set_numbers(content.numbers)
-        self.sizes = list(content.sizes)
+        self.sizes.entries = list(content.sizes)
         self.fix_addresses()
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from kvpolicy.engine import capacity, decode, demotion, merging, token_batch
 from kvpolicy.engine.attention import ScoreTransform, attend
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
-from kvpolicy.engine.cropping import LayerCropping
 from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores, update_state
 from kvpolicy.engine.demotion_order import DemotionOrder
+from kvpolicy.engine.growing import LayerGrowth
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
@@ -26,7 +26,7 @@ from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
 from kvpolicy.protocols import Forward, Seen, State, View
 
 
-class LayerStore(LayerCropping):
+class LayerStore(LayerGrowth):
     """The slots of one layer under a policy.
 
     Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and

@@ -42,7 +42,7 @@ class Content(NamedTuple):
     Attributes:
         parts: Its tensors, by attribute.
         numbers: Its numbers on the host.
-        sizes: Sizes that a crop restores; see `LayerCropping`.
+        sizes: Sizes that a crop restores; see `SizeHistory`.
     """
 
     parts: dict[str, State]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvpolicy.engine.cropping import crop_obstacle
+from kvpolicy.engine import cropping as layers
+from kvpolicy.engine.sizes import crop_obstacle
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -111,7 +112,7 @@ def remember(cache: Any, turn: Turn) -> None:
     oldest = cache.turns[0].before.columns
     if oldest and len(cache.turns) == REMEMBERED:
         for layer in cache.policy_layers:
-            layer.store.forget_sizes(oldest)
+            layer.store.sizes.forget(oldest)
 
 
 def crop(cache: Any, tokens_to_remove: int) -> None:
@@ -162,7 +163,7 @@ def _check(cache: Any, removed: int) -> None:
             "A cache must have compressed its prompt for tokens to be cropped, got one that waits for the rest of it; "
             "try after the last chunk."
         )
-    if not all(layer.store.keeps_all for layer in cache.policy_layers):
+    if not all(layers.keeps_all(layer.store) for layer in cache.policy_layers):
         raise KVPolicyError(
             f"Tokens must not be cropped after an eviction, which crop({-removed}) cannot undo; try cache.mark() "
             "before the tokens and cache.rollback(accepted) after them."
@@ -220,7 +221,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         turns[-1] = inside._replace(after=kept)
     else:
         for layer in cache.policy_layers:
-            layer.store.crop(columns, layer.store.length.new_tensor(kept.length))
+            layers.crop(layer.store, columns, layer.store.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
     cache.turns = turns
 
@@ -235,8 +236,8 @@ def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
         store = layer.store
         length = store.length.new_tensor(turn.before.length)
         # Before the crop, which empties the slots that these tokens are read from.
-        pending = store.newest(length, count, None if valid is None else valid.to(length.device))
-        store.crop(turn.before.columns, length)
+        pending = layers.newest_tokens(store, length, count, None if valid is None else valid.to(length.device))
+        layers.crop(store, turn.before.columns, length)
         # As `attend_prompt` does: `compress` notes the sizes before a prompt by columns that were counted already.
         store.columns.fill_(kept.columns)
         # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.

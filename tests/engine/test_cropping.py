@@ -14,7 +14,7 @@ import kvpolicy
 from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.cropping import LayerCropping
+from kvpolicy.engine.cropping import keeps_all
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf import cropping
 from tests.conformance.access import store_of
@@ -106,7 +106,7 @@ def test_an_unpadded_first_prompt_is_cropped_too() -> None:
         cache.crop(-4)
         cache.crop(-4)
         store = store_of(cache, 0)
-        assert isinstance(store, LayerCropping) and store.keeps_all
+        assert keeps_all(store)
         assert cache.get_seq_length() == 4 and cache.guard.columns == 4
         fresh = PolicyCache(model)
         forward(model, ids, mask, 0, 4, fresh)
@@ -201,7 +201,7 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (cache, twin):
             for start, stop in itertools.pairwise([0, *ends] if each is cache else [0, *ends[:-2]]):
                 forward(model, ids, mask, start, stop, each)
-        assert len(cache.turns) == 2 and len(store_of(cache, 0).sizes) <= 4
+        assert len(cache.turns) == 2 and len(store_of(cache, 0).sizes.entries) <= 4
         with pytest.raises(KVPolicyError, match="has forgotten it"):
             cache.crop(-5)
         cache.crop(-4)
@@ -295,4 +295,4 @@ def test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all(budget: int,
     keep = torch.tensor([budget])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
     assert store.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
-    assert store.keeps_all == kept
+    assert keeps_all(store) == kept
