@@ -137,7 +137,8 @@ class CodedPagedStore(PagedStore):
         occupied = self._held_slots()[0] >= 0
         return Past(torch.cat([keys, self.keys], 2), torch.cat([values, self.values], 2), occupied)
 
-    def _step_targets(self) -> list[tuple[Tensor, int]]:
+    def step_targets(self) -> list[tuple[Tensor, int]]:
+        """Tensors that a step writes slots of, in the order of the writes, and the heads of each."""
         paged = [(flat_pages(target), self.heads) for target in (*slot_tensors(self.state), self.positions)]
         emptied = [] if self.grows else [paged[-1]]
         return [*emptied, (self.keys, 1), (self.values, 1), *paged]

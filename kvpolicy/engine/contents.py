@@ -95,6 +95,9 @@ class LayerContents:
         link: The link that every read of a decode step goes through.
         undo: Undo log of the steps since the mark; None without a mark.
         sizes: Sizes of the layer before its prompts, for crops.
+        free_steps: Steps until the layer must demote tokens, or needs more slots.
+        steps_unsorted: Steps since slots were sorted, if a reader wants them sorted.
+        records_digest: Whether the undo log records the digest of the mask.
         length: Tokens that each row has seen, [B] int64.
         budget: The most tokens that each row may hold, [B] int64.
         columns: Columns seen, padding included, [] int64.
@@ -153,7 +156,9 @@ class LayerContents:
         self.reads = ()
         self.link = Link()
         self.is_initialized = False
-        self._free_steps: float = 0
+        self.free_steps: float = 0
+        self.steps_unsorted = 0
+        self.records_digest = False
         self._may_exceed_plan = False
         self.undo: UndoLog | None = None
         self.sizes = SizeHistory(not crop_obstacle(selector, codec, self.merger, self.reader, paged=self.is_paged))
@@ -309,7 +314,7 @@ class LayerContents:
         return {
             "layout": [self.layout.exact, list(self.layout.coded)],
             "schedule": self.schedule.numbers(),
-            "free_steps": None if self._free_steps == capacity.UNLIMITED else self._free_steps,
+            "free_steps": None if self.free_steps == capacity.UNLIMITED else self.free_steps,
             **{name.lstrip("_"): getattr(self, name) for name in NUMBERS},
         }
 
@@ -319,7 +324,7 @@ class LayerContents:
         self.layout = Layout(exact, tuple(coded))
         self.schedule.set_numbers(numbers["schedule"])
         free = numbers["free_steps"]
-        self._free_steps = capacity.UNLIMITED if free is None else free
+        self.free_steps = capacity.UNLIMITED if free is None else free
         for name in NUMBERS:
             setattr(self, name, numbers[name.lstrip("_")])
 

@@ -51,7 +51,7 @@ class LayerGrowth(LayerReading):
 
     def recount(self) -> None:
         """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
-        self._free_steps = self._count_free_steps()
+        self.free_steps = self._count_free_steps()
 
     def truncate(self, sizes: Sizes) -> None:
         """Truncate the layer to an earlier size."""
@@ -66,7 +66,7 @@ class LayerGrowth(LayerReading):
 
     def has_room(self) -> bool:
         """Whether the steps that are counted as free fit indeed."""
-        return self._free_steps <= self._count_free_steps()
+        return self.free_steps <= self._count_free_steps()
 
     def note_move(self, by: int) -> None:
         """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""

@@ -173,7 +173,7 @@ def _check_buffer(store: LayerStore) -> None:
 def _check_numbers(store: LayerStore, positions: Tensor) -> None:
     """Numbers on the host, and the results of counting calls, equal a recount of the tensors."""
     _require(store.tokens_by_head() == (positions >= 0).sum(-1), store, "tokens_by_head equals a recount")
-    _require(store._free_steps <= store._count_free_steps(), store, "no step is counted that has no slot")  # pyright: ignore
+    _require(store.free_steps <= store._count_free_steps(), store, "no step is counted that has no slot")  # pyright: ignore
     fine = all(ranked <= seen for ranked, seen in zip(store.schedule.ranked_len, store.length.tolist(), strict=True))
     _require(fine, store, "no row was ranked with tokens that it has not seen")
     kinds = store.nbytes_by_kind()

@@ -26,6 +26,7 @@ from kvpolicy.engine.pages import (
     row_pages,
 )
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.rollback import undoable
 from kvpolicy.engine.selection import HeadBudgets, Selection, finite_priority, select_tokens
 from kvpolicy.engine.state import alloc_paged_state, map_slots, slot_tensors
 from kvpolicy.engine.store import LayerStore, RowBudget
@@ -206,7 +207,8 @@ class PagedStore(LayerStore):
         table = page_table(self.owner, self.heads)
         return Past(table.slots(self.keys), table.slots(self.values), table.occupied(self.positions) >= 0)
 
-    def _step_targets(self) -> list[tuple[Tensor, int]]:
+    def step_targets(self) -> list[tuple[Tensor, int]]:
+        """Tensors that a step writes slots of, in the order of the writes, and the heads of each."""
         per_slot = (self.keys, self.values, self.positions, *slot_tensors(self.state))
         return [(flat_pages(target), self.heads) for target in per_slot]
 
@@ -287,12 +289,12 @@ class PagedStore(LayerStore):
 
     def ensure_capacity(self) -> int:
         """Add pages if the next step may find none: in a growing cache, or one that was announced too few tokens."""
-        if self._free_steps >= 1:
+        if self.free_steps >= 1:
             return 0
         steps = capacity.growth(self.tokens_by_head().amax(-1))
         if not self.grows:
             steps = torch.minimum(steps, self.budget - self.budget.new_tensor(self.expected_len))
-        with self.undoable(ahead=1):
+        with undoable(self, ahead=1):
             return self._extend(steps.masked_fill(self.complete | (self._free_slots() > 0), 0).tolist())
 
     def reserve(self, new: int) -> int:

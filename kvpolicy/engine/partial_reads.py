@@ -36,7 +36,8 @@ from kvpolicy.engine.reading import (
     show,
     unscanned,
 )
-from kvpolicy.engine.rollback import LayerRollback
+from kvpolicy.engine.rollback import undoable
+from kvpolicy.engine.slots import LayerSlots
 from kvpolicy.engine.state import map_slots, slot_tensors, tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
@@ -46,7 +47,7 @@ REBUILD_SLOTS = 8192
 """Slots of each head that are decoded at a time when an index is made."""
 
 
-class LayerReading(LayerRollback):
+class LayerReading(LayerSlots):
     """The slots of a layer and the index of its reader. `LayerStore` operates on them.
 
     If the reader reads all slots, this class only attends to them.
@@ -59,7 +60,6 @@ class LayerReading(LayerRollback):
         self.board: Board | None = None
         self._same_slots = False
         self._index_is_current = False  # while a prompt is placed, entries wait until all slots are written
-        self._steps_unsorted = 0
 
     # attention
 
@@ -232,7 +232,6 @@ class LayerReading(LayerRollback):
         if first is not None and salience is not None and self.reads.index:
             self.reader.fit(self.reads.index, salience, first)
         self._index_is_current = True
-        self._steps_unsorted = 0
         # Also where this layer reads everything: one behind it that has more slots may still follow its choice.
         self._show()
         if shape is None:
@@ -276,14 +275,14 @@ class LayerReading(LayerRollback):
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the layer on the host, as JSON values."""
-        reading = [self._same_slots, self._index_is_current, self._steps_unsorted]
+        reading = [self._same_slots, self._index_is_current, self.steps_unsorted]
         return super().numbers() | ({"reading": reading} if self.reads else {})
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
         super().set_numbers(numbers)
         if self.reads:
-            self._same_slots, self._index_is_current, self._steps_unsorted = numbers["reading"]
+            self._same_slots, self._index_is_current, self.steps_unsorted = numbers["reading"]
             self.read_shape = read_shape(self.reader, self.codec, self.layout, self.layer_idx)
 
     def _lengthen(self) -> None:
@@ -318,7 +317,7 @@ class LayerReading(LayerRollback):
         salience = self.reader.load_salience(self.layer_idx, self.ranks.held)
         return salience.to(count.device).expand(count.shape[0], -1, -1)
 
-    def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
+    def refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""
         shape = self.read_shape
         if shape is None or not self.reads or not self._index_is_current:
@@ -348,14 +347,14 @@ class LayerReading(LayerRollback):
         traits = self.reader.traits
         if self.read_shape is None or not traits.ordered or self.grows:
             return
-        self._steps_unsorted += 1
-        if self._steps_unsorted >= traits.resort:
-            with self.undoable():
+        self.steps_unsorted += 1
+        if self.steps_unsorted >= traits.resort:
+            with undoable(self):
                 self._sort_slots()
 
     def _sort_slots(self) -> None:
         """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""
-        self._steps_unsorted = 0
+        self.steps_unsorted = 0
         order = torch.where(self.positions >= 0, self.positions, BEYOND).argsort(dim=-1, stable=True)
         # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
         vectors = order[..., None].expand(self.keys.shape)

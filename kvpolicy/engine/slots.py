@@ -48,7 +48,7 @@ class LayerSlots(LayerContents):
         if data is None:
             slots = slots if stage is None else slots + self._stage_range(stage).start
             self._write_rows(self.positions, slots, torch.full_like(slots, -1, dtype=torch.int32), mask)
-            self._refresh_slots(slots, stage)
+            self.refresh_slots(slots, stage)
             return
         if stage is None:
             self._write_rows(self.keys, slots, data.keys, mask)
@@ -66,7 +66,7 @@ class LayerSlots(LayerContents):
             slot_tensors((self.state, self.counts)), slot_tensors((data.state, data.counts)), strict=True
         ):
             self._write_rows(target, slots, item, mask)
-        self._refresh_slots(slots, stage)
+        self.refresh_slots(slots, stage)
 
     def _write_rows(self, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None) -> None:
         if mask is not None:
@@ -78,14 +78,14 @@ class LayerSlots(LayerContents):
             self.undo.record(target, slots)
         write_slots(target, slots, data)
 
-    def _step_targets(self) -> list[tuple[Tensor, int]]:
+    def step_targets(self) -> list[tuple[Tensor, int]]:
         """The tensors that a decode step writes to, in this order, and the slots of each head."""
         written = 2 if merging.merges_in_steps(self.merger, self.grows) else 1
         emptied = [(self.positions, 1)] if sum(self.layout.coded) and not self.grows else []
         per_slot = (self.keys, self.values, self.positions, *slot_tensors((self.state, self.counts)))
         return [*emptied, *((target, written) for target in per_slot)]
 
-    def _refresh_slots(self, slots: Tensor, stage: int | None) -> None:
+    def refresh_slots(self, slots: Tensor, stage: int | None) -> None:
         """Recompute the index entries of slots [B, H, n] that were written, counted from the layer's first slot."""
 
     def merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:

@@ -18,6 +18,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, prompt_needs, see_prompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.query_moments import mean_rotation, new_token
+from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
 from kvpolicy.engine.row_limits import RowBudget as RowBudget
 from kvpolicy.engine.row_limits import block_of, has_dictionary, is_pinned, pin_tokens
 from kvpolicy.engine.selection import Selection, select_tokens
@@ -270,10 +271,10 @@ class LayerStore(LayerGrowth):
     def demote(self) -> None:
         """Demote blocks of the oldest tokens until no head's full-precision buffer is full."""
         if self._is_full():
-            with self.undoable():
+            with undoable(self):
                 while self._is_full():
                     self.recode() if self.codec.traits.recode_all else self.demote_block()
-        self._free_steps = self._count_free_steps()
+        self.free_steps = self._count_free_steps()
 
     def demote_block(self) -> None:
         """Demote the first block to leave, in every head with a full buffer. Traceable, no host sync."""
@@ -401,7 +402,7 @@ class LayerStore(LayerGrowth):
             [B, Hq, 1, D].
         """
         if self.undo is not None:
-            self.undo.begin(self._copied_tensors())
+            self.undo.begin(copied_tensors(self))
         position = self.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
         self.length.add_(1 if valid is None else valid[:, 0].long())
         self.columns.add_(1)
@@ -464,13 +465,13 @@ class LayerStore(LayerGrowth):
         """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
         # A counter on the host: asking the device how full the buffers are would synchronize in every step.
         if self.schedule.count_step():
-            with self.undoable():
+            with undoable(self):
                 self.rerank()
-        self._free_steps -= 1
+        self.free_steps -= 1
         self._count_unsorted_step()
-        if self._free_steps < 1:
+        if self.free_steps < 1:
             self.demote()
-        self.note_counters()
+        note_counters(self)
 
     def rerank(self) -> None:
         """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
@@ -489,10 +490,10 @@ class LayerStore(LayerGrowth):
         Returns:
             How many tokens were added to the longest row.
         """
-        if self._free_steps >= 1:
+        if self.free_steps >= 1:
             return 0
         needed = capacity.slots_needed(self.expected_len, self.budget.tolist(), self._row_counts(), grows=self.grows)
-        with self.undoable(ahead=1):
+        with undoable(self, ahead=1):
             added = self._extend(needed)
             self.demote()
         return added

@@ -145,7 +145,7 @@ class UndoLog:
 
     def record(self, target: Tensor, slots: Tensor) -> None:
         """Keep what slots [B, H, n] of a tensor hold, before they are written."""
-        # Matched by order: every step writes the same tensors, in the order of `_step_targets`, whether traced or not.
+        # Matched by order: every step writes the same tensors, in the order of `step_targets`, whether traced or not.
         written = self._written[self._next]
         written.slots.index_copy_(0, self.step[None], slots[None])
         written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])

@@ -16,6 +16,7 @@ from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
+from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
@@ -225,7 +226,7 @@ class PolicyLayer(CacheLayerMixin):
 
     def rollback(self, accepted: int) -> None:
         """Undo all decode steps since the mark but the first `accepted`."""
-        digest = self.store.rollback(accepted)
+        digest = roll_back(self.store, accepted)
         if digest is not None and self.mask_digest is not None:
             self.mask_digest.copy_(digest)
 

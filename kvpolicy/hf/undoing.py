@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.rollback import mark as mark_layer
 from kvpolicy.hf import cropping
 from kvpolicy.hf.forward_guard import ForwardGuard
 from kvpolicy.hf.layer import PolicyLayer
@@ -121,7 +122,7 @@ class UndoableCache(Cache):
                 "A cache must hold a whole prompt before a mark, got one that does not; try to run the prompt first."
             )
         for layer in self.policy_layers:
-            layer.store.mark(most, layer.mask_digest)
+            mark_layer(layer.store, most, layer.mask_digest)
         self.held_mark = Mark(most, first.get_seq_length())
 
     @on_host

@@ -15,6 +15,7 @@ from kvpolicy.allocators.even import Even
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.decode import NO_PAGE
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.rollback import mark, roll_back
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from kvpolicy.testing.part_checks import check_divided
 from tests.conformance.extremes import EXTREMES
@@ -55,13 +56,13 @@ def walk(seed: int) -> None:
 
 def reject(run: Run, tokens: int) -> None:
     """Write a draft of some tokens, and take it back."""
-    run.store.mark(tokens)
+    mark(run.store, tokens)
     for _ in range(tokens):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))
         run.store.count_step()
         run.store.ensure_capacity()
         check_invariants(run.store)
-    run.store.rollback(0)
+    roll_back(run.store, 0)
     run.check()
 
 

@@ -74,7 +74,7 @@ def forget_columns(store: Any) -> None:
 
 def count_steps(store: Any) -> None:
     """A layer that must wait for a demotion has a limited number of steps."""
-    store._free_steps = 99
+    store.free_steps = 99
 
 
 def rank_later(store: Any) -> None:

@@ -180,8 +180,8 @@ MUTATIONS = (
     Mutation(
         name="the state of a merger is not undone",
         file="kvpolicy/engine/rollback.py",
-        old="            copied += tensors(self.merged)\n",
-        new="            pass\n",
+        old="        copied += tensors(store.merged)\n",
+        new="        pass\n",
         tests=("tests/engine/test_rollback.py",),
     ),
     Mutation(
@@ -355,7 +355,7 @@ MUTATIONS = (
     Mutation(
         name="what a layer chose in an undone step stays",
         file="kvpolicy/engine/rollback.py",
-        old="        if self.reads:\n            copied += tensors(self.reads.choice)\n",
+        old="    if store.reads:\n        copied += tensors(store.reads.choice)\n",
         new="",
         tests=("tests/engine/test_rollback.py",),
     ),

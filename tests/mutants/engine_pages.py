@@ -196,22 +196,22 @@ MUTATIONS = (
     Mutation(
         name="steps since slots were sorted are not restored",
         file="kvpolicy/engine/partial_reads.py",
-        old='self._same_slots, self._index_is_current, self._steps_unsorted = numbers["reading"]',
+        old='self._same_slots, self._index_is_current, self.steps_unsorted = numbers["reading"]',
         new='self._same_slots, self._index_is_current, _ = numbers["reading"]',
         tests=("tests/engine/test_snapshot_periods.py::test_every_later_step_gives_the_same_bits",),
     ),
     Mutation(
         name="whether layers hold the same is not restored",
         file="kvpolicy/engine/partial_reads.py",
-        old='self._same_slots, self._index_is_current, self._steps_unsorted = numbers["reading"]',
-        new='_, self._index_is_current, self._steps_unsorted = numbers["reading"]',
+        old='self._same_slots, self._index_is_current, self.steps_unsorted = numbers["reading"]',
+        new='_, self._index_is_current, self.steps_unsorted = numbers["reading"]',
         tests=("tests/engine/test_snapshot_periods.py::test_layers_that_share_a_choice_go_on_sharing_it",),
     ),
     Mutation(
         name="slots are sorted a step late",
         file="kvpolicy/engine/partial_reads.py",
-        old="if self._steps_unsorted >= traits.resort:",
-        new="if self._steps_unsorted > traits.resort:",
+        old="if self.steps_unsorted >= traits.resort:",
+        new="if self.steps_unsorted > traits.resort:",
         tests=("tests/engine/test_partial_reads.py",),
     ),
     Mutation(
