@@ -89,7 +89,9 @@ def test_words_for_the_policy_that_changes_nothing(text: str | None) -> None:
 
 @pytest.mark.parametrize("budget", [0.5, 1, 2048, "512MiB"])
 def test_budget_below_the_whole_needs_a_selector(budget: float | int | str) -> None:
-    with pytest.raises(ValueError, match="must have a selector, which decides what is evicted; try snapkv"):
+    with pytest.raises(
+        ValueError, match="must have a selector that evicts tokens, got full, which keeps them all; try snapkv"
+    ):
         Policy(codec=KIVI(), budget=budget)
 
 

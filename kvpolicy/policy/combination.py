@@ -60,7 +60,8 @@ def check_heads(heads: Any, selector: Selector, merger: Merger, codec: Codec, re
         )
     if isinstance(selector, KeepAll):
         raise KVPolicyError(
-            f"A policy with {heads} must have a selector, which ranks the tokens of each head; try snapkv."
+            f"A policy with {heads} must have a selector that ranks the tokens of each head, got full, which "
+            "keeps them all; try snapkv."
         )
     if joint_decode(selector):
         raise KVPolicyError(
@@ -99,7 +100,8 @@ def check_merger(merger: Merger, selector: Selector, budget: Budget, decode: Dec
         return
     if isinstance(selector, KeepAll):
         raise KVPolicyError(
-            f"The merger {merger} must be combined with a selector, whose evicted tokens it merges; try snapkv."
+            f"The merger {merger} must be combined with a selector that evicts tokens, got full, which keeps "
+            "them all; try snapkv."
         )
     whole = isinstance(budget, float) and budget == 1.0
     if whole and (when == "prompt" or decode == "grow"):
@@ -115,23 +117,23 @@ def check_reader(reader: Reader, selector: Selector, codec: Codec, decode: Decod
         return
     if selector.needs.newest_row:
         raise KVPolicyError(
-            f"The selector {selector} must see the newest token's attention to every kept token, of which the reader "
-            f"{reader} leaves most unread; try snapkv or h2o."
+            f"The selector {selector} must see the newest token's attention to every kept token, got the reader "
+            f"{reader}, which leaves most of them unread; try snapkv or h2o."
         )
     if codec.traits.searches:
         raise KVPolicyError(
-            f"The codec {codec} must not choose the slots that a step reads itself, since the reader {reader} does; "
-            "omit one of them."
+            f"The codec {codec} must not choose the slots that a step reads itself, got the reader {reader}, which "
+            "does so too; try one of them alone."
         )
     if not (reader.traits.ordered and codec.stages):
         return
     if codec.traits.demote_by == "priority":
         raise KVPolicyError(
-            f"The codec {codec} must store tokens in the order of their positions for the pages of the reader "
-            f"{reader}, and stores them by priority; try the reader labels."
+            "The codec must store tokens in the order of their positions for the pages of the reader "
+            f"{reader}, got {codec}, which stores them by priority; try the reader labels."
         )
     if decode != "grow":
         raise KVPolicyError(
             f"The selector {selector} must not evict while decoding if the reader {reader} reads pages of encoded "
-            "slots, which cannot be sorted again; try decode=grow, or the reader labels."
+            f"slots, which cannot be sorted again, got decode={decode}; try decode=grow, or the reader labels."
         )

@@ -311,13 +311,13 @@ class Policy:
         budget = self.budget
         if self._keeps_all and self._ranks:
             raise KVPolicyError(
-                f"The codec {self.codec} must be combined with a selector, whose priorities decide which tokens are "
-                "stored precisely; try h2o."
+                f"The codec {self.codec} must be combined with a selector that ranks the tokens to store precisely, "
+                "got full, which ranks none; try h2o."
             )
         if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
             raise KVPolicyError(
-                f"A policy with the budget {budget} must have a selector, which decides what is evicted; try snapkv, "
-                "or omit the budget."
+                f"A policy with the budget {budget} must have a selector that evicts tokens, got full, which keeps "
+                "them all; try snapkv, or omit the budget."
             )
         if isinstance(budget, int) and budget < self.min_tokens:
             raise KVPolicyError(

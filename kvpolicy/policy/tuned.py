@@ -89,7 +89,10 @@ class TunedPolicy(PerLayerPolicy):
         return TunedPolicy, (self.source, self.budget)
 
     def _ask_layer(self) -> NoReturn:
-        raise KVPolicyError(f"The layers of {self} must be asked after it is attached, since they depend on the model.")
+        raise KVPolicyError(
+            "The layers of a policy from a file must be asked after it is attached, since they depend on the model, "
+            f"got {self}; try handle.policy."
+        )
 
     def at(self, layer_idx: int) -> NoReturn:
         """Not known before the model is."""

@@ -145,7 +145,7 @@ def test_nothing_similar_is_the_base_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("full+merge", r"must be combined with a selector, whose evicted tokens it merges; try snapkv\."),
+        ("full+merge", r"must be combined with a selector that evicts tokens, got full, .*; try snapkv\."),
         ("snapkv:decode=grow+merge@1.0", "must evict tokens, got the budget 1.0, which keeps them all; try 0.2"),
         ("h2o+merge:least=2", r"CountedMerge.least must be between -1 and 1, got 2.0; try 0.9"),
         ("h2o+merge:by=size", "by"),

@@ -89,7 +89,7 @@ def test_fewer_tokens_than_queries(length: int) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(KVPolicyError, match="whose evicted tokens it merges"):
+    with pytest.raises(KVPolicyError, match="a selector that evicts tokens, got full"):
         Policy.parse("full+regress")
     with pytest.raises(KVPolicyError, match="must evict tokens"):
         Policy.parse("h2o+regress@1.0")
