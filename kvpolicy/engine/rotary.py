@@ -144,8 +144,9 @@ def rope_offset(
     """
     if position_ids is not None and position_ids.dim() != 2:
         raise KVPolicyError(
-            "The model's positions have several parts (M-RoPE), and this codec undoes ordinary ones: "
-            "use a codec that stores keys as attention sees them, such as tokenwise."
+            "Positions must be one number per token for a codec that undoes their rotation, got position_ids "
+            f"{list(position_ids.shape)} of several parts (M-RoPE); try a codec that stores keys as attention sees "
+            "them, such as tokenwise."
         )
     at = torch.arange(new, device=seen.device) + columns if position_ids is None else position_ids
     counted = torch.arange(new, device=seen.device) if valid is None else (valid.long().cumsum(-1) - 1).clamp_min(0)
@@ -156,9 +157,12 @@ def rope_offset(
         # Keys of this row were coded with the known offset, so a different one is an error below.
         shift = torch.where(seen > 0, known, shift)
     wrong = shifts != shift[:, None]
-    if bool((wrong if valid is None else wrong & valid).any()):
+    wrong = wrong if valid is None else wrong & valid
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
         raise KVPolicyError(
-            "A row's positions do not go on by one from token to token and from prompt to prompt, so that its keys "
-            "cannot be unrotated: pass position_ids that count each row's own tokens."
+            "A row's positions must go on by one from token to token and from prompt to prompt for its keys to be "
+            f"unrotated, got position {int(at.expand_as(shifts)[row, column])} for token {column} of row {row}; try "
+            "position_ids that count each row's own tokens."
         )
     return shift

@@ -165,8 +165,8 @@ def output_projection(module: nn.Module) -> Tensor:
             weight = weight.to_local() if hasattr(weight, "to_local") else weight  # pyright: ignore[reportAttributeAccessIssue]
             return weight.T if type(part).__name__ == "Conv1D" else weight
     raise KVPolicyError(
-        f"The norms of values need the weight of the output projection, which {type(module).__name__} does not have in "
-        "floating point; try kvzip without plus."
+        "The output projection must have a weight in floating point for the norms of values, got "
+        f"{type(module).__name__} without one; try kvzip without plus."
     )
 
 

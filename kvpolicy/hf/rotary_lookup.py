@@ -92,8 +92,8 @@ def _rope(tables: nn.Module | None, site: Site, part: str) -> Rope:
         kind = kind[layer_type]
     if apply is None or kind in _LENGTH_DEPENDENT:
         raise KVPolicyError(
-            f"The rotary embedding of layer {site.layer_idx} ({type(tables).__name__}, {kind}) cannot be undone, "
-            f"which this {part} needs; try "
+            f"The rotary embedding of layer {site.layer_idx} must be undone for this {part}, got "
+            f"{type(tables).__name__} of type {kind}, which cannot be undone; try "
             + ("a codec that stores rotated keys, such as tokenwise." if part == "codec" else "another selector.")
         )
     return Rope(tables, _of_pairs(apply), layer_type)

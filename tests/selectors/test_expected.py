@@ -171,7 +171,7 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str) -> None:
 
 def test_positions_that_jump_are_refused() -> None:
     model = build("llama")
-    with kvpolicy.attach(model, "expected:sinks=2@9") as _, pytest.raises(KVPolicyError, match="do not go on by one"):
+    with kvpolicy.attach(model, "expected:sinks=2@9") as _, pytest.raises(KVPolicyError, match="must go on by one"):
         model(torch.ones(1, 6, dtype=torch.int64), position_ids=torch.tensor([[0, 1, 2, 9, 10, 11]]))
 
 
