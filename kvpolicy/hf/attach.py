@@ -65,6 +65,7 @@ from kvpolicy.reporting.logging import (
 from kvpolicy.reporting.report import Report
 from kvpolicy.spec.arguments import named_arguments
 from kvpolicy.spec.errors import KVPolicyError, KVPolicyTypeError
+from kvpolicy.spec.tables import shorten
 
 _LOCK = threading.RLock()
 """Held while a policy is attached or detached: both change configs and modules that threads share."""
@@ -158,13 +159,15 @@ class Handle:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copied model has hooks that work for the original."""
         raise KVPolicyTypeError(
-            "A model cannot be copied while a policy is attached to it: detach, copy, and attach to both."
+            f"A model must have no policy attached to be copied, got {shorten(str(self.policy))}; try detach(), then "
+            "attach to both."
         )
 
     def __reduce__(self) -> NoReturn:
         """Refuse: hooks cannot be pickled."""
         raise KVPolicyTypeError(
-            "A model cannot be pickled while a policy is attached to it: use save_pretrained or state_dict, or detach."
+            f"A model must have no policy attached to be pickled, got {shorten(str(self.policy))}; try save_pretrained "
+            "or state_dict, or detach() first."
         )
 
     # connecting
@@ -301,7 +304,10 @@ class Handle:
 
     def _check_own(self, cache: PolicyCache) -> None:
         if cache.attachment.active and cache.attachment is not self._attachment:
-            raise KVPolicyError("This cache was made for another model: make one with kvpolicy.PolicyCache(model).")
+            raise KVPolicyError(
+                "The cache must belong to this model, got one that was made for another model; try "
+                "kvpolicy.PolicyCache(model)."
+            )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Do what had to wait for every layer; in a compiled step nothing runs, and nothing waits."""
@@ -392,14 +398,20 @@ def _rotations(sites: Sites, part: str) -> dict[int, Rope]:
 def _check_fresh(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise KVPolicyTypeError(
-            f"The model is {model!r} and no module: load it first, and pass what from_pretrained returns."
+            f"The model must be a torch.nn.Module, got {shorten(repr(model))}; try what from_pretrained returns."
         )
     if model in attachments or any((c._attn_implementation or "").startswith(PREFIX) for c in configs_of(model)):
-        raise KVPolicyError("A policy is already attached to this model, or to one around it: detach it first.")
+        raise KVPolicyError(
+            "The model must have no policy yet, got one that is already attached to it or to a model around it; try "
+            "detach() of its handle first."
+        )
     if isinstance(model, OptimizedModule) or any(map(is_compiled, model.modules())):
         raise KVPolicyError(
-            "The model is already compiled, and PyTorch would ignore hooks registered now: attach to the model as it "
-            "was loaded, then call torch.compile."
+            f"The model must not be compiled before attaching, got {type(model).__name__} with compiled modules, which "
+            "ignore new hooks; try to attach to the model as it was loaded, then torch.compile."
         )
     if not hasattr(model, "config"):
-        raise KVPolicyError(f"{type(model).__name__} is no transformers model: pass a causal language model.")
+        raise KVPolicyError(
+            f"The model must be a causal language model of transformers, got {type(model).__name__}, which has no "
+            "config; try AutoModelForCausalLM.from_pretrained."
+        )

@@ -78,30 +78,32 @@ def attention_forward(
     for name in REFUSED:
         if kwargs.get(name) is not None:
             raise KVPolicyError(
-                f"{type(module).__name__} passes {name!r} to its attention, which a policy cannot honour yet: "
-                "detach, or use another model."
+                f"Attention must be called without {name!r} under a policy, which cannot honour it yet, got it from "
+                f"{type(module).__name__}; try another model, or detach."
             )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise KVPolicyError(
-            "A 4-D attention mask, ready-made or of tokens that see ahead (pictures), cannot be used under a policy: "
-            "pass text alone, without token_type_ids, and the 2-D mask of padding."
+            f"The attention mask must be 2-D under a policy, got {attention_mask.dim()} dimensions, ready-made or of "
+            "tokens that see ahead (pictures); try text alone, without token_type_ids, and the 2-D mask of padding."
         )
     sinks: Tensor | None = kwargs.get("s_aux")
     if sinks is not None and len(sinks) != query.shape[1]:
         raise KVPolicyError(
-            f"{type(module).__name__} has {len(sinks)} attention sinks for {query.shape[1]} query heads on this rank, "
-            "since they were not divided with the heads: load the model on one rank."
+            f"Attention must have one sink for each query head of the rank, got {len(sinks)} sinks for "
+            f"{query.shape[1]} heads in {type(module).__name__}, which were not divided with the heads; try the model "
+            "on one rank."
         )
     if key.shape[:3] != value.shape[:3] or not _pairs(query.shape[1], key.shape[1]):
         raise KVPolicyError(
-            f"{type(module).__name__} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads, "
-            "which a policy cannot pair: use a model with ordinary or grouped-query attention."
+            "Query heads must be a multiple of the key heads, and value heads as many as these, got "
+            f"{query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads in {type(module).__name__}; "
+            "try a model with ordinary or grouped-query attention."
         )
     if kwargs.get("dropout"):
         if policy_cache is not None:
             raise KVPolicyError(
-                "The model drops attention at random in training mode, which a cache under a policy cannot follow: "
-                "call model.eval(), or train with use_cache=False."
+                "The model must not drop attention at random where a policy keeps a cache, got training mode with "
+                f"a dropout of {kwargs['dropout']}; try model.eval(), or train with use_cache=False."
             )
         mask = _stock_mask(stock, query, key, attention_mask)
         run = _stock_attention(stock, module)
@@ -171,8 +173,8 @@ def policy_mask(
         return None
     if not torch.compiler.is_compiling() and attention_mask.shape[-1] not in (q_length, kv_length):
         raise KVPolicyError(
-            f"The attention mask has {attention_mask.shape[-1]} columns, and the cache has seen {kv_length} with the "
-            f"{q_length} new tokens: pass a mask over all tokens so far, or over the new ones."
+            f"The attention mask must have {kv_length} columns for all tokens so far, or {q_length} for the new ones, "
+            f"got {attention_mask.shape[-1]}; try the earlier mask with a column for each new token."
         )
     valid = attention_mask[:, -q_length:]
     if not torch.compiler.is_compiling() and bool(valid.all()):

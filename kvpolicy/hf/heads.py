@@ -42,7 +42,8 @@ def check_shardable(config: Any, backend: str, size: int) -> None:
     check_family(config.model_type, backend)
     if getattr(config, "quantization_config", None):
         raise KVPolicyError(
-            "Weights must not be quantized to be sharded; load a checkpoint in bfloat16, float16 or float32."
+            f"Weights must not be quantized to be sharded, got a {config.model_type} with a quantization_config; try a "
+            "checkpoint in bfloat16, float16 or float32."
         )
     queries = int(config.get_text_config(decoder=True).num_attention_heads)
     check_heads(config.model_type, backend, queries=queries, keys=describe(config).shape.heads, size=size)
