@@ -65,20 +65,21 @@ def check_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     cache: Any = kwargs.get("past_key_values")
     if not isinstance(cache, PolicyCache) and (cache is not None or caches(module, kwargs)):
         raise KVPolicyError(
-            "A compiled step cannot make its cache: make one with kvpolicy.PolicyCache(model), run the prompt through "
-            "the model itself, and pass the cache as past_key_values."
+            "A compiled step must be given a kvpolicy.PolicyCache as past_key_values, got "
+            f"{'none' if cache is None else type(cache).__name__}; try kvpolicy.PolicyCache(model), and the prompt "
+            "through the model itself."
         )
     tokens: Any = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if isinstance(cache, PolicyCache) and cache.policy_layers[0].pending is not None:
         raise KVPolicyError(
-            "A step must not be compiled before the announced prompt is complete, since every layer still holds it for "
-            "its replay; try to announce as many tokens as are passed."
+            "A step must not be compiled before the announced prompt is complete, got one that every layer still holds "
+            "for its replay; try to announce as many tokens as are passed."
         )
     if isinstance(cache, PolicyCache) and tokens.shape[1] > 1:
         raise KVPolicyError(
-            "A prompt cannot be compiled under a policy, since its budgets are settled on the host: run it through "
-            "the model itself, and compile the steps."
+            "A compiled step must have one token under a policy, which settles the budgets of prompts on the host, got "
+            f"{tokens.shape[1]}; try the prompt through the model itself, and compile the steps."
         )
 
 
@@ -87,17 +88,18 @@ def check_stock(cache: Cache) -> None:
     if type(cache) is not DynamicCache or cache.offloading:
         kind = ("offloaded " if cache.offloading else "") + type(cache).__name__
         raise KVPolicyError(
-            f"The {kind} cannot be kept under a policy: leave past_key_values and cache_implementation out, "
-            "or pass a kvpolicy.PolicyCache."
+            f"The cache must be a kvpolicy.PolicyCache or an ordinary DynamicCache under a policy, got the {kind}; try "
+            "to leave past_key_values and cache_implementation out."
         )
     if cache.get_seq_length() > 0:
         raise KVPolicyError(
-            "The cache was filled without the policy: start with an empty one, or pass a kvpolicy.PolicyCache."
+            f"A DynamicCache must be empty under a policy, got one that was filled without it by "
+            f"{cache.get_seq_length()} tokens; try an empty one, or a kvpolicy.PolicyCache."
         )
     if hasattr(cache, _REPLACED):
         raise KVPolicyError(
-            "The DynamicCache was given to an earlier call and stays empty, since the policy made a cache of its own: "
-            "pass on that call's out.past_key_values, or make a kvpolicy.PolicyCache(model) and pass that."
+            "A DynamicCache must be new, got one that was given to an earlier call and stays empty, since the policy "
+            "made a cache of its own; try that call's out.past_key_values, or a kvpolicy.PolicyCache(model)."
         )
 
 
@@ -119,20 +121,21 @@ def check_asked(policy: Policy, generation_config: Any, mode: Any) -> None:
     if assisted and any(getattr(generation_config, name, None) for name in _OWN_LAYERS):
         # An early exit changes the model's config, and an error leaves it changed.
         raise KVPolicyError(
-            "Assisted decoding cannot run under a policy with assistant_early_exit or use_mtp, which draft with the "
-            "model's own layers; try an assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
+            "Assisted decoding must not draft with the model's own layers under a policy, got "
+            f"{', '.join(name for name in _OWN_LAYERS if getattr(generation_config, name, None))}; try an "
+            "assistant_model, or kvpolicy.speculate(model, policy, input_ids)."
         )
     drafts = getattr(generation_config, "is_assistant", False)
     if (assisted or drafts) and (policy_obstacle(policy) or not all(_keeps_all(own) for own in policy.distinct)):
         role = "of the assistant model " if drafts else ""
         raise KVPolicyError(
-            f"Assisted decoding cannot run under the policy {role}{policy}, since what a rejected draft evicted or "
-            "encoded is gone; try the policy full, or kvpolicy.speculate(model, policy, input_ids)."
+            f"Assisted decoding must have a policy {role}that neither evicts nor encodes, since a draft may be "
+            f"rejected, got {policy}; try the policy full, or kvpolicy.speculate(model, policy, input_ids)."
         )
     if getattr(generation_config, "cache_implementation", None) == "quantized":
         raise KVPolicyError(
-            "A QuantizedCache cannot be kept under a policy: leave cache_implementation out, and name a codec, such as "
-            "kivi, in the policy."
+            "The cache must be a kvpolicy.PolicyCache or an ordinary DynamicCache under a policy, got "
+            "cache_implementation='quantized'; try a codec in the policy, such as kivi, in its place."
         )
 
 

@@ -41,8 +41,8 @@ def check_adapters(model: Any) -> None:
         kind: Any = getattr(config, "peft_type", "")
         if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
             raise KVPolicyError(
-                "The model's adapter must not be prefix tuning, which passes keys and values of its own as the past; "
-                "try an adapter that changes weights, such as LoRA."
+                "The model's adapter must not pass keys and values of its own as the past, got prefix tuning; try an "
+                "adapter that changes weights, such as LoRA."
             )
 
 
@@ -68,19 +68,20 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
     config: Any = model.config
     if not str(config._attn_implementation).startswith(PREFIX):
         raise KVPolicyError(
-            f"The model's attention was set to {config._attn_implementation!r} while a policy was attached, which puts "
-            "the policy out of action: detach first, set it, then attach again."
+            "The model's attention must not be set while a policy is attached, got "
+            f"{config._attn_implementation!r}, which puts the policy out of action; try to detach, set it, and attach "
+            "again."
         )
     asked = call.get("output_attentions")
     if config.output_attentions if asked is None else asked:
         raise KVPolicyError(
-            "No attention matrix is made where a policy keeps a cache: ask for output_attentions with use_cache=False, "
-            "of a model with eager attention."
+            "output_attentions must be False where a policy keeps a cache, since no attention matrix is made, got "
+            "True; try use_cache=False, and a model with eager attention."
         )
     if tokens.device.type == "meta":
         raise KVPolicyError(
-            "The model is on the meta device, which holds no numbers to choose tokens by: load its weights, or ask "
-            "kvpolicy.plan what a cache will hold."
+            "The model and its tokens must be on a device that holds numbers, got tokens on the meta device; try "
+            "from_pretrained, or kvpolicy.plan(model, policy), which needs no weights."
         )
     if not cache.is_initialized and lacks_weights(model):
         raise KVPolicyError(
@@ -95,8 +96,8 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
         )
     if cache.batch_size not in (-1, rows):
         raise KVPolicyError(
-            f"The cache holds {cache.batch_size} row(s), and this call has {rows}: start a new cache, or choose rows "
-            "with cache.batch_select_indices."
+            f"The call must have the {cache.batch_size} row(s) of its cache, got {rows}; try a new cache, or "
+            "cache.batch_select_indices to choose rows."
         )
     if call.get("attention_mask") is not None:
         _check_mask(cache, call["attention_mask"], rows, new)
@@ -106,22 +107,28 @@ def check_call(model: nn.Module, decoder: nn.Module, cache: PolicyCache, tokens:
 def _check_mask(cache: PolicyCache, mask: Any, rows: int, new: int) -> None:
     if not isinstance(mask, Tensor):
         raise KVPolicyError(
-            f"The attention mask is a {type(mask).__name__}, which a policy cannot read: pass a 2-D tensor, 1 for a "
-            "token and 0 for padding."
+            f"The attention mask must be a 2-D tensor, got {type(mask).__name__}; try a tensor with 1 for a token and "
+            "0 for padding."
         )
     if mask.dim() == 4:
         return  # attention says so itself, where it is not a sliding layer's
     if mask.dim() != 2 or mask.shape[0] != rows:
         raise KVPolicyError(
-            f"The attention mask has the shape {list(mask.shape)}, and the call has {rows} row(s): pass a 2-D mask of "
-            "one line per row, 1 for a token and 0 for padding."
+            f"The attention mask must be 2-D with {rows} row(s), as the call has, got the shape {list(mask.shape)}; "
+            "try one line per row, 1 for a token and 0 for padding."
         )
     # Not in a step, where reading values would wait for the device.
     if mask.is_floating_point() and new > 1 and bool(((mask != 0) & (mask != 1)).any()):
-        raise KVPolicyError("The attention mask has other numbers than 0 and 1: pass 1 for a token and 0 for padding.")
+        raise KVPolicyError(
+            "The attention mask must have no other numbers than 0 and 1, got "
+            f"{float(mask[(mask != 0) & (mask != 1)][0]):g}; try 1 for a token and 0 for padding."
+        )
     first = cache.policy_layers[0]
     if not first.is_initialized and not bool(mask.any()):
-        raise KVPolicyError("The attention mask hides every token of every row: pass at least one token.")
+        raise KVPolicyError(
+            f"The attention mask must show at least one token, got only padding in all {rows} row(s); try 1 for each "
+            "token and 0 for padding."
+        )
     # A mask of the new columns alone says nothing of earlier ones.
     if first.is_initialized and mask.shape[1] > new:
         seen = cache.mask_digest
@@ -144,7 +151,7 @@ def _check_limit(decoder: nn.Module, config: Any, cache: PolicyCache, new: int, 
     end = _end(cache, new, call)
     if end > limit:
         raise KVPolicyError(
-            f"The model has learned {limit} positions, and this call needs position {end - 1}: end the text before, "
+            f"Positions must be below {limit}, as many as the model has learned, got {end - 1}; try a shorter text, "
             "since a policy that drops tokens does not move those that stay."
         )
 

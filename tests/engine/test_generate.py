@@ -210,7 +210,7 @@ def test_assisted_decoding_is_refused_before_it_begins(how: str, where: str) -> 
     else:
         setattr(model.generation_config, how, 2)
     with kvpolicy.attach(model, "h2o@0.5") as handle:
-        with pytest.raises(ValueError, match="Assisted decoding cannot run") as error:
+        with pytest.raises(ValueError, match="Assisted decoding must") as error:
             generate(model, ids, mask, **GREEDY, **given)
         assert str(error.value).endswith(".") and ". " not in str(error.value)
         assert handle.cache is None
@@ -247,7 +247,7 @@ def test_an_assistant_that_evicts_is_refused_by_name() -> None:
     model, assistant = build("llama"), build("qwen2")
     ids, mask = make_batch([24], [24])
     with kvpolicy.attach(assistant, "h2o@0.5"):
-        with pytest.raises(ValueError, match=r"the policy of the assistant model h2o@0\.5"):
+        with pytest.raises(ValueError, match=r"a policy of the assistant model .*, got h2o@0\.5"):
             generate(model, ids, mask, **GREEDY, assistant_model=assistant)
         assert generate(assistant, ids, mask, **GREEDY).shape == (1, 24 + NEW)
 

@@ -48,8 +48,8 @@ def test_odd_masks(policy: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "match"),
     [
-        ({"full_attention": None}, "is a dict"),
-        ([[1] * 26] * 2, "is a list"),
+        ({"full_attention": None}, "2-D tensor, got dict"),
+        ([[1] * 26] * 2, "2-D tensor, got list"),
         (torch.ones(26), "shape"),
         (torch.ones(2, 26, 26), "shape"),
         (torch.ones(1, 26), "shape"),
@@ -92,7 +92,7 @@ def test_a_batch_that_changes_between_turns(policy: str, before: int, after: int
         cache = PolicyCache(model)
         model(ids.expand(before, -1), past_key_values=cache)
         for new in (1, 3):
-            with refused(f"holds {before} row"):
+            with refused(f"must have the {before} row"):
                 model(ids[:, :new].expand(after, -1), past_key_values=cache)
         if after < before:
             cache.batch_select_indices(torch.arange(after))
@@ -131,11 +131,11 @@ def test_positions_that_jump(codec: str) -> None:
     with kvpolicy.attach(model, words("window", codec)), torch.no_grad():
         cache = PolicyCache(model)
         for wrong in ({"position_ids": jump}, {"attention_mask": holes}):
-            with refused("do not go on by one"):
+            with refused("must go on by one"):
                 model(ids, past_key_values=cache, **wrong)
         model(ids, past_key_values=cache, attention_mask=holes, position_ids=counted)
         for place in (torch.arange(30, 34), torch.arange(22, 26) + torch.tensor([0, 0, 0, 1])):
-            with refused("do not go on by one"):
+            with refused("must go on by one"):
                 model(ids[:, :4], past_key_values=cache, position_ids=place[None])
         model(ids[:, :4], past_key_values=cache, position_ids=torch.arange(22, 26)[None])
         assert cache.policy_layers[0].length.tolist() == [26]

@@ -65,7 +65,7 @@ def test_rows_of_padding(policy: str) -> None:
     with kvpolicy.attach(model, policy):
         logits, cache = converse(model, [26, 0])
         alone, _ = converse(model, [26])
-        with refused("hides every token"):
+        with refused("must show at least one token, got only padding in all 2"):
             converse(model, [0, 0])
     assert torch.isfinite(logits[:, 26:]).all()
     assert cache.policy_layers[0].length.tolist() == [26 + NEW, NEW]
@@ -126,7 +126,7 @@ def test_behind_the_last_position(policy: str) -> None:
     assert ours.shape == stock.shape and (not exact(policy) or torch.equal(ours, stock))
     model = gpt2(n_embd=32, n_layer=2, n_head=4, vocab_size=48, n_positions=24)
     with kvpolicy.attach(model, policy):
-        with refused("learned 24 positions"):
+        with refused("must be below 24, as many as the model has learned, got"):
             model.generate(prompt(20), **GREEDY)
         assert model.generate(prompt(18), **GREEDY).shape == (1, 24)
 

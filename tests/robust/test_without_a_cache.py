@@ -46,5 +46,5 @@ def test_attention_matrices() -> None:
         ours = run(model, padded, output_attentions=True).attentions
         assert len(ours) == len(stock) > 0 and all(map(torch.equal, ours, stock))
     model.config.output_attentions = True
-    with kvpolicy.attach(model, "h2o@0.5"), refused("No attention matrix"):
+    with kvpolicy.attach(model, "h2o@0.5"), refused("output_attentions must be False"):
         model(ids, attention_mask=padded)
