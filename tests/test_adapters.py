@@ -242,7 +242,7 @@ def test_refuses_what_is_no_scorer() -> None:
         (None, r"a score per token, \(2, 2, 24\), got NoneType"),
         (lambda keys: keys[:, 0, :, 0], r"a score per token, \(2, 2, 24\), got \(2, 24\)"),
         (lambda keys: keys[..., 0] * float("nan"), "must return numbers, got NaN"),
-        (lambda keys: keys.view(7), "Says could not score the 24 tokens of layer 0: "),
+        (lambda keys: keys.view(7), "Says.score must score the 24 tokens of layer 0, got an error: "),
     ],
 )
 def test_a_wrong_answer_is_one_sentence(model: Any, answer: Any, message: str) -> None:

@@ -156,8 +156,8 @@ class KVPressScorer(Scored):
             budget = budgets[rows.start]
             if len(set(of_heads)) > 1:
                 raise KVPolicyError(
-                    f"All heads must hold the same number of tokens to be scored by {self._name}; pass the prompt in "
-                    "one piece, or use a selector that does not choose whole pages."
+                    f"All heads must hold the same number of tokens to be scored by {self._name}, got {min(of_heads)} "
+                    f"to {max(of_heads)}; try the prompt in one piece, or a selector that does not choose whole pages."
                 )
             only_padding = valid is not None and not bool(valid[rows].any())
             if not of_heads or not of_heads[0] or only_padding:
@@ -179,7 +179,7 @@ class KVPressScorer(Scored):
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise KVPolicyStateError(
-                f"{self._name} could not score the {count} tokens of layer {view.layer_idx}: {reason}"
+                f"{self._name}.score must score the {count} tokens of layer {view.layer_idx}, got an error: {reason}"
             ) from error
         return self._checked(score, keys)
 

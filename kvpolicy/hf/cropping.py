@@ -165,12 +165,12 @@ def _check(cache: Any, removed: int) -> None:
         )
     if not all(layers.keeps_all(layer.store) for layer in cache.policy_layers):
         raise KVPolicyError(
-            f"Tokens must not be cropped after an eviction, which crop({-removed}) cannot undo; try cache.mark() "
-            "before the tokens and cache.rollback(accepted) after them."
+            f"Tokens must not be cropped after an eviction, which cannot be undone, got crop({-removed}); try "
+            "cache.mark() before the tokens and cache.rollback(accepted) after them."
         )
     if any(not _records(w) and w.get_seq_length() >= w.sliding_window for w in _windows(cache)):
         raise KVPolicyError(
-            "Tokens must not be cropped after they pushed others out of a sliding window; try "
+            f"Tokens must not be cropped after they pushed others out of a sliding window, got crop({-removed}); try "
             "cache.activate_past_recording() before the tokens."
         )
 
@@ -189,8 +189,8 @@ def _crop_rows(cache: Any, columns: int) -> None:
     scoring = [own.selector for own in cache.policy.distinct if own.selector.needs != Needs()]
     if undoes_prompt and scoring:
         raise KVPolicyError(
-            f"Tokens of a prompt must not be cropped under {scoring[0]!r}, whose statistics they changed; "
-            "try to crop generated tokens only."
+            "Tokens of a prompt must not be cropped under a selector whose statistics they changed, got "
+            f"{scoring[0]!r}; try to crop generated tokens only."
         )
     inside = None  # the turn that loses its last columns
     if columns == now.columns:  # a turn begins here

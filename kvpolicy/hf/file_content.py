@@ -44,7 +44,9 @@ def _layer_difference(header: Mapping[str, Any], attachment: Attachment) -> str:
         if layer["group"] != model.shape.group and header["ranks"]["size"] == 1:
             return f"{model.shape.group} in layers.{index}.group, got {layer['group']}"
     wrong = [index for index, columns in header["windows"].items() if columns != header["columns"]]
-    return f"{header['columns']} columns in windows.{wrong[0]}" if wrong else ""
+    if wrong:
+        return f"{header['columns']} columns in windows.{wrong[0]}, got {header['windows'][wrong[0]]}"
+    return ""
 
 
 def _tensor_difference(content: CacheFile, attachment: Attachment) -> str:

@@ -206,7 +206,8 @@ class UndoableCache(Cache):
         """Refuse what a rollback could not undo."""
         if self.held_mark is not None:
             raise KVPolicyStateError(
-                f"{what} must wait while a mark is held, which could not be undone; try cache.rollback(accepted) first."
+                f"{what} must be called without a mark, which could not undo it, got a mark that is held with "
+                f"{self.held_mark.fed} token(s) fed; try cache.rollback(accepted) first."
             )
 
     @contextmanager
@@ -234,7 +235,7 @@ class UndoableCache(Cache):
             if torch.compiler.is_compiling():
                 raise KVPolicyStateError(
                     "A step must not be compiled under a mark if layers have sliding windows, which are logged on the "
-                    "host; try it uncompiled."
+                    f"host, got one in layer {layer_idx}; try it uncompiled."
                 )
             self.held_mark.note_window(layer_idx, layer)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

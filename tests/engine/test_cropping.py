@@ -240,7 +240,7 @@ def test_other_mistakes() -> None:
         with pytest.raises(KVPolicyError, match="Every row must have a token"):
             cache.crop(-1)
         cache.mark()
-        with pytest.raises(KVPolicyError, match="while a mark is held"):
+        with pytest.raises(KVPolicyError, match="must be called without a mark"):
             cache.crop(-1)
 
 
