@@ -19,8 +19,12 @@ from transformers.cache_utils import DynamicCache
 import kvpolicy
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform, newest_queries
+from kvpolicy.engine.attention_sum import AttentionSum
+from kvpolicy.engine.channel_sums import ChannelSums
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import absolute_sums
+from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.statistic import Statistic
 from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
@@ -140,14 +144,20 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
     needs = parts.selector.needs | parts.merger.needs
     # The larger the power, the fewer tokens have much of a head's attention: heads differ.
     powers = torch.arange(1, HEADS + 1).view(1, HEADS, 1)
+    statistics: list[Statistic] = []
+    if needs.attn_sum:
+        statistics.append(AttentionSum(torch.rand(1, HEADS, count, generator=generator) ** powers))
+    if needs.window_queries:
+        width = needs.window_queries
+        statistics.append(RecentQueries(width, newest_queries(q, None, width)))
+    if parts.reader.traits.salience:
+        statistics.append(ChannelSums(absolute_sums(q, k, None)))
     pending = PendingPrompt(
         keys=k,
         values=v,
         valid=None,
         transform=ScoreTransform(DIM**-0.5),
-        attn_sum=torch.rand(1, HEADS, count, generator=generator) ** powers if needs.attn_sum else None,
-        window=newest_queries(q, None, needs.window_queries) if needs.window_queries else None,
-        sums=absolute_sums(q, k, None) if parts.reader.traits.salience else None,
+        statistics=tuple(statistics),
     )
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():
