@@ -182,4 +182,4 @@ def whole(keys: Tensor, values: Tensor) -> Past:
 
 def _seen_by(policy: Policy) -> Any:
     """The needs of a policy that determine its pending prompt; policies with equal needs share one."""
-    return needs_of(policy), policy.codec.traits.query_absmax, policy.reader.traits.salience
+    return needs_of(policy), policy.codec.traits.query_absmax
