@@ -9,8 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from kvpolicy.engine.query_moments import mean_rotation, new_token, plain_queries, sum_moments
+from kvpolicy.engine.query_moments import Moments, mean_rotation, new_token, plain_queries, sum_moments
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.statistic import Coming, Tile
 from kvpolicy.protocols import Needs
 from tests.conformance.bench import draw
 
@@ -53,3 +54,25 @@ def test_without_a_rotary_embedding_queries_are_plain() -> None:
     assert token is not None and token.query is not None and torch.equal(token.query.flatten(1, 2), q.squeeze(2))
     assert new_token(q, k, v, torch.zeros(2, 1), Needs(), None) is None
     assert torch.equal(mean_rotation(None)(k, torch.tensor([3, 4]), 5), k)
+
+
+@pytest.mark.parametrize("first", [1, 12, 39])
+def test_chunks_have_the_moments_of_the_whole(first: int) -> None:
+    """Positions go on behind the chunk before, also in a row that begins in the second one."""
+    q, k = torch.randn(2, 4, 40, DIM), torch.randn(2, 2, 40, DIM)
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    valid[1, :13] = False
+    table = rope()
+
+    def gather(start: int, stop: int) -> Moments:
+        at = slice(start, stop)
+        coming = Coming(valid[:, at], stop - start, valid[:, :start].sum(-1), table)
+        return Moments(3).begun(coming).added(Tile(q[:, :, at], k[:, :, at], 0, valid[:, at], True))
+
+    whole, joined = gather(0, 40), gather(0, first).joined(gather(first, 40), first)
+    assert whole.moments is not None and joined.moments is not None
+    for found, expected in zip(joined.moments, whole.moments, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+    moved = joined.map_rows(lambda t: t[[1, 0]])
+    for before, after in zip(joined.tensors, moved.tensors, strict=True):
+        assert torch.equal(after, before[[1, 0]])

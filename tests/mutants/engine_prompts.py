@@ -81,14 +81,14 @@ MUTATIONS = (
         file="kvpolicy/engine/statistic.py",
         old="at = torch.where(second.at < 0, -1, second.at + columns)",
         new="at = second.at + columns",
-        tests=("tests/engine/test_prefill.py",),
+        tests=("tests/engine/test_statistic.py",),
     ),
     Mutation(
         name="the salience of a prompt in chunks is that of the first one",
         file="kvpolicy/engine/channel_sums.py",
         old="return ChannelSums(self.sums.plus(later.sums))",
         new="return self",
-        tests=("tests/engine/test_prefill.py",),
+        tests=("tests/engine/test_channel_sums.py",),
     ),
     Mutation(
         name="queries below the mean do not follow their rows",
@@ -207,7 +207,7 @@ MUTATIONS = (
         file="kvpolicy/engine/query_moments.py",
         old="return replace(later, moments=_added(self.moments, later.moments))",
         new="return later",
-        tests=("tests/engine/test_prefill.py",),
+        tests=("tests/engine/test_query_moments.py",),
     ),
     Mutation(
         name="padding of single rows counts in moments",
