@@ -26,6 +26,12 @@ ALTERNATING = (
 )
 """A template that accepts a user and an assistant in turn, as that of Gemma."""
 
+WELCOMING = (
+    "{% if messages[0].role != 'system' %}<system>Be brief.</system>\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+)
+"""A template that begins chats without a system message by one of its own, as that of Qwen."""
+
 CHANGING = "{% for m in messages %}[{{ messages | length }}]{{ m.content }};{% endfor %}"
 """A template whose first turn is not the same in front of others."""
 
@@ -57,6 +63,11 @@ def asked(tokenizer: Any, template: str | None, text: str, *messages: dict[str, 
 def test_messages_stand_behind_the_turn_of_a_document(tokenizer: Any, role: str) -> None:
     text = f"<{role}>{TEXT}</{role}>\n"
     assert asked(tokenizer, TURNS, text, QUESTION) == "<user>?wolf=</user>\n<assistant>"
+
+
+def test_a_document_of_the_system_is_the_system_message(tokenizer: Any) -> None:
+    assert asked(tokenizer, WELCOMING, f"<system>{TEXT}</system>\n", QUESTION) == "<user>?wolf=</user>\n"
+    assert asked(tokenizer, WELCOMING, TEXT, QUESTION) == "<system>Be brief.</system>\n<user>?wolf=</user>\n"
 
 
 def test_messages_that_begin_with_the_document_are_cut(tokenizer: Any) -> None:

@@ -64,10 +64,10 @@ class Server:
             await send({"type": "http.response.body", "body": stream[start : start + 7], "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
-    def post(self, path: str, body: Any, key: str = "", root: str = "") -> tuple[int, bytes]:
+    def post(self, path: str, body: Any, key: str = "", root: str = "", scheme: str = "Bearer") -> tuple[int, bytes]:
         """Send a body; the status and the body of the answer."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = [(b"content-length", str(len(raw)).encode()), (b"authorization", f"Bearer {key}".encode())]
+        headers = [(b"content-length", str(len(raw)).encode()), (b"authorization", f"{scheme} {key}".encode())]
         scope = {
             "type": "http",
             "method": "POST",
@@ -241,7 +241,8 @@ def test_nothing_is_looked_at_before_the_keys_of_the_server(folder: Path) -> Non
     server = Server(config_of(kvpolicy.tiny()[0], folder), keys=["secret", "other"])
     for key in ("", "wrong", "secre"):
         server.post(CHAT, chat(document="no such document"), key)
-    assert [body["document"] for body in server.bodies] == ["no such document"] * 3  # vLLM's own check comes behind
+    server.post(CHAT, chat(document="no such document"), "secret", scheme="Basic")
+    assert [body["document"] for body in server.bodies] == ["no such document"] * 4  # vLLM's own check comes behind
     assert server.post(CHAT, chat(document="no such document"), "secret")[0] == 400
     assert server.post(CHAT, chat(), "other")[0] == 200
     assert server.bodies[-1]["cache_salt"]
