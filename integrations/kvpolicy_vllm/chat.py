@@ -66,12 +66,12 @@ class Chat:
                 [*turns], tokenize=False, chat_template=self._template, **{**self._options, **options, **more}
             )
 
+        text, whole, refusal = "", [], None
         try:
-            whole = self.tokens(render(messages))
+            text = render(messages)
+            whole = self.tokens(text)
         except Exception as error:  # of Jinja, or raised by the template
-            whole, refusal = [], error
-        else:
-            refusal = None
+            refusal = error
         if len(whole) > document.total and tuple(whole[: document.total]) == document.tokens:
             return whole[document.total :]
         role = self._role_of(document, render)
@@ -80,7 +80,7 @@ class Chat:
         if refusal is not None:
             raise _refused(refusal) from refusal
         bos: str = getattr(self._tokenizer, "bos_token", None) or ""
-        return self.tokens(render(messages).removeprefix(bos))
+        return self.tokens(text.removeprefix(bos))
 
     def tokens(self, text: str) -> list[int]:
         """Token ids of a text that has its special tokens."""

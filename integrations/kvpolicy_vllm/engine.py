@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from kvpolicy.hf.dense_cache import Skeleton, skeleton
+from kvpolicy.hf.discovery import samples_of
 from kvpolicy.hf.model_spec import describe
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.model_identity import check_same_model
 from kvpolicy_vllm.documents import Document
-
-SAMPLES = 64
-"""Weights that identify a model, see `kvpolicy.hf.discovery.sample_weights`."""
 
 
 @dataclass
@@ -148,11 +146,8 @@ def sampled(source: str, revision: str | None, name: str) -> Tensor | None:
                 names = [each for each in opened.keys() if each == name or name.endswith(f".{each}")]  # noqa: SIM118
                 if not names:
                     continue
-                flat = opened.get_tensor(names[0]).flatten()
-                if not flat.is_floating_point():
-                    return None
-                # As `kvpolicy.hf.discovery.sample_weights` does.
-                return flat[torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64).long()]
+                weight = opened.get_tensor(names[0])
+                return samples_of(weight) if weight.is_floating_point() else None
     return None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +17,12 @@ from kvpolicy.engine.attention import (
     newest_columns,
     window_attention,
 )
-from kvpolicy.engine.statistic import (
-    Candidates,
-    Coming,
-    Tile,
-    added_window,
-    begun_window,
-    joined_windows,
-    map_window,
-    newest_of,
-)
+from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic, newest_of
 from kvpolicy.protocols import BELOW_MEAN
 
 
 @dataclass(frozen=True)
-class BelowMean:
+class BelowMean(WindowStatistic):
     """How many of the newest queries attend to a token less than to the mean of the tokens that they see.
 
     Attributes:
@@ -42,38 +33,19 @@ class BelowMean:
     width: int
     window: QueryWindow | None = None
 
-    reads_past = True
+    def columns(self, coming: Coming) -> Tensor:
+        """The newest columns."""
+        return newest_columns(coming.valid, coming.shape, self.width, coming.seen.device)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The queries and their columns."""
-        return self.window or ()
-
-    def begun(self, coming: Coming) -> BelowMean:
-        """Choose the newest columns."""
-        at = newest_columns(coming.valid, coming.shape, self.width, coming.seen.device)
-        return replace(self, window=begun_window(at))
-
-    def added(self, tile: Tile) -> BelowMean:
-        """Keep the chosen queries of a tile."""
-        assert self.window is not None
-        return replace(self, window=added_window(self.window, tile))
-
-    def joined(self, later: BelowMean, columns: int) -> BelowMean:
-        """The newest queries of both."""
-        assert self.window is not None and later.window is not None
-        return replace(self, window=newest_of(joined_windows(self.window, later.window, columns), self.width))
+    def newest(self, window: QueryWindow) -> QueryWindow:
+        """As many as in one piece."""
+        return newest_of(window, self.width)
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Counts of the queries, and how many tokens the prompt adds."""
         assert self.window is not None
         keys, valid, transform, past, added = candidates
         return {"below_mean": below_mean_counts(self.window, keys, transform, past, valid), "added": added}
-
-    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> BelowMean:
-        """The same with `fn` of every tensor."""
-        assert self.window is not None
-        return replace(self, window=map_window(self.window, fn))
 
 
 def below_mean_counts(

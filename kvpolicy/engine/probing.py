@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from kvpolicy.engine.attention import (
     ScoreTransform,
     window_attention,
 )
-from kvpolicy.engine.statistic import Candidates, Coming, Tile, added_window, begun_window, joined_windows, map_window
+from kvpolicy.engine.statistic import Candidates, Coming, WindowStatistic
 from kvpolicy.protocols import Probes
 
 
 @dataclass(frozen=True)
-class ProbeQueries:
+class ProbeQueries(WindowStatistic):
     """Some queries of a prompt, and the sum of their attention to each candidate.
 
     Attributes:
@@ -33,27 +33,9 @@ class ProbeQueries:
     probes: Probes
     window: QueryWindow | None = None
 
-    reads_past = True
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The queries and their columns."""
-        return self.window or ()
-
-    def begun(self, coming: Coming) -> ProbeQueries:
-        """Draw the columns of the probes."""
-        at = probe_columns(coming.valid, coming.shape, self.probes, coming.seen.device)
-        return replace(self, window=begun_window(at))
-
-    def added(self, tile: Tile) -> ProbeQueries:
-        """Keep the probes of a tile."""
-        assert self.window is not None
-        return replace(self, window=added_window(self.window, tile))
-
-    def joined(self, later: ProbeQueries, columns: int) -> ProbeQueries:
-        """The probes of both."""
-        assert self.window is not None and later.window is not None
-        return replace(self, window=joined_windows(self.window, later.window, columns))
+    def columns(self, coming: Coming) -> Tensor:
+        """Columns that are drawn for each row."""
+        return probe_columns(coming.valid, coming.shape, self.probes, coming.seen.device)
 
     def reduced(self, candidates: Candidates) -> Mapping[str, Any]:
         """Sums of the probes' attention, and how many probes could see each token."""
@@ -61,11 +43,6 @@ class ProbeQueries:
         keys, valid, transform, past, _ = candidates
         total, count = probe_sums(self.window, keys, transform, past, valid)
         return {"probe_sum": total, "probe_count": count}
-
-    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> ProbeQueries:
-        """The same with `fn` of every tensor."""
-        assert self.window is not None
-        return replace(self, window=map_window(self.window, fn))
 
 
 def draw_probes(length: int, probes: Probes) -> Tensor:

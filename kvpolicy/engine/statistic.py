@@ -7,6 +7,7 @@ and `channel_sums.py`. `prompt_statistics.py` says which parts of a policy ask f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -107,6 +108,52 @@ class Statistic(Protocol):
     def map_rows(self: Self, fn: Callable[[Tensor], Tensor]) -> Self:
         """The same with `fn` of every per-row tensor, which selects or repeats rows."""
         ...
+
+
+class WindowStatistic(Statistic, Protocol):
+    """A statistic of some queries, which are chosen before the prompt comes; a frozen dataclass with a field `window`.
+
+    A subclass says which queries they are, by `columns`, and what they are reduced to.
+
+    Attributes:
+        window: The queries so far; None before a prompt.
+    """
+
+    window: QueryWindow | None
+
+    @property
+    def reads_past(self) -> bool:
+        """Attention to past slots needs their keys."""
+        return True
+
+    def columns(self, coming: Coming) -> Tensor:
+        """Columns of the queries in a prompt, [B, W] int64, -1 for none."""
+        ...
+
+    def newest(self, window: QueryWindow) -> QueryWindow:
+        """Those of the queries of two chunks that are kept; by default all."""
+        return window
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The queries and their columns."""
+        return self.window or ()
+
+    def begun(self: Any, coming: Coming) -> Any:
+        """Choose the queries."""
+        return replace(self, window=begun_window(self.columns(coming)))
+
+    def added(self: Any, tile: Tile) -> Any:
+        """Keep the chosen queries of a tile."""
+        return replace(self, window=added_window(self.window, tile))
+
+    def joined(self: Any, later: Any, columns: int) -> Any:
+        """The queries of both."""
+        return replace(self, window=self.newest(joined_windows(self.window, later.window, columns)))
+
+    def map_rows(self: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+        """The same with `fn` of every tensor."""
+        return replace(self, window=map_window(self.window, fn))
 
 
 def begun_window(at: Tensor) -> QueryWindow:

@@ -76,10 +76,15 @@ def sample_weights(site: Site, count: int = 64) -> torch.Tensor | None:
     """Weight fingerprint: `count` samples of the first attention matrix; None if it is quantized."""
     for parameter in site.attention.parameters():
         if parameter.dim() == 2 and parameter.is_floating_point() and parameter.device.type != "meta":
-            # In float64: float32 indices would be inexact in matrices of more than 2^24 elements.
-            flat = parameter.detach().flatten()
-            return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()].float().cpu()
+            return samples_of(parameter.detach(), count).float().cpu()
     return None
+
+
+def samples_of(weight: torch.Tensor, count: int = 64) -> torch.Tensor:
+    """`count` elements of a weight at equal distances, [count]."""
+    flat = weight.flatten()
+    # In float64: float32 indices would be inexact in matrices of more than 2^24 elements.
+    return flat[torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()]
 
 
 def no_single_stack(name: str) -> KVPolicyError:

@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="queries below the mean do not follow their rows",
-        file="kvpolicy/engine/below_mean.py",
+        file="kvpolicy/engine/statistic.py",
         old="return replace(self, window=map_window(self.window, fn))",
         new="return self",
         tests=("tests/engine/test_prefill.py",),
