@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, Selector
 from kvpolicy.selectors.full import KeepAll
@@ -70,7 +72,7 @@ def distortion(
     layer = coded_store(codec, keys, values, queries=queries, layer_idx=layer_idx, selector=selector)
     past = layer.past()
     assert past is not None
-    coded = layer.positions >= 0
+    coded = layer.tensors.positions >= 0
     coded[..., : layer.layout.exact] = False
     if not bool(coded.any()):
         raise KVPolicyError(
@@ -80,7 +82,7 @@ def distortion(
     nbytes = layer.nbytes_by_kind()
     slots = sum(layer.layout.coded)
     bits = 8 * (nbytes["codes"] + nbytes["scales"]) / (2 * keys.shape[0] * keys.shape[1] * slots * dim)
-    at = layer.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)
+    at = layer.tensors.positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, dim)
     return Distortion(
         keys=_error(past.keys, keys.gather(2, at), coded),
         values=_error(past.values, values.gather(2, at), coded),
@@ -107,7 +109,7 @@ def coded_store(
     selector = selector or (SlidingWindow() if needs_ranking else KeepAll())
     policy = Policy(codec=codec, selector=selector, budget=1.0)
     rope = rope if codec.traits.key_space == "unrotated" else None
-    store = LayerStore(layer_idx, policy.selector, codec, policy.decode, rope)
+    store = LayerStore(LayerSpec(layer_idx, policy.selector, codec, policy.decode, rope=rope))
     batch, _, count, dim = keys.shape
     everything = torch.full((batch,), count, device=keys.device)
     budget = RowBudget(everything, torch.zeros_like(everything), everything.cpu(), everything.cpu())

@@ -101,7 +101,7 @@ def _measured(model: nn.Module, windows: Sequence[Tensor], tokens: int, progress
             cache = PolicyCache(model)
             _: Any = model(ids[None].to(device), past_key_values=cache)
             for layer in cache.policy_layers:
-                reads: Any = layer.store.reads
+                reads: Any = layer.store.tensors.reads
                 part = reads.index.salience[0].double().cpu() * (len(ids) / tokens)
                 key = f"salience.{layer.layer_idx}"
                 found[key] = found[key] + part if key in found else part

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpolicy.cli.formatting import counted, ranges, size
+from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.engine.row_limits import buffer_slots
-from kvpolicy.planning.memory import bytes_by_kind
 from kvpolicy.planning.planner import divide
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, traits_for

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.state import slot_tensors
-from kvpolicy.engine.store import LayerStore
+from kvpolicy.engine.sizes import Sizes
+from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.protocols import Layout
 
 
 def keeps_all(store: LayerStore) -> bool:
     """Whether every head holds every token of its row, in order."""
-    slot = torch.arange(store.positions.shape[-1], device=store.positions.device)
-    length = store.length[:, None, None]
-    return bool((store.positions == torch.where(slot < length, slot, -1)).all() & (length <= len(slot)).all())
+    tensors = store.tensors
+    slot = torch.arange(tensors.positions.shape[-1], device=tensors.positions.device)
+    length = tensors.length[:, None, None]
+    return bool((tensors.positions == torch.where(slot < length, slot, -1)).all() & (length <= len(slot)).all())
 
 
 def crop(store: LayerStore, columns: int, length: Tensor) -> None:
@@ -29,20 +33,35 @@ def crop(store: LayerStore, columns: int, length: Tensor) -> None:
         columns: Columns to keep.
         length: Tokens of each row that these hold, [B] int64.
     """
-    sizes = store.sizes.back_to(columns)
+    layer = store.contents
+    tensors = store.tensors
+    sizes = layer.sizes.back_to(columns)
     if sizes is not None:
-        store.truncate(sizes)
-    store.columns.fill_(columns)
-    store.length.copy_(length)
-    slot = torch.arange(store.layout.exact, device=store.positions.device)
-    beyond = (slot >= store.length[:, None])[:, None]
-    store.positions.masked_fill_(beyond, -1)
-    for tensor in slot_tensors(store.state):
+        _truncate(store.contents, sizes)
+    tensors.columns.fill_(columns)
+    tensors.length.copy_(length)
+    slot = torch.arange(layer.layout.exact, device=tensors.positions.device)
+    beyond = (slot >= tensors.length[:, None])[:, None]
+    tensors.positions.masked_fill_(beyond, -1)
+    for tensor in slot_tensors(tensors.state):
         tensor.masked_fill_(beyond, 0)
-    for vectors in (store.keys, store.values):
+    for vectors in (tensors.keys, tensors.values):
         vectors.masked_fill_(beyond[..., None], 0)
     store.recount()
-    store.fix_addresses()
+    store.geometry.fix_addresses()
+
+
+def _truncate(layer: LayerContents, sizes: Sizes) -> None:
+    """Truncate a layer to an earlier size."""
+    tensors = layer.tensors
+    layer.layout = Layout(sizes.exact)
+    layer.capacity = sizes.capacity
+    layer.expected_len = list(sizes.expected_len)
+    tensors.keys = tensors.keys[:, :, : sizes.exact].clone()
+    tensors.values = tensors.values[:, :, : sizes.exact].clone()
+    tensors.positions = tensors.positions[..., : sizes.exact].clone()
+    tensors.state = map_slots(lambda t: t[..., : sizes.exact].clone(), tensors.state)
+    layer.set_budget(tensors.budget.new_tensor(sizes.budget))
 
 
 def newest_tokens(store: LayerStore, length: Tensor, count: int, valid: Tensor | None) -> PendingPrompt:
@@ -54,8 +73,9 @@ def newest_tokens(store: LayerStore, length: Tensor, count: int, valid: Tensor |
         count: Its columns.
         valid: Which of these are not padding, [B, count] bool; None if all are.
     """
+    tensors = store.tensors
     place = torch.arange(1, count + 1, device=length.device) if valid is None else valid.long().cumsum(-1)
     slots = (length[:, None] + place - 1).clamp_min(0)  # of padding, that of any token
     rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-    keys, values = (t.transpose(1, 2)[rows, slots].transpose(1, 2).contiguous() for t in (store.keys, store.values))
-    return PendingPrompt(keys, values, valid, ScoreTransform(store.scale))
+    keys, values = (t.transpose(1, 2)[rows, slots].transpose(1, 2).contiguous() for t in (tensors.keys, tensors.values))
+    return PendingPrompt(keys, values, valid, ScoreTransform(store.contents.scale))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.spec.errors import KVPolicyError
 
 
@@ -20,20 +20,21 @@ def check_movable(store: LayerStore) -> None:
     Raises:
         KVPolicyError: Naming the part of the policy.
     """
-    needs = store.selector.needs
-    if store.codec.stages and store.codec.traits.key_space != "unrotated":
+    codec = store.spec.codec
+    selector = store.spec.selector
+    if codec.stages and codec.traits.key_space != "unrotated":
         raise KVPolicyError(
-            f"The codec must store unrotated keys for tokens to be moved, got {store.codec}, whose codes are of keys "
+            f"The codec must store unrotated keys for tokens to be moved, got {codec}, whose codes are of keys "
             "at their positions; try csr, kvquant or no codec."
         )
-    if needs.vectors or needs.query_moments is not None:
+    if selector.needs.vectors or selector.needs.query_moments is not None:
         raise KVPolicyError(
-            f"The selector must rank tokens by attention or position for them to be moved, got {store.selector}, which "
+            f"The selector must rank tokens by attention or position for them to be moved, got {selector}, which "
             "keeps statistics of their keys; try snapkv or h2o."
         )
-    if store.merger.traits.when != "never":
+    if store.spec.merger.traits.when != "never":
         raise KVPolicyError(
-            f"Tokens must not be merged to be moved, got the merger {store.merger}, whose slots stand for several "
+            f"Tokens must not be merged to be moved, got the merger {store.spec.merger}, whose slots stand for several "
             "positions; remove it."
         )
 
@@ -47,27 +48,30 @@ def move_tokens(store: LayerStore, start: int, by: int, rope: Rope) -> None:
         by: How far. If it is negative, the tokens at the positions in between are removed first.
         rope: The rotary embedding of the layer.
     """
-    positions = store.positions
+    tensors = store.tensors
+    positions = tensors.positions
     if by < 0:
         positions.masked_fill_((positions >= start + by) & (positions < start), -1)
     # In full precision only: codes are of unrotated keys, which say nothing of positions.
     at = _key_positions(store)
     here = at.clamp_min(max(0, -by))  # an arbitrary position for empty slots
-    rotated = rope.rotate(rope.unrotate(store.keys, here), here + by).to(store.keys.dtype)
-    store.keys.copy_(torch.where((at >= start)[..., None], rotated, store.keys))
+    rotated = rope.rotate(rope.unrotate(tensors.keys, here), here + by).to(tensors.keys.dtype)
+    tensors.keys.copy_(torch.where((at >= start)[..., None], rotated, tensors.keys))
     positions.add_(by * (positions >= start))
-    if store.limits is not None:
-        pins = store.limits.pins
+    if tensors.limits is not None:
+        pins = tensors.limits.pins
         pins.add_(by * (pins >= start))
     store.note_move(by)
 
 
 def _key_positions(store: LayerStore) -> Tensor:
     """The position that each key of the full-precision buffer is rotated to, [B, H, E], -1 for an empty slot."""
-    positions = store.positions[..., : store.keys.shape[-2]]
-    if not store.reserved or store.limits is None:
+    layer = store.contents
+    tensors = store.tensors
+    positions = tensors.positions[..., : tensors.keys.shape[-2]]
+    if not layer.reserved or tensors.limits is None:
         return positions
     # Codes refer to the key of a dictionary slot even after its own token was evicted.
-    pins = store.limits.pins
-    first = torch.where(pins >= 0, pins, positions[..., : store.reserved])
-    return torch.cat([first, positions[..., store.reserved :]], -1)
+    pins = tensors.limits.pins
+    first = torch.where(pins >= 0, pins, positions[..., : layer.reserved])
+    return torch.cat([first, positions[..., layer.reserved :]], -1)

@@ -10,37 +10,32 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
-from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
 from kvpolicy.engine.statistic import Coming, Statistic, Tile
-from kvpolicy.protocols import Forward, Needs
+from kvpolicy.protocols import Forward
 
 
-def prompt_needs(store: LayerReading) -> Needs:
-    """The statistics of a prompt that the selector and the merger of a layer need."""
-    return store.selector.needs | store.merger.needs
-
-
-def wanted(store: LayerReading) -> tuple[Statistic, ...]:
+def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
     """The statistics that the parts of a layer need of a prompt, before it begins."""
-    needs = prompt_needs(store)
+    needs = layer.spec.prompt_needs
     found: list[Statistic | None] = [
         AttentionSum() if needs.attn_sum else None,
         RecentQueries(needs.window_queries) if needs.window_queries else None,
         ProbeQueries(needs.probes) if needs.probes else None,
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
         None if needs.query_moments is None else Moments(needs.query_moments),
-        LargestQueries() if store.limits is not None and store.codec.traits.query_absmax else None,
-        ChannelSums() if store.measures_salience else None,
+        LargestQueries() if layer.tensors.limits is not None and layer.spec.codec.traits.query_absmax else None,
+        ChannelSums() if layer.measures_salience else None,
     ]
     return tuple(each for each in found if each is not None)
 
 
 def see_prompt(
-    store: LayerReading,
+    layer: LayerContents,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -54,7 +49,7 @@ def see_prompt(
 
     `attn_sum` is its attention summed over the queries, [B, Hq, S + P] fp32, if the selector needs it.
     """
-    statistics = PromptStatistics(store, valid, q.shape[2], held)
+    statistics = PromptStatistics(layer, valid, q.shape[2], held)
     statistics.add(q.detach(), k.detach(), 0)
     forward = None if forward is None else forward._replace(queries=q.detach())
     return statistics.prompt(k.detach(), v.detach(), transform, forward, attn_sum)
@@ -64,7 +59,7 @@ class PromptStatistics:
     """The statistics of a prompt of P tokens. Queries that are kept are chosen among all P before the first one comes.
 
     Args:
-        store: The layer that takes the prompt; its parts determine the statistics.
+        layer: The layer that takes the prompt; its parts determine the statistics.
         valid: Which of the tokens are not padding, [B, P] bool; None if all are.
         columns: P.
         held: Earlier chunks of the prompt, which are not compressed yet, or None.
@@ -74,15 +69,15 @@ class PromptStatistics:
     """
 
     def __init__(
-        self, store: LayerReading, valid: Tensor | None, columns: int, held: PendingPrompt | None = None
+        self, layer: LayerContents, valid: Tensor | None, columns: int, held: PendingPrompt | None = None
     ) -> None:
         """Nothing seen yet."""
-        seen = store.length if held is None else held.lengths(store.length)
-        coming = Coming(valid, columns, seen, store.query_rope)
-        self.statistics = tuple(each.begun(coming) for each in wanted(store))
+        seen = layer.tensors.length if held is None else held.lengths(layer.tensors.length)
+        coming = Coming(valid, columns, seen, layer.spec.rope)
+        self.statistics = tuple(each.begun(coming) for each in wanted(layer))
         self._valid = valid
         self._columns = columns
-        self._wants_vectors = prompt_needs(store).vectors
+        self._wants_vectors = layer.spec.prompt_needs.vectors
 
     def add(self, q: Tensor, k: Tensor, start: int) -> None:
         """Take the tokens from column `start` on.

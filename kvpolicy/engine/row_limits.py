@@ -133,6 +133,12 @@ def block_of(limits: RowLimits, traits: Traits) -> Tensor | int:
     return limits.block if limits.block.shape[0] else traits.block
 
 
+def row_block_of(limits: RowLimits, traits: Traits) -> Tensor | int:
+    """The same to compare with the tokens of each head, [B, 1, 1] or one number for all rows."""
+    block = block_of(limits, traits)
+    return block[..., None] if isinstance(block, Tensor) else block
+
+
 def residual_of(limits: RowLimits, traits: Traits) -> Tensor | int:
     """The newest tokens of each row that are never demoted, [B, 1] or one number for all rows."""
     return limits.residual if limits.residual.shape[0] else traits.residual

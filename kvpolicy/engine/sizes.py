@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.protocols import Codec, Merger, Reader, Selector
+from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.readers.all import ReadAll
 
 
@@ -64,17 +64,17 @@ class SizeHistory:
         self.entries = [sizes.map_rows(fn) for sizes in self.entries]
 
 
-def crop_obstacle(selector: Selector, codec: Codec, merger: Merger, reader: Reader, *, paged: bool) -> str:
+def crop_obstacle(spec: LayerSpec) -> str:
     """Which part of a policy keeps a token from being taken back without a log; empty if none does."""
-    needs = selector.needs
-    if paged:
+    needs = spec.selector.needs
+    if spec.heads is not None:
         return "budgets by head"
-    if codec.stages:
-        return f"the codec {codec!r}"
-    if merger.traits.when != "never":
-        return f"the merger {merger!r}"
-    if not isinstance(reader, ReadAll):
-        return f"the reader {reader!r}"
+    if spec.codec.stages:
+        return f"the codec {spec.codec!r}"
+    if spec.merger.traits.when != "never":
+        return f"the merger {spec.merger!r}"
+    if not isinstance(spec.reader, ReadAll):
+        return f"the reader {spec.reader!r}"
     if needs.decode_attn or needs.vectors or needs.rerank_every or needs.replay is not None:
-        return f"the selector {selector!r}, whose statistics every token changes"
+        return f"the selector {spec.selector!r}, whose statistics every token changes"
     return ""

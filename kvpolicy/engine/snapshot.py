@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.state import map_state
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import Ranks, State
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -36,9 +35,10 @@ class Snapshot(NamedTuple):
 
 def take(store: LayerStore) -> Snapshot:
     """The content of a store that holds a prompt."""
-    tensors = dict(pair for name, part in store.parts().items() for pair in named_tensors(part, name))
-    shape = [store.length.shape[0], store.heads, store.keys.shape[-1]]
-    return Snapshot(tensors, {"shape": shape, "group": store.group, **store.numbers()})
+    layer = store.contents
+    tensors = dict(pair for name, part in store.tensors.parts().items() for pair in named_tensors(part, name))
+    shape = [store.tensors.length.shape[0], layer.shape.heads, store.tensors.keys.shape[-1]]
+    return Snapshot(tensors, {"shape": shape, "group": layer.shape.group, **store.geometry.numbers()})
 
 
 def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,15 +55,15 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         KVPolicyError: If the content does not fit the parts of the store.
     """
     pins = snapshot.tensors.get("limits.pins")
-    if store.codec.stages and (pins is None or pins.shape[-1] != store.codec.traits.pinned):
+    if store.spec.codec.stages and (pins is None or pins.shape[-1] != store.spec.codec.traits.pinned):
         raise _damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
     try:
         batch, heads, dim = snapshot.numbers["shape"]
         store.initialize(
             torch.empty(batch, heads, 0, dim, dtype=dtype, device=device), ranks, snapshot.numbers["group"]
         )
-        store.set_numbers(snapshot.numbers)
-        expected = store.empty_parts()
+        store.geometry.set_numbers(snapshot.numbers)
+        expected = store.geometry.alloc(batch, store.shape, torch.device("meta")).parts()
     except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         raise _damaged(f"numbers of layer {store.layer_idx} that do not fit ({error})") from error
     for name, part in expected.items():
@@ -72,30 +72,34 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         def filled(_: Tensor, given: Iterator[Tensor] = given) -> Tensor:
             return next(given).to(device)
 
-        store.set_part(name, map_state(filled, part))
-    store.fix_addresses()
+        store.tensors.set_part(name, map_state(filled, part))
+    store.geometry.fix_addresses()
     _check_numbers(store)
 
 
 def _check_numbers(store: LayerStore) -> None:
     """Refuse numbers that would let later steps lose tokens, or allocate more than the layer holds."""
+    layer = store.contents
+    slots = layer.layout.slots
     number = f"of layer {store.layer_idx} that its tensors do not have"
-    if store.layout != store.find_layout():
+    if layer.layout != store.geometry.find_layout():
         raise _damaged(f"the layout {number}")
-    if not max(store.expected_len, default=0) <= store.capacity <= MOST_CAPACITY * store.layout.slots:
+    if not max(layer.expected_len, default=0) <= layer.capacity <= MOST_CAPACITY * slots:
         raise _damaged(f"the capacity {number}")
-    if store.reserved > store.layout.exact:
+    if layer.reserved > layer.layout.exact:
         raise _damaged(f"reserved slots {number}")
-    if store.largest_block > max(store.layout.slots, store.codec.traits.block):
+    if layer.largest_block > max(slots, store.spec.codec.traits.block):
         raise _damaged(f"a block {number}")
-    if not (store.schedule.is_started or store.is_paged):
+    if not (layer.schedule.is_started or store.spec.heads is not None):
         raise _damaged(f"no steps of layer {store.layer_idx} until slots are ranked again")
-    if not store.has_room():
+    if layer.free_steps > store.geometry.count_free_steps():
         raise _damaged(f"free steps {number}")
-    length = store.length.view(-1, 1, 1)
-    if bool(((store.positions < -1) | (store.positions >= length)).any()):
+    length = layer.tensors.length.view(-1, 1, 1)
+    positions = layer.tensors.positions
+    if bool(((positions < -1) | (positions >= length)).any()):
         raise _damaged(f"positions in layer {store.layer_idx} of tokens that its rows have not seen")
-    if isinstance(store, PagedStore) and bool(((store.owner < 0) | (store.owner > store.heads)).any()):
+    pages = layer.tensors.pages
+    if pages is not None and bool(((pages.owner < 0) | (pages.owner > layer.shape.heads)).any()):
         raise _damaged(f"pages in layer {store.layer_idx} of heads that it does not have")
 
 

@@ -100,14 +100,14 @@ class PolicyCache(CacheForward):
         for layer in self.policy_layers:
             if layer.is_initialized:
                 dim = layer.keys.shape[-1]
-                own += int(layer.length.sum()) * 2 * layer.store.heads * dim * layer.keys.element_size()
+                own += int(layer.length.sum()) * 2 * layer.store.shape.heads * dim * layer.keys.element_size()
         return own + sum(self.unmanaged_bytes().values())
 
     @property
     def resident_nbytes(self) -> int:
         """Bytes of calibrated tensors, which belong to the model and not to the cache."""
         filled = [layer.store for layer in self.policy_layers if layer.is_initialized]
-        return resident_bytes(calibration for store in filled for calibration in store.calibrations)
+        return resident_bytes(calibration for store in filled for calibration in store.contents.calibrations)
 
     def report(self) -> Report:
         """Per layer: budget, tokens kept and bytes by kind, compared with the full cache."""
@@ -266,7 +266,7 @@ class PolicyCache(CacheForward):
         if self._prompt_follows(prompt):
             return
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.store.grows:
+            if layer.is_initialized and layer.store.spec.grows:
                 self._make_room(layer, new)
 
     def _prompt_follows(self, prompt: Tensor | None) -> bool:

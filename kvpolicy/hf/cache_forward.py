@@ -11,10 +11,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import CosineSum, massive_tokens, sum_cosines
 from kvpolicy.engine.host import on_host, outside_autocast
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import rope_offset
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
@@ -95,9 +96,9 @@ class CacheForward(UndoableCache):
 
     def _make_room(self, layer: PolicyLayer, new: int | None = None) -> None:
         """Add slots to a layer, if it needs them: for the next step, or for `new` tokens."""
-        with outside_autocast(layer.store.length.device):
+        with outside_autocast(layer.store.tensors.length.device):
             added = layer.store.ensure_capacity() if new is None else layer.store.reserve(new)
-        log_extended(layer.layer_idx, added, layer.store.capacity)
+        log_extended(layer.layer_idx, added, layer.store.contents.capacity)
 
     # a forward
 
@@ -133,7 +134,7 @@ class CacheForward(UndoableCache):
         self._holds = replays or holds
         self._rope_offset = offset
         for layer in self.policy_layers:
-            if layer.is_initialized and layer.store.is_inference and not torch.is_inference_mode_enabled():
+            if layer.is_initialized and layer.store.contents.is_inference and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
             if one_token:
                 self._make_room(layer)
@@ -141,7 +142,7 @@ class CacheForward(UndoableCache):
             first.transcript = transcript
         self._first = seen == 0 if starts else None
         if self.policy.layer_metric and not one_token:
-            self._unbegun = (first.store.length if first.is_initialized else seen) == 0
+            self._unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
         self._valid = valid if self.wants_metrics or self.wants_massive else None
 
     def _holds_chunk(
@@ -212,7 +213,7 @@ class CacheForward(UndoableCache):
         tile = self.tile
         if tile is None or tile.start == 0:
             self.guard.note_attention(layer_idx)
-        store.check_compatible(k, v)
+        store.contents.check_compatible(k, v)
         ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
         # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
@@ -303,7 +304,7 @@ class CacheForward(UndoableCache):
 
     def _count_step(self) -> None:
         for layer in self.policy_layers:
-            with outside_autocast(layer.store.length.device):
+            with outside_autocast(layer.store.tensors.length.device):
                 layer.store.count_step()
 
     def compress_waiting(self) -> None:
@@ -360,7 +361,8 @@ class CacheForward(UndoableCache):
     def _known_offset(self) -> Tensor | None:
         """Offset of the rotary positions from the rows' positions, [B], from an earlier forward, or None."""
         layer = next(x for x in self.policy_layers if self.policy.at(x.layer_idx).undoes_rotation == "codec")
-        return None if layer.store.limits is None else layer.store.limits.rope_offset
+        limits = layer.store.tensors.limits if layer.is_initialized else None
+        return None if limits is None else limits.rope_offset
 
     # metrics of a prompt
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from kvpolicy.engine import cropping as layers
 from kvpolicy.engine.sizes import crop_obstacle
 from kvpolicy.hf.mask_digest import extend_digest
+from kvpolicy.planning.memory import layer_spec
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Needs
@@ -89,10 +90,7 @@ def policy_obstacle(policy: Policy) -> str:
     """Which part of a policy keeps tokens from being taken back while nothing is evicted; empty if none does."""
     if policy.layer_metric:
         return f"the allocator {policy.allocator!r}, which measures every prompt"
-    found = (
-        crop_obstacle(own.selector, own.codec, own.merger, own.reader, paged=own.heads is not None)
-        for own in policy.distinct
-    )
+    found = (crop_obstacle(layer_spec(own, 0)) for own in policy.distinct)
     return next(filter(None, found), "")
 
 
@@ -112,7 +110,7 @@ def remember(cache: Any, turn: Turn) -> None:
     oldest = cache.turns[0].before.columns
     if oldest and len(cache.turns) == REMEMBERED:
         for layer in cache.policy_layers:
-            layer.store.sizes.forget(oldest)
+            layer.store.contents.sizes.forget(oldest)
 
 
 def crop(cache: Any, tokens_to_remove: int) -> None:
@@ -221,7 +219,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         turns[-1] = inside._replace(after=kept)
     else:
         for layer in cache.policy_layers:
-            layers.crop(layer.store, columns, layer.store.length.new_tensor(kept.length))
+            layers.crop(layer.store, columns, layer.store.tensors.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
     cache.turns = turns
 
@@ -234,12 +232,12 @@ def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
     valid = turn.first_valid(count)
     for layer in cache.policy_layers:
         store = layer.store
-        length = store.length.new_tensor(turn.before.length)
+        length = store.tensors.length.new_tensor(turn.before.length)
         # Before the crop, which empties the slots that these tokens are read from.
         pending = layers.newest_tokens(store, length, count, None if valid is None else valid.to(length.device))
         layers.crop(store, turn.before.columns, length)
         # As `attend_prompt` does: `compress` notes the sizes before a prompt by columns that were counted already.
-        store.columns.fill_(kept.columns)
+        store.tensors.columns.fill_(kept.columns)
         # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.
         cache.compress(layer, pending)
     cache._tokens = None  # of a forward, which this is not

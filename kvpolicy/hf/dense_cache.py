@@ -161,7 +161,7 @@ def dense_layers(content: CacheFile, model: Skeleton, what: str, *, move: bool =
         with torch.device("cpu"):
             snapshot.put(store, taken, SINGLE_RANK, dtype, cpu)
             past = store.past()
-        total = int(store.length)
+        total = int(store.tensors.length)
         if total != header["columns"]:
             raise KVPolicyError(
                 f"The cache file {what!r} must be without padding, got {header['columns']} columns of {total} tokens; "

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.model_spec import ModelShape
 from kvpolicy.planning.layer_plans import plan_layers
 from kvpolicy.planning.memory import planned_resident, prefill_peak
@@ -72,14 +72,14 @@ def divide_budget(
     """
     batch, heads, _, dim = pending.keys.shape
     indices = model.evictable
-    own = pending.lengths(store.length).cpu()
+    own = pending.lengths(store.tensors.length).cpu()
     length = at_least(own, told.prompt)
     dtype = pending.keys.dtype
     every = store.ranks.kv_heads(heads)
-    shape = LayerShape(heads, dim, dtype, store.group, every)
+    shape = LayerShape(heads, dim, dtype, store.shape.group, every)
     # All ranks must divide a budget in bytes alike, so it is that of a rank with the most heads; bytes in the plan
     # are those of this rank.
-    fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.group), every)
+    fullest = LayerShape(store.ranks.most_heads(heads), dim, dtype, store.ranks.most_group(store.shape.group), every)
     # Once per announcement: a chunk or turn that follows does not move the announced end.
     end = length + told.new if told.new is not None and told.end is None else told.end
     columns += int((length - own).max())
@@ -87,7 +87,7 @@ def divide_budget(
     most = model.unmanaged_bytes(batch, columns + (MAX_SIZE if told.new is None else told.new))  # full windows
     whole = model.whole._replace(dtype=dtype)
     tokens = divide(policy, metrics, length, end, [fullest] * len(indices), sum(most.values()), indices, whole)
-    if metrics is not None and not store.ranks.agree(tokens.keep.to(store.positions.device)):
+    if metrics is not None and not store.ranks.agree(tokens.keep.to(store.tensors.positions.device)):
         raise KVPolicyStateError(
             "All ranks must measure the same layer budgets, got different ones, so their hidden states differ; try "
             "to give all ranks the same prompts and weights."

@@ -9,27 +9,24 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpolicy.engine.coded_pages import paged_store
 from kvpolicy.engine.host import on_host
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.layout import fix_addresses
-from kvpolicy.engine.paged_store import PagedStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rollback import roll_back
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.mask_digest import extend_digest
 from kvpolicy.hf.transcript import Transcript
+from kvpolicy.planning.memory import layer_spec
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Layout
 
 
 def make_store(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerStore:
     """The empty store of a layer under a policy; `rope` is needed if keys are ever unrotated."""
-    if policy.heads is not None:
-        return paged_store(layer_idx, policy.selector, policy.codec, policy.decode, policy.heads)
-    return LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger, policy.reader)
+    return LayerStore(layer_spec(policy, layer_idx, rope))
 
 
 class PolicyLayer(CacheLayerMixin):
@@ -49,8 +46,8 @@ class PolicyLayer(CacheLayerMixin):
     is_croppable = False  # not always: an eviction cannot be undone
     supports_early_init = False
     # Properties of the store take the place of the base class's attributes.
-    keys: Tensor = property(lambda self: getattr(self.store, "keys", None))  # pyright: ignore
-    values: Tensor = property(lambda self: getattr(self.store, "values", None))  # pyright: ignore
+    keys: Tensor = property(lambda self: self.store.tensors.keys if self.is_initialized else None)  # pyright: ignore
+    values: Tensor = property(lambda self: self.store.tensors.values if self.is_initialized else None)  # pyright: ignore
     is_initialized: bool = property(lambda self: self.store.is_initialized)  # pyright: ignore
 
     def __init__(
@@ -70,7 +67,8 @@ class PolicyLayer(CacheLayerMixin):
         """Forget everything."""
         self.store = self._make_store()
         # Not by `make_store`: a copy of a cache has a copy of this, and the same function.
-        self.store.board = self._board
+        if self.store.slots is not None:
+            self.store.slots.index.board = self._board
         self.pending: PendingPrompt | None = None
         self.tiles: PromptTiles | None = None
         self.massive: Tensor | None = None
@@ -85,32 +83,34 @@ class PolicyLayer(CacheLayerMixin):
     @property
     def positions(self) -> Tensor:
         """Original position of the token in each slot, [B, H, S] int32, -1 for an empty slot; [B, NB, P] in pages."""
-        return self.store.positions
+        return self.store.tensors.positions
 
     @property
     def counts(self) -> Tensor | None:
         """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
-        return self.store.log_counts
+        return self.store.tensors.log_counts
 
     @property
     def owner(self) -> Tensor | None:
         """KV head of each page, [B, NB] int64, H for a page that a row does not use; None if heads are equal."""
-        return self.store.owner if isinstance(self.store, PagedStore) else None
+        pages = self.store.tensors.pages
+        return None if pages is None else pages.owner
 
     @property
     def head_positions(self) -> Tensor:
         """Positions of the tokens of each head, [B, H, n] int32, -1 for none."""
-        return self.store.head_positions()
+        return self.store.geometry.head_positions()
 
     @property
     def budget(self) -> Tensor:
         """The most tokens that each row may hold, [B] int64."""
-        return self.store.budget
+        return self.store.tensors.budget
 
     @property
     def length(self) -> Tensor:
         """Tokens that each row has seen, [B] int64."""
-        return self.store.length if self.pending is None else self.pending.lengths(self.store.length)
+        length = self.store.tensors.length
+        return length if self.pending is None else self.pending.lengths(length)
 
     @property
     def layout(self) -> Layout:
@@ -152,7 +152,7 @@ class PolicyLayer(CacheLayerMixin):
     def keep(self, pending: PendingPrompt) -> None:
         """Keep a prompt until its budget is known."""
         if self._holds_codes:
-            pending = pending.encoded(self.store.codec, self.store.calibrations[0])
+            pending = pending.encoded(self.store.spec.codec, self.store.contents.calibrations[0])
         self.pending = pending.owned()
 
     def release(self) -> tuple[PendingPrompt, Tensor | None]:
@@ -176,8 +176,8 @@ class PolicyLayer(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         if torch.compiler.is_compiling():
-            return self.store.columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
-        return int(self.store.columns)
+            return self.store.tensors.columns  # pyright: ignore[reportReturnType]  # a tensor, as in static layers
+        return int(self.store.tensors.columns)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of a stock mask over everything seen."""
@@ -218,15 +218,16 @@ class PolicyLayer(CacheLayerMixin):
     def extend_digest(self, valid: Tensor | None, columns: int) -> None:
         """Add columns to the digest of the mask; see `kvpolicy.hf.mask_digest`."""
         if self.mask_digest is None:
-            self.hold_digest(torch.zeros_like(self.store.length))
+            self.hold_digest(torch.zeros_like(self.store.tensors.length))
         assert self.mask_digest is not None
-        if self.store.undo is not None:
-            self.store.undo.record_digest(self.mask_digest)
+        undo = self.store.contents.undo
+        if undo is not None:
+            undo.record_digest(self.mask_digest)
         extend_digest(self.mask_digest, valid, columns)
 
     def rollback(self, accepted: int) -> None:
         """Undo all decode steps since the mark but the first `accepted`."""
-        digest = roll_back(self.store, accepted)
+        digest = roll_back(self.store.contents, self.store.geometry, accepted)
         if digest is not None and self.mask_digest is not None:
             self.mask_digest.copy_(digest)
 

@@ -48,7 +48,7 @@ def replay(layers: Sequence[Any], transcript: Transcript, decoder: nn.Module, pl
     """
     first = next(layer for layer in layers if isinstance(layer, PolicyLayer))
     # A row with a prompt in an earlier forward is not replayed now, as in a batch of one.
-    context = transcript.valid.to(first.store.length.device) & (first.store.length == 0)[:, None]
+    context = transcript.valid.to(first.store.tensors.length.device) & (first.store.tensors.length == 0)[:, None]
     cache = ReplayCache(layers, context, plan)
     tokens = _joined(transcript.ids, decoder)
     with torch.no_grad():

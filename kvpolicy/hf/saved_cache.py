@@ -53,7 +53,7 @@ def describe_cache(cache: Any, tokens: Tensor | Sequence[Sequence[int]] | None) 
         taken = snapshot.take(layer.store)
         held |= {f"layers.{index}.{name}": tensor for name, tensor in taken.tensors.items()}
         layers[str(index)] = taken.numbers
-        by_head = layer.store.tokens_by_head()
+        by_head = layer.store.geometry.tokens_by_head()
         kept[str(index)] = [int(by_head.min()), int(by_head.max())]
     first = cache.policy_layers[0]
     ranks: Ranks = first.store.ranks
@@ -237,7 +237,7 @@ def _calibrations(cache: Any) -> str:
     found = hashlib.sha256()
     count = 0
     for layer in cache.policy_layers:
-        for tensor in tensors(layer.store.calibrations):
+        for tensor in tensors(layer.store.contents.calibrations):
             # As bytes, since NumPy has no bfloat16.
             found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             count += 1

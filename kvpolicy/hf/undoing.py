@@ -122,7 +122,7 @@ class UndoableCache(Cache):
                 "A cache must hold a whole prompt before a mark, got one that does not; try to run the prompt first."
             )
         for layer in self.policy_layers:
-            mark_layer(layer.store, most, layer.mask_digest)
+            mark_layer(layer.store.contents, layer.store.geometry, most, layer.mask_digest)
         self.held_mark = Mark(most, first.get_seq_length())
 
     @on_host
@@ -214,7 +214,7 @@ class UndoableCache(Cache):
     def _mode_of_tensors(self) -> Generator[None]:
         """The mode in which the tensors were made: only inference mode may change those that were made in it."""
         first = self.policy_layers[0]
-        with torch.no_grad(), torch.inference_mode(first.is_initialized and first.store.is_inference):
+        with torch.no_grad(), torch.inference_mode(first.is_initialized and first.store.contents.is_inference):
             yield
 
     def _check_idle(self, what: str) -> None:

@@ -4,71 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_tensors import LayerTensors
 from kvpolicy.engine.link import Link
-from kvpolicy.engine.merging import merges_in_steps
-from kvpolicy.engine.page_codes import alloc_codes
-from kvpolicy.engine.pages import Pages, buffer_pages
-from kvpolicy.engine.reading import ReadShape, alloc_reads, choice_size, chooses, count_step, read_shape, reads_part
-from kvpolicy.engine.row_limits import alloc_limits
-from kvpolicy.engine.state import alloc_paged_state, tensors
+from kvpolicy.engine.pages import Pages
+from kvpolicy.engine.reading import chooses, count_step, read_shape
+from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
-from kvpolicy.protocols import Codec, LayerShape, Layout, alloc_state
+from kvpolicy.protocols import Codec, LayerShape, Layout
 
 DIGEST_NBYTES = 8
 """Bytes of each row's mask digest, which the first layer of a cache holds."""
 
 
-class _Tensors(NamedTuple):
-    """The tensors of a layer on the device meta, allocated as the cache does.
-
-    A difference would make plans wrong; the tests of bytes detect it.
-    """
-
-    buffer: tuple[torch.Tensor, torch.Tensor]
-    codes: tuple[Any, ...]
-    positions: torch.Tensor
-    state: Any
-    counters: tuple[torch.Tensor, ...]
-    counts: Any
-    merged: Any
-    read_shape: ReadShape | None
-    reads: Any
-
-
-def _tensors(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int) -> _Tensors:
-    slots = layout.slots
-    heads = shape.heads
-    dim = shape.head_dim
-    exact = torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device="meta")
-    stages = zip(policy.codec.stages, layout.coded, strict=False)
-    codes = tuple(stage.alloc(batch, heads, size, dim, "meta") for stage, size in stages)
-    rows = alloc_limits(policy.codec, batch, heads, dim, "meta")
-    positions = torch.empty(batch, heads, slots, dtype=torch.int32, device="meta")
-    state = alloc_state(policy.selector, batch, heads, slots, "meta", shape.head)
-    traits = policy.merger.traits
-    counts = torch.empty(batch, heads, slots, device="meta") if traits.counted else ()
-    merged = policy.merger.alloc(batch, heads, "meta")
-    # The length and the budget of each row, and the columns seen.
-    counters = torch.empty(2 * batch + 1, dtype=torch.int64, device="meta")
-    what = read_shape(policy.reader, policy.codec, layout, layer_idx)
-    reads: Any = ()
-    if reads_part(policy.reader, layer_idx):
-        shown = choice_size(policy.reader, policy.codec, layout, layer_idx)
-        reads = alloc_reads(policy.reader, what, batch, heads, dim, shape.dtype, "meta", layer_idx, shown)
-    return _Tensors((exact, exact), codes, positions, state, (counters, *(rows or ())), counts, merged, what, reads)
+def layer_spec(policy: Policy, layer_idx: int, rope: Rope | None = None) -> LayerSpec:
+    """The parts of a policy in a layer; `rope` is needed if keys are ever unrotated."""
+    return LayerSpec(
+        layer_idx=layer_idx,
+        selector=policy.selector,
+        codec=policy.codec,
+        decode=policy.decode,
+        merger=policy.merger,
+        reader=policy.reader,
+        heads=policy.heads,
+        rope=rope,
+    )
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> dict[str, int]:
     """Bytes by kind that a layer will hold; no memory is needed to find out."""
-    layer = _tensors(policy, batch, shape, layout, layer_idx)
-    merged = (layer.counts, layer.merged)
-    return bytes_by_kind(layer.buffer, layer.codes, layer.positions, layer.state, layer.counters, merged, layer.reads)
+    return LayerTensors.of_slots(layer_spec(policy, layer_idx), batch, shape, layout, "meta").nbytes_by_kind()
 
 
 @lru_cache(maxsize=4096)
@@ -85,26 +54,28 @@ def step_bytes(
         layer_idx: Index of the layer.
         source: Layout of the layer that chooses for this one; None if it chooses for itself.
     """
-    layer = _tensors(policy, batch, shape, layout, layer_idx)
+    spec = layer_spec(policy, layer_idx)
+    layer = LayerTensors.of_slots(spec, batch, shape, layout, "meta")
     chooser = policy.reader.traits.source(layer_idx)
     choice: Any = ()
     if source is not None and chooser is not None:
-        choice = _tensors(policy, batch, shape, source, chooser).reads.choice
+        reads: Any = LayerTensors.of_slots(layer_spec(policy, chooser), batch, shape, source, "meta").reads
+        choice = reads.choice
     link = Link()
     link.start()
     count_step(
         link,
         policy.reader,
-        layer.read_shape,
+        read_shape(policy.reader, policy.codec, layout, layer_idx),
         layer.reads,
-        layer.buffer,
+        (layer.keys, layer.values),
         (layer.positions, layer.counts),
         layer.codes,
         layout.coded,
         policy.codec.traits.group_size,
         choice,
         reads_all=policy.reader.traits.choosers_read_all and chooses(policy.reader, layer_idx),
-        merges=merges_in_steps(policy.merger, policy.decode == "grow"),
+        merges=spec.merges_in_steps,
     )
     return link.moved
 
@@ -120,26 +91,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
         pages: The pages that its heads share.
         buffer: Slots of each head's full-precision buffer, if the pages hold codes.
     """
-    codec = policy.codec
-    dim = shape.head_dim
-    exact = torch.empty(batch, *pages, dim, dtype=shape.dtype, device="meta")
-    codes: tuple[Any, ...] = ()
-    rows: tuple[torch.Tensor, ...] = ()
-    every = pages
-    if codec.stages:
-        exact = torch.empty(batch, shape.heads, buffer, dim, dtype=shape.dtype, device="meta")
-        codes = (alloc_codes(codec, batch, shape.heads, *pages, dim, "meta"),)
-        rows = alloc_limits(codec, batch, shape.heads, dim, "meta", paged=True) or ()
-        every = Pages(pages.number + shape.heads * buffer_pages(buffer, pages.size), pages.size)
-    positions = torch.empty(batch, *every, dtype=torch.int32, device="meta")
-    owner = torch.empty(batch, every.number, dtype=torch.int64, device="meta")
-    state = alloc_paged_state(policy.selector, batch, shape.heads, *every, "meta", shape.head)
-    # The length, the budget and the budget of an average head of each row, and the columns seen.
-    counters = torch.empty(3 * batch + 1, dtype=torch.int64, device="meta")
-    complete = torch.empty(batch, dtype=torch.bool, device="meta")
-    kinds = bytes_by_kind((exact, exact), codes, positions, state, (counters, complete, *rows))
-    kinds["positions"] += owner.nbytes
-    return kinds
+    return LayerTensors.of_pages(layer_spec(policy, 0), batch, shape, pages, buffer, "meta").nbytes_by_kind()
 
 
 @lru_cache(maxsize=4096)

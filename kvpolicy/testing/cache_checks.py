@@ -41,5 +41,7 @@ def check_cache(cache: PolicyCache) -> None:
     waits = any(layer.pending is not None for layer in cache.policy_layers)
     started = [store for store in stores if store.is_initialized]
     for store in started:
-        alike = store.length.equal(started[0].length) and store.columns.equal(started[0].columns)
+        held = store.tensors
+        first = started[0].tensors
+        alike = held.length.equal(first.length) and held.columns.equal(first.columns)
         assert alike or waits, f"layer {store.layer_idx}: all layers see the same tokens"

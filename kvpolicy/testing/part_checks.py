@@ -320,11 +320,11 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
         keys: Keys of all tokens, as attention sees them, [B, H, N, D].
         values: Values of all tokens, [B, H, N, D].
     """
-    coded = layer.coded_view()
+    coded = layer.slots.codes.view()
     if coded is None:
         return
     readings = [coded.read(torch.float32), coded.read(torch.float32)]
-    positions = layer.positions[..., layer.layout.exact :]
+    positions = layer.tensors.positions[..., layer.layout.exact :]
     occupied = positions >= 0
     at = positions.clamp_min(0).long()[..., None].expand(-1, -1, -1, keys.shape[-1])
     for which, name, original in ((0, "keys", keys), (1, "values", values)):
@@ -339,13 +339,13 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
 
 def _check_products(part: Codec, layer: Any) -> None:
     """Check that `score` and `mix` are the products with what `keys` and `values` decode."""
-    coded = layer.coded_view()
+    coded = layer.slots.codes.view()
     if coded is None:
         return
     starts = layer.layout.starts()
     stages = [stage for stage, size in enumerate(layer.layout.coded) if size]
     occupied_by_stage = [
-        layer.positions[..., starts[stage] : starts[stage] + layer.layout.coded[stage]] >= 0 for stage in stages
+        layer.tensors.positions[..., starts[stage] : starts[stage] + layer.layout.coded[stage]] >= 0 for stage in stages
     ]
     weights_by_stage = [_equal_weights(occupied) for occupied in occupied_by_stage]
     decoded = coded.read(torch.float32)
@@ -361,7 +361,7 @@ def _check_products(part: Codec, layer: Any) -> None:
         strict=True,
     )
     for stage, score, mixed, (keys, values), weights, occupied in results:
-        stored = part.stages[stage].keys(layer.stage_store(stage), slice(0, occupied.shape[-1]))
+        stored = part.stages[stage].keys(layer.slots.codes.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {_describe(tensor)}"
         # A codec that searches hides tokens from a step by a score of -inf (`Traits.searches`).
@@ -400,8 +400,8 @@ def check_batch(part: Codec, alone: Any, together: Any, row: int) -> None:
 def _by_position(layer: Any, row: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens of a row, in order of position."""
     past = layer.past()
-    order = layer.positions[row].argsort(-1)
-    occupied = layer.positions[row].gather(-1, order) >= 0
+    order = layer.tensors.positions[row].argsort(-1)
+    occupied = layer.tensors.positions[row].gather(-1, order) >= 0
     index = order[..., None].expand(-1, -1, past.keys.shape[-1])
     keys, values = (each[row].gather(1, index)[occupied] for each in (past.keys, past.values))
     return keys, values

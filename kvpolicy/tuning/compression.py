@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import see_prompt
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.planning.planner import tokens_of_share
 from kvpolicy.planning.tokens import Tokens
@@ -142,7 +143,7 @@ class Compressor:
         forward = prompt.forward if needs.forward else None
         given = (prompt.queries, prompt.keys, prompt.values, None, prompt.transform, forward)
         # Without sums of attention, there is no need to attend.
-        pending = store.attend_prompt(*given)[1] if needs.attn_sum else see_prompt(store, *given)
+        pending = store.attend_prompt(*given)[1] if needs.attn_sum else see_prompt(store.contents, *given)
         scores = None if needs.replay is None else facts.scores[needs.replay][prompt.layer_idx]
         return pending._replace(replay=scores)
 

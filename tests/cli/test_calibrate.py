@@ -61,7 +61,7 @@ def test_channels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.no_grad(), kvpolicy.attach(model, policy) as handle:
         model(windows[0][None, :50])
         assert handle.cache is not None
-        reads: Any = handle.cache.policy_layers[0].store.reads
+        reads: Any = handle.cache.policy_layers[0].store.tensors.reads
     best = sorted(range(len(want)), key=lambda channel: -want[channel])[:3]
     assert reads.index.channels[0, 1].tolist() == sorted(best)
     with torch.no_grad():

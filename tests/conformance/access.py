@@ -13,9 +13,10 @@ import pytest
 from torch import Tensor
 
 from kvpolicy import PolicyCache
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.replay import ReplayCache, output_projection
 from kvpolicy.protocols.ranks import Ranks
@@ -34,7 +35,7 @@ def kept_positions(layer: LayerStore | PolicyLayer) -> list[list[list[int]]]:
 
 def head_positions(layer: LayerStore | PolicyLayer) -> Tensor:
     """The positions of each head, -1 for none, [B, H, n]: slots, or those of the head's pages."""
-    return layer.head_positions() if isinstance(layer, LayerStore) else layer.head_positions
+    return layer.geometry.head_positions() if isinstance(layer, LayerStore) else layer.head_positions
 
 
 def coded_positions(layer: LayerStore) -> list[list[Slots]]:
@@ -44,7 +45,7 @@ def coded_positions(layer: LayerStore) -> list[list[Slots]]:
     def head(positions: list[int]) -> Slots:
         return [[p if p >= 0 else None for p in positions[start:stop]] for start, stop in ends]
 
-    return [[head(positions) for positions in row] for row in layer.positions.tolist()]
+    return [[head(positions) for positions in row] for row in layer.tensors.positions.tolist()]
 
 
 def store_of(cache: PolicyCache, layer_idx: int) -> LayerStore:
@@ -55,7 +56,7 @@ def store_of(cache: PolicyCache, layer_idx: int) -> LayerStore:
 
 def selector_state(layer: PolicyLayer) -> Any:
     """The named tuple that a layer's selector keeps."""
-    return layer.store.state
+    return layer.store.tensors.state
 
 
 def ranks_of(layer: PolicyLayer) -> Ranks:
@@ -65,20 +66,17 @@ def ranks_of(layer: PolicyLayer) -> Ranks:
 
 def stage_codes(layer: PolicyLayer) -> tuple[Any, ...]:
     """The named tuple of each stage of a layer's codec."""
-    return layer.store.codes
+    return layer.store.tensors.codes
 
 
 def static_tensors(cache: PolicyCache) -> list[Tensor]:
     """Everything that a decode step reads and writes, which must stay where it is."""
     found: list[Tensor] = []
     for layer in cache.policy_layers:
-        store = layer.store
-        found += [store.keys, store.values, store.positions, store.length, store.budget, store.columns]
-        found += [
-            t
-            for part in (store.state, store.codes, store.calibrations, store.limits or (), store.reads)
-            for t in tensors(part)
-        ]
+        held = layer.store.tensors
+        found += [held.keys, held.values, held.positions, held.length, held.budget, held.columns]
+        others = (held.state, held.codes, layer.store.contents.calibrations, held.limits or (), held.reads)
+        found += tensors(others)
     return found
 
 

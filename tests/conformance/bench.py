@@ -11,9 +11,11 @@ from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import massive_tokens
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import NOT_REPLAYED, add_scores, chunks, received
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
 from tests.conformance.access import coded_positions, kept_positions
 from tests.conformance.replay import Replayed, Turn, Twin, Verdict, replay
 
@@ -41,7 +43,9 @@ class Bench:
     ) -> None:
         self.policy = Policy.parse(policy) if isinstance(policy, str) else policy
         policy = self.policy
-        self.layer = LayerStore(layer_idx, policy.selector, policy.codec, policy.decode, rope, policy.merger)
+        self.layer = LayerStore(
+            LayerSpec(layer_idx, policy.selector, policy.codec, policy.decode, policy.merger, rope=rope)
+        )
         self.budgets = budgets
         self.turns: list[Turn] = []
         self._new = new
@@ -72,7 +76,7 @@ class Bench:
             self.layer.compress(pending, self._budget(), massive=massive)
         check_invariants(self.layer, keeps_newest=False)  # budgets here may be below those that keep it
         turn = Turn(q=q, k=k, v=v, valid=valid, kernel=kernel, out=out, hidden=hidden, replays=replays)
-        turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.budget.tolist()
+        turn.kept, turn.keep, turn.budget = kept_positions(self.layer), self.budgets, self.layer.tensors.budget.tolist()
         turn.coded = coded_positions(self.layer)
         self.turns.append(turn)
         return out
@@ -83,7 +87,7 @@ class Bench:
 
     def _replay(self, pending: PendingPrompt, group: int) -> tuple[list[Replayed], Tensor | None]:
         """Random replays of rows that had no token before, and the scores that they give."""
-        plan, context = self.policy.selector.needs.replay, pending.flags & (self.layer.length == 0)[:, None]
+        plan, context = self.policy.selector.needs.replay, pending.flags & (self.layer.tensors.length == 0)[:, None]
         if plan is None or not bool(context.any()):
             return [], None
         batch, heads, _, dim = pending.keys.shape

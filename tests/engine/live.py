@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvpolicy import PolicyCache
+from kvpolicy.hf.layer import PolicyLayer
 
 
 class Alive(TorchDispatchMode):
@@ -44,8 +45,10 @@ def stored_bytes(cache: PolicyCache) -> int:
     """Bytes of every storage that can be reached from a cache's layers, each counted once; not calibrated ones."""
     found: dict[int, int] = {}
     for layer in cache.layers:
-        held = vars(layer) | vars(getattr(layer, "store", layer))
-        own = {name: part for name, part in held.items() if name != "calibrations"}
+        own = dict(vars(layer))
+        if isinstance(layer, PolicyLayer) and layer.is_initialized:
+            own |= vars(layer.store.contents) | vars(layer.store.tensors)
+        own.pop("calibrations", None)
         own["mask_digest"] = getattr(layer, "mask_digest", None)  # of the cache, and held by its first layer
         for tensor in _reach(own, set()):
             storage = tensor.untyped_storage()

@@ -11,11 +11,12 @@ from torch import Tensor
 from kvpolicy.allocators.duo import DuoAttention
 from kvpolicy.allocators.head_files import load_heads
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.coded_pages import paged_store
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.pages import row_pages
-from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import RowBudget
+from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.policy import Policy
 from tests.conformance.extremes import concentrate
 from tests.conformance.replay import reference_codec
@@ -68,7 +69,7 @@ class Run:
         **transform: Any,
     ) -> None:
         policy = Policy.parse(f"{selector}+{codec}")
-        self.store = paged_store(0, policy.selector, policy.codec, "grow" if grows else "evict", heads)
+        self.store = LayerStore(LayerSpec(0, policy.selector, policy.codec, "grow" if grows else "evict", heads=heads))
         slow = (type(heads).__name__.lower(), {"safeguard": getattr(heads, "safeguard", 0)})
         if isinstance(heads, DuoAttention):
             sizes = {"sparsity": heads.sparsity, "sinks": heads.sinks, "recent": heads.recent}
@@ -157,15 +158,26 @@ class Run:
 
     def check(self) -> None:
         check_invariants(self.store)
-        held = self.store.head_positions()
+        held = self.store.geometry.head_positions()
         for b, row in enumerate(self.rows):
             kept = [sorted(p for p in head if p >= 0) for head in held[b].tolist()]
             if kept != row.positions and 0 < row.margin < GAP:
                 raise NearTie
             assert kept == row.positions
-            assert self.store.tokens_by_head()[b].tolist() == [len(head) for head in row.positions]
+            assert self.store.geometry.tokens_by_head()[b].tolist() == [len(head) for head in row.positions]
         kept = self.store.nbytes
-        slots = (self.store.keys, self.store.values, self.store.positions, self.store.owner, self.store.complete)
-        counters = (self.store.length, self.store.budget, self.store.average, self.store.columns)
-        more = (self.store.state, self.store.codes, self.store.limits or ())
-        assert kept == sum(t.nbytes for t in tensors((*slots, *counters, *more)))
+        slots = (
+            self.store.tensors.keys,
+            self.store.tensors.values,
+            self.store.tensors.positions,
+            self.store.tensors.paged().owner,
+            self.store.tensors.paged().complete,
+        )
+        counters = (
+            self.store.tensors.length,
+            self.store.tensors.budget,
+            self.store.tensors.paged().average,
+            self.store.tensors.columns,
+        )
+        more = (self.store.tensors.state, self.store.tensors.codes, self.store.tensors.limits or ())
+        assert kept == sum(t.nbytes for t in all_tensors((*slots, *counters, *more)))

@@ -12,9 +12,13 @@ from torch import Tensor
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.below_mean import BelowMean
 from kvpolicy.engine.channel_sums import ChannelSums, LargestQueries
+from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.probing import ProbeQueries
 from kvpolicy.engine.query_moments import Moments
 from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.statistic import Statistic
 from kvpolicy.protocols import ALL_HEADS, DecodeMode, Needs, Probes, Seen, StageStore, State, View
 
@@ -31,6 +35,23 @@ def gathered(**found: Any) -> tuple[Statistic, ...]:
         "sums": ChannelSums,
     }
     return tuple(kinds[name](value) for name, value in found.items())
+
+
+def slots_of(store: LayerStore) -> SlotGeometry:
+    """The slots of a layer without head budgets."""
+    assert store.slots is not None
+    return store.slots
+
+
+def index_of(store: LayerStore) -> IndexReader:
+    """What attends to the slots of a layer without head budgets."""
+    return slots_of(store).index
+
+
+def pages_of(store: LayerStore) -> PageGeometry:
+    """The pages of a layer with head budgets."""
+    assert isinstance(store.geometry, PageGeometry)
+    return store.geometry
 
 
 class Worth(NamedTuple):

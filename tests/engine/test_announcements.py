@@ -102,7 +102,7 @@ def test_a_text_that_is_longer_than_announced(policy: str, wanted: int) -> None:
         forward(model, ids, mask, 20, 30, cache)
         budgets = [int(layer.budget) for layer in cache.policy_layers]
         assert sum(budgets) == 2 * wanted and all(
-            layer.store.capacity >= most for layer, most in zip(cache.policy_layers, budgets, strict=True)
+            layer.store.contents.capacity >= most for layer, most in zip(cache.policy_layers, budgets, strict=True)
         )
         assert policy != "pyramid+window@0.9" or max(budgets) == 30
 
@@ -138,7 +138,7 @@ def test_massive_tokens_of_a_row_beside_one_that_begins_later() -> None:
             cache = PolicyCache(model, prompt=[20, 8][:rows])
             for start, stop in ((0, 12), (12, 20)):
                 forward(model, ids[:rows], mask[:rows], start, stop, cache)
-            limits = [layer.store.limits for layer in cache.policy_layers]
+            limits = [layer.store.tensors.limits for layer in cache.policy_layers]
             found.append([limit.pins[0] for limit in limits if limit is not None])
     assert len(found[0]) == 2 and all(torch.equal(*pair) for pair in zip(*found, strict=True))
     assert all(bool((pins < 12).all()) for pins in found[0])
@@ -163,7 +163,7 @@ def test_a_whole_prompt_is_kept_by_heads_with_budgets_of_their_own(new: int | No
     with kvpolicy.attach(model, "uniform/adakv+h2o:decode=grow@1.0"):
         cache = PolicyCache(model, new=new)
         forward(model, ids, mask, 0, 30, cache)
-        assert all(bool((layer.store.tokens_by_head() == 30).all()) for layer in cache.policy_layers)
+        assert all(bool((layer.store.geometry.tokens_by_head() == 30).all()) for layer in cache.policy_layers)
 
 
 def test_a_row_is_measured_once() -> None:

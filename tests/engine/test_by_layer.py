@@ -202,7 +202,7 @@ def test_generate_beams_and_sliding_layers() -> None:
         out = model.generate(torch.arange(3, 40)[None], max_new_tokens=5, num_beams=2, do_sample=False)
         assert out.shape[1] == 42 and handle.cache is not None
         managed = [layer.layer_idx for layer in handle.cache.policy_layers]
-        kinds = {type(handle.cache.layers[index].store.codec).__name__ for index in managed}  # pyright: ignore
+        kinds = {type(handle.cache.layers[index].store.spec.codec).__name__ for index in managed}  # pyright: ignore
         assert 0 < len(managed) < count and kinds <= {"Plain", "KIVI"}
         assert "KIVI" in kinds or "Plain" in kinds
 

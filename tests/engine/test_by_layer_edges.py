@@ -47,7 +47,7 @@ def test_a_budget_in_tokens_beyond_a_prompt_is_for_what_follows() -> None:
     with kvpolicy.attach(model, Policy.by_layer(["window@0.9", "h2o@0.3"], budget=48)):
         cache = PolicyCache(model)
         steps(model, cache, 20, 20)
-        token = 2 * 2 * cache.policy_layers[0].store.heads * cache.policy_layers[0].keys.shape[-1] * 4
+        token = 2 * 2 * cache.policy_layers[0].store.shape.heads * cache.policy_layers[0].keys.shape[-1] * 4
         assert all(int((layer.positions >= 0).sum(-1).amin()) == 40 for layer in cache.policy_layers)
         assert 44 * token < cache.nbytes <= 48 * token
 

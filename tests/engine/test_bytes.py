@@ -39,7 +39,7 @@ def run(family: str, policy: kvpolicy.Policy | str, rows: list[int], *, hint: in
         _check_stored(cache)
         for column in range(PROMPT, PROMPT + NEW):
             forward(model, ids, mask, column, column + 1, cache)
-            assert cache.policy_layers[0].store.selector.decode == "grow" or cache.nbytes == first
+            assert cache.policy_layers[0].store.spec.selector.decode == "grow" or cache.nbytes == first
         _check_stored(cache)
     return cache
 

@@ -14,9 +14,8 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine import page_codes
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.coded_pages import CodedPagedStore
-from kvpolicy.engine.paged_store import PagedStore
-from kvpolicy.engine.store import RowBudget
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, LOOKING, SCALE, Run
@@ -51,7 +50,7 @@ def test_pages_that_change_hands_keep_the_parameters_of_their_head() -> None:
         q = q * torch.tensor([0.0, 0.02, 1.0]).roll(turn).repeat_interleave(2)[:, None, None]
         run.prompt([30], (q, k, v))
         run.step()
-    assert len({*run.store.tokens_by_head()[0].tolist()}) > 1
+    assert len({*run.store.geometry.tokens_by_head()[0].tolist()}) > 1
 
 
 @pytest.mark.parametrize("heads", [AdaKV(), Even()], ids=repr)
@@ -82,7 +81,7 @@ def test_slots_follow_when_more_tokens_come_than_were_announced() -> None:
     run.rows[0].room = [60] * HEADS
     for _ in range(50):
         run.step()
-    assert run.store.tokens_by_head().tolist() == [[60] * HEADS]
+    assert run.store.geometry.tokens_by_head().tolist() == [[60] * HEADS]
 
 
 def test_an_automatic_buffer_grows_with_its_row() -> None:
@@ -95,13 +94,13 @@ def test_an_automatic_buffer_grows_with_its_row() -> None:
     store.compress(pending, RowBudget(keep, extra, keep + extra, last))
     small = store.layout.exact
     store.reserve(130)
-    assert store.limits is not None
-    assert store.layout.exact == int(store.limits.flush_threshold) > small, "as many as wait for a demotion"
-    held = store.tokens_by_head()
+    assert store.tensors.limits is not None
+    assert store.layout.exact == int(store.tensors.limits.flush_threshold) > small, "as many as wait for a demotion"
+    held = store.geometry.tokens_by_head()
     for count in range(1, 8):
         store.append(*run.draw(1), None, ScoreTransform(SCALE))
         store.count_step()
-        assert torch.equal(store.tokens_by_head(), held + count)
+        assert torch.equal(store.geometry.tokens_by_head(), held + count)
 
 
 @pytest.mark.parametrize("transform", [{"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])
@@ -116,8 +115,8 @@ def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
     run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
     run.prompt([60])
-    assert isinstance(run.store, CodedPagedStore)
-    pages = run.store.owner.shape[1]
+    assert run.store.tensors.pages is not None
+    pages = run.store.tensors.paged().owner.shape[1]
     monkeypatch.setattr(page_codes, "MAX_CHUNKS", pages)
     for _ in range(3):
         run.step()
@@ -137,7 +136,7 @@ def test_rows_of_a_batch_are_those_alone_and_can_be_chosen() -> None:
         run.store.count_step()
         alone.step((q, k, v))
         assert torch.equal(out[0], out[2])
-        both = [store.head_positions().sort(-1, descending=True).values for store in (run.store, alone.store)]
+        both = [store.geometry.head_positions().sort(-1, descending=True).values for store in (run.store, alone.store)]
         width = min(t.shape[-1] for t in both)
         assert torch.equal(both[0][1, :, :width], both[1][0, :, :width])
     past, own = run.store.past(), alone.store.past()
@@ -148,11 +147,11 @@ def test_rows_of_a_batch_are_those_alone_and_can_be_chosen() -> None:
 
 
 def test_one_graph_for_heads_of_any_size() -> None:
-    def step(store: PagedStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(store: LayerStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))
 
-    def demote(store: PagedStore) -> None:
-        store.demote_block()
+    def demote(store: LayerStore) -> None:
+        store.geometry.demote()
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # a reset leaves the counts of other tests
@@ -192,11 +191,11 @@ def test_the_plan_is_what_is_held(spec: str) -> None:
         assert cache.plan is not None and cache.nbytes == cache.plan.nbytes
         assert cache.nbytes <= 12000 or "B" not in spec.partition("@")[2]
         for layer, shown in zip(cache.policy_layers, cache.report().layers, strict=True):
-            assert [list(row) for row in shown.heads] == layer.store.tokens_by_head().tolist()
+            assert [list(row) for row in shown.heads] == layer.store.geometry.tokens_by_head().tolist()
     for layer in cache.policy_layers:
         assert layer.owner is not None and layer.owner.shape == layer.positions.shape[:2]
         held = [set(layer.positions[0][layer.owner[0] == head].flatten().tolist()) - {-1} for head in range(2)]
-        assert [len(head) for head in held] == layer.store.tokens_by_head()[0].tolist()
+        assert [len(head) for head in held] == layer.store.geometry.tokens_by_head()[0].tolist()
 
 
 @pytest.mark.parametrize("codec", ["kivi", "gear", "rotate", "kvquant", "mikv", "zipcache", "staircase"])

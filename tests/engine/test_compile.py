@@ -13,14 +13,15 @@ from transformers import DynamicCache
 
 import kvpolicy
 from kvpolicy import Policy, PolicyCache
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.registry import lookup
 from tests.conformance.access import addresses, kept_positions
 from tests.conformance.models import FAMILIES, build
 from tests.conformance.play import forward, make_batch, talk
 from tests.conformance.policies import CODECS, MERGERS, SELECTORS, words
 from tests.engine.graphs import Graphs
+from tests.engine.parts import slots_of
 from tests.sampling import pairwise, product
 
 PROMPT, STEPS = 24, 18
@@ -247,15 +248,15 @@ def test_a_flush_is_one_graph(backend: str) -> None:
             forward(model, ids, mask, 0, PROMPT, caches[-1])
     counter = CompileCounterWithBackend(backend)
     eager, traced = (cache.policy_layers[0].store for cache in caches)
-    compiled = torch.compile(LayerStore.demote_block, backend=counter, fullgraph=True)
+    compiled = torch.compile(SlotGeometry.demote, backend=counter, fullgraph=True)
     for step in range(3):
         for layer in (eager, traced):  # a full exact part, as after enough steps
-            layer.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
-            layer.keys[:] = torch.arange(layer.keys.numel()).view_as(layer.keys).sin()
+            layer.tensors.positions[..., : layer.layout.exact] = torch.arange(layer.layout.exact) + 30 + step * 10
+            layer.tensors.keys[:] = torch.arange(layer.tensors.keys.numel()).view_as(layer.tensors.keys).sin()
         with torch.no_grad():
-            eager.demote_block()
-            compiled(traced)
-        assert torch.equal(eager.positions, traced.positions)
-        for one, other in zip(tensors(eager.codes), tensors(traced.codes), strict=True):
+            slots_of(eager).demote()
+            compiled(slots_of(traced))
+        assert torch.equal(eager.tensors.positions, traced.tensors.positions)
+        for one, other in zip(tensors(eager.tensors.codes), tensors(traced.tensors.codes), strict=True):
             assert torch.equal(one, other)
     assert counter.frame_count == 1

@@ -4,40 +4,61 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
-from kvpolicy import H2O, KIVI
-from kvpolicy.engine.contents import NUMBERS, PARTS, LayerContents
+from kvpolicy import H2O, KIVI, AdaKV
+from kvpolicy.engine.layer_contents import NUMBERS
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.layer_tensors import LayerTensors, PageTensors
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import LayerStore
+from kvpolicy.protocols import HeadAllocator
 
 
-def test_parts_are_all_tensors_and_set_again() -> None:
-    store = LayerStore(0, H2O(), KIVI(), "evict")
+def layer(heads: HeadAllocator | None = None) -> LayerStore:
+    """A layer of two rows, before its first prompt."""
+    store = LayerStore(LayerSpec(0, H2O(), KIVI(), heads=heads))
     store.initialize(torch.empty(2, 3, 0, 8))
-    assert isinstance(store, LayerContents) and [*store.parts()] == [*PARTS]
-    listed = {id(t) for part in store.parts().values() for t in tensors(part)}
-    held = [t for name, value in vars(store).items() if name != "calibrations" for t in _reach(value)]
-    assert held and {id(t) for t in held} == listed
-    other = store.length + 1
-    store.set_part("length", other)
-    assert store.length is other
-    store.set_part("limits", ())
-    assert store.limits is None and store.parts()["limits"] == ()
+    return store
+
+
+@pytest.mark.parametrize("heads", [None, AdaKV()])
+def test_parts_are_all_tensors_and_set_again(heads: HeadAllocator | None) -> None:
+    store = layer(heads)
+    held = store.tensors
+    listed = {id(t) for part in held.parts().values() for t in tensors(part)}
+    assert listed == {id(t) for t in _reach(held)}
+    other = held.length + 1
+    held.set_part("length", other)
+    assert held.length is other
+    held.set_part("limits", ())
+    assert held.limits is None and held.parts()["limits"] == ()
+    assert ("owner" in held.parts()) == (heads is not None)
+    if heads is not None:
+        owner = held.paged().owner.clone()
+        held.set_part("owner", owner)
+        assert held.paged().owner is owner and held.parts()["owner"] is owner
+
+
+def test_pages_are_asked_for_only_where_there_are_some() -> None:
+    with pytest.raises(AssertionError, match="no budgets of their own"):
+        layer().tensors.paged()
 
 
 def test_numbers_pass_through_json() -> None:
-    store = LayerStore(0, H2O(), KIVI(), "evict")
-    store.initialize(torch.empty(2, 3, 0, 8))
-    numbers = store.numbers()
-    assert {name.lstrip("_") for name in NUMBERS} <= numbers.keys()
+    store = layer()
+    numbers = store.geometry.numbers()
+    assert {*NUMBERS} <= numbers.keys()
     numbers |= {"capacity": 77, "expected_len": [5, 6], "layout": [8, [32]], "free_steps": None}
-    store.set_numbers(json.loads(json.dumps(numbers)))
-    assert store.capacity == 77 and store.expected_len == [5, 6] and store.layout.coded == (32,)
-    assert store.numbers() == numbers
+    store.geometry.set_numbers(json.loads(json.dumps(numbers)))
+    assert store.contents.capacity == 77 and store.contents.expected_len == [5, 6] and store.layout.coded == (32,)
+    assert store.geometry.numbers() == numbers
 
 
 def _reach(value: object) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, LayerTensors | PageTensors):
+        value = tuple(vars(value).values())
     return [t for part in value for t in _reach(part)] if isinstance(value, tuple) else []

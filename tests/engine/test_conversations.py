@@ -89,7 +89,7 @@ def test_a_growing_cache_stays_within_its_budget_in_later_turns(spec: str) -> No
         longer = torch.cat([ids, ids], 1)[:, : seen + 1]
         model.generate(longer, past_key_values=cache, do_sample=False, max_new_tokens=30, min_new_tokens=30)
         store = cache.policy_layers[0].store
-        assert cache.get_seq_length() == seen + 30 and max(store.expected_len) >= int(store.budget)
+        assert cache.get_seq_length() == seen + 30 and max(store.contents.expected_len) >= int(store.tensors.budget)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +113,11 @@ def test_a_growing_cache_grows_behind_its_announcement(spec: str, sizes: list[in
             model(ids[:, start : start + size], past_key_values=cache)
             start += size
             layer = cache.policy_layers[0]
-            held = layer.store.tokens_by_head().amax(-1)
+            held = layer.store.geometry.tokens_by_head().amax(-1)
             assert bool((held <= layer.budget).all())
         assert cache.get_seq_length() == start
         if "@12" not in spec and "squeeze" not in spec:  # whose budgets hold all tokens
-            assert cache.policy_layers[0].store.tokens_by_head().amax(-1).tolist() == [start]
+            assert cache.policy_layers[0].store.geometry.tokens_by_head().amax(-1).tolist() == [start]
 
 
 @pytest.mark.parametrize("given", [9, 28])
@@ -142,7 +142,7 @@ def test_a_reset_cache_forgets_what_was_announced() -> None:
         told.reset()
         for cache in (told, fresh):
             model(ids, past_key_values=cache)
-    assert told.policy_layers[0].store.capacity == fresh.policy_layers[0].store.capacity
+    assert told.policy_layers[0].store.contents.capacity == fresh.policy_layers[0].store.contents.capacity
 
 
 def test_a_reset_cache_forgets_how_long_the_prompt_was() -> None:

@@ -15,7 +15,9 @@ from kvpolicy import KVPolicyError, PolicyCache
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.cropping import keeps_all
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf import cropping
 from tests.conformance.access import store_of
 from tests.conformance.models import build
@@ -110,7 +112,7 @@ def test_an_unpadded_first_prompt_is_cropped_too() -> None:
         assert cache.get_seq_length() == 4 and cache.guard.columns == 4
         fresh = PolicyCache(model)
         forward(model, ids, mask, 0, 4, fresh)
-        assert cache.nbytes == fresh.nbytes and torch.equal(store.budget, store_of(fresh, 0).budget)
+        assert cache.nbytes == fresh.nbytes and torch.equal(store.tensors.budget, store_of(fresh, 0).tensors.budget)
         cache.crop(-4)
         assert cache.get_seq_length() == 0 and not cache.is_initialized
         forward(model, ids, mask, 0, 4, cache)
@@ -201,7 +203,7 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in (cache, twin):
             for start, stop in itertools.pairwise([0, *ends] if each is cache else [0, *ends[:-2]]):
                 forward(model, ids, mask, start, stop, each)
-        assert len(cache.turns) == 2 and len(store_of(cache, 0).sizes.entries) <= 4
+        assert len(cache.turns) == 2 and len(store_of(cache, 0).contents.sizes.entries) <= 4
         with pytest.raises(KVPolicyError, match="has forgotten it"):
             cache.crop(-5)
         cache.crop(-4)
@@ -288,11 +290,11 @@ def test_a_crop_may_run_in_another_mode_than_the_prompt(steps: int, inference: b
 def test_a_layer_that_kept_its_first_tokens_alone_does_not_keep_all(budget: int, kept: bool) -> None:
     """Slot n holds token n, as without an eviction, but there are fewer of them than tokens were seen."""
     selector: Any = Ranking(score=lambda state, seen, view: -view.positions.float())
-    store = LayerStore(0, selector, Plain(), "evict")
+    store = LayerStore(LayerSpec(0, selector, Plain(), "evict"))
     q, k, v = draw(PROMPT, 0)
     store.initialize(k)
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
     keep = torch.tensor([budget])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
-    assert store.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
+    assert store.tensors.positions[0, 0].tolist()[:PROMPT] == [*range(min(budget, PROMPT))]
     assert keeps_all(store) == kept

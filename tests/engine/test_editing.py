@@ -15,6 +15,7 @@ from tests.conformance.access import kept_positions
 from tests.conformance.models import build
 from tests.conformance.play import forward, make_batch
 from tests.conformance.policies import words
+from tests.engine.parts import slots_of
 
 LENGTHS, STEPS = [26, 17], 6
 FIRST, LAST = 5, 9
@@ -87,10 +88,10 @@ def test_behind_a_longer_text(codec: str) -> None:
     with kvpolicy.attach(model, words("full", codec, budget="1.0")):
         cache, longer = PolicyCache(model), PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
-        codes = [t.clone() for t in cache.policy_layers[0].store.codes[0]] if codec != "plain" else []
+        codes = [t.clone() for t in cache.policy_layers[0].store.tensors.codes[0]] if codec != "plain" else []
         before = keys_by_position(cache)
         cache.shift(FIRST, 4)
-        assert codec == "plain" or all(map(torch.equal, codes, cache.policy_layers[0].store.codes[0]))
+        assert codec == "plain" or all(map(torch.equal, codes, cache.policy_layers[0].store.tensors.codes[0]))
         after = keys_by_position(cache)
         assert sorted(after) == sorted((b, h, p if p < FIRST else p + 4) for b, h, p in before)
         if codec == "plain":
@@ -113,12 +114,12 @@ def test_codes_outlast_the_tokens_that_they_refer_to(start: int, by: int) -> Non
         cache = PolicyCache(model)
         forward(model, ids, mask, 0, 26, cache)
         store = cache.policy_layers[0].store
-        assert store.positions[0, 0, : store.reserved].tolist() == [25, 24]
-        before = store._atoms()
-        first = torch.zeros(*store.positions.shape[:2], 1, dtype=torch.int64)
-        store.write(first, None, None)
+        assert store.tensors.positions[0, 0, : store.contents.reserved].tolist() == [25, 24]
+        before = slots_of(store).codes.atoms()
+        first = torch.zeros(*store.tensors.positions.shape[:2], 1, dtype=torch.int64)
+        slots_of(store).writer.write(first, None, None)
         cache.shift(start, by)
-        after = store._atoms()
+        after = slots_of(store).codes.atoms()
         assert before is not None and after is not None
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(before, after, strict=True))
 

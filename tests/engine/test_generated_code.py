@@ -18,15 +18,19 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
-from kvpolicy.engine import slots as engine_slots
+from kvpolicy.engine import slot_writer
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.kernels import slot_writes
 from kvpolicy.registry import lookup, names
 from kvpolicy_eval.common.codecs import short_windows
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.engine.generated_code import Generated, Write, generated
+from tests.engine.parts import slots_of
 from tests.sampling import product
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
@@ -52,7 +56,7 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
     if stored.traits.key_space == "unrotated":
         config = LlamaConfig(hidden_size=HEADS * DIM, num_attention_heads=HEADS, max_position_embeddings=1024)
         rope = Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
-    store = LayerStore(0, policy.selector, stored, policy.decode, rope, policy.merger)
+    store = LayerStore(LayerSpec(0, policy.selector, stored, policy.decode, policy.merger, rope=rope))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, PROMPT, DIM, generator=generator) for _ in range(3))
     keep = torch.tensor([PROMPT if selector == "full" else SLOTS])
@@ -68,7 +72,7 @@ def make_store(selector: str, codec: str, folder: Path) -> LayerStore:
 def step_code(store: LayerStore, step: str) -> Generated:
     """What is generated for a decode step, or for the demotion of a block."""
     if step == "demote":
-        return generated(LayerStore.demote_block, store)
+        return generated(SlotGeometry.demote, slots_of(store))
     token = [torch.zeros(1, HEADS, 1, DIM) for _ in range(3)]
     return generated(LayerStore.append, store, *token, None, ScoreTransform(DIM**-0.5))
 
@@ -76,7 +80,7 @@ def step_code(store: LayerStore, step: str) -> Generated:
 def copies(code: Generated, store: LayerStore, tokens: int) -> list[Write]:
     """Writes of more than `tokens` tokens to a tensor of slots or groups, or to a new buffer of the size of one."""
     held = [(shape, dtype) for shape, dtype in code.inputs if len(shape) >= 4]
-    group_size = store.codec.traits.group_size
+    group_size = store.spec.codec.traits.group_size
     counts = {store.layout.slots, *store.layout.coded, *(size // group_size for size in store.layout.coded)}
     vector = HEADS * store.layout.slots
     sizes = {(math.prod(shape), shape[-1]) for shape, _ in held if shape[2] in counts and math.prod(shape) > vector}
@@ -112,7 +116,7 @@ def test_no_copy_of_the_cache(
     monkeypatch.setattr("kvpolicy.codecs._common.CHUNK_SLOTS", CHUNK)
     store = make_store(selector, codec, tmp_path)
     appended = 2 if selector in MERGING else 1  # the new token, and the slot that takes in the evicted one
-    found = copies(step_code(store, step), store, appended if step == "append" else store.codec.traits.block)
+    found = copies(step_code(store, step), store, appended if step == "append" else store.spec.codec.traits.block)
     excused = [part for name, at, part in EXCEPTIONS if name in (selector, codec) and at == step]
     left = [write for write in found if not any(part in str(write) for part in excused)]
     assert not left, "\n".join(map(str, left))
@@ -136,7 +140,7 @@ def rebuilt(target: Tensor, slots: Tensor, data: Tensor) -> None:
 @pytest.mark.parametrize("write", [scattered, rebuilt])
 def test_copies_are_found(write: Callable[[Tensor, Tensor, Tensor], None], tmp_path: Path) -> None:
     store = make_store("window", "plain", tmp_path)
-    with mock.patch.object(engine_slots, "write_slots", write):
+    with mock.patch.object(slot_writer, "write_slots", write):
         found = copies(step_code(store, "append"), store, 1)
     assert len(found) >= 2, "keys and values"
     assert all(one.elements == HEADS * SLOTS * DIM for one in found)
@@ -146,5 +150,5 @@ def test_copies_are_found(write: Callable[[Tensor, Tensor, Tensor], None], tmp_p
 def test_copies_of_codes_are_found(tmp_path: Path) -> None:
     store = make_store("h2o", "kivi", tmp_path)
     with mock.patch.object(slot_writes, "write_slots", scattered):
-        found = copies(step_code(store, "demote"), store, store.codec.traits.block)
+        found = copies(step_code(store, "demote"), store, store.spec.codec.traits.block)
     assert len({one.shape for one in found}) >= 3, "codes, scales of values, scales of keys"

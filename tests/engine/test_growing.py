@@ -10,8 +10,9 @@ import torch
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.capacity import UNLIMITED
-from kvpolicy.engine.growing import LayerGrowth
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import Needs
 from tests.engine.parts import Ranking
 from tests.readers.bench import Layer, draw
@@ -23,7 +24,6 @@ CODED = "tokenwise:block_size=3:residual_length=2"
 def layer_of(policy: str, new: int = 0) -> Layer:
     layer = Layer(policy, [PROMPT], new=new)
     layer.prompt(*draw(PROMPT, 1))
-    assert isinstance(layer.store, LayerGrowth)
     return layer
 
 
@@ -32,20 +32,20 @@ def layer_of(policy: str, new: int = 0) -> Layer:
 )
 def test_what_can_run_out_of_slots(policy: str, can: bool) -> None:
     layer = layer_of(policy)
-    assert layer.store.can_run_out == can
-    assert (layer.store._count_free_steps() < UNLIMITED) == can
+    assert layer.store.contents.can_run_out == can
+    assert (layer.store.geometry.count_free_steps() < UNLIMITED) == can
 
 
 @pytest.mark.parametrize("new", [1, 2, 5])
 def test_free_steps_of_a_growing_layer_are_those_announced(new: int) -> None:
     layer = layer_of("full", new)
     for left in range(new, 0, -1):
-        assert layer.store._count_free_steps() == left
+        assert layer.store.geometry.count_free_steps() == left
         layer.step(*draw(1, 10 + left))
         layer.store.count_step()
-    assert layer.store._count_free_steps() < 1
+    assert layer.store.geometry.count_free_steps() < 1
     assert layer.store.ensure_capacity() >= 1
-    assert layer.store._count_free_steps() >= 1
+    assert layer.store.geometry.count_free_steps() >= 1
 
 
 @pytest.mark.parametrize("policy", ["full", f"full+{CODED}", "full+quest:read=6:page=2:dense=0"])
@@ -55,14 +55,14 @@ def test_reserved_slots_leave_tokens_as_they_are(policy: str, more: int) -> None
     layer.step(*draw(1, 2))
     layer.between()
     before = layer.store.past()
-    held = layer.store.positions[layer.store.positions >= 0].sort().values
-    budget = int(layer.store.budget)
+    held = layer.store.tensors.positions[layer.store.tensors.positions >= 0].sort().values
+    budget = int(layer.store.tensors.budget)
     given = layer.store.reserve(more)
-    assert given == max(0, more - 1) == int(layer.store.budget) - budget
+    assert given == max(0, more - 1) == int(layer.store.tensors.budget) - budget
     assert layer.store.reserve(more) == 0, "there is room already"
     after = layer.store.past()
     assert before is not None and after is not None
-    assert torch.equal(layer.store.positions[layer.store.positions >= 0].sort().values, held)
+    assert torch.equal(layer.store.tensors.positions[layer.store.tensors.positions >= 0].sort().values, held)
     for one, other in zip(before[:2], after[:2], strict=True):
         assert torch.equal(one[before.occupied].sort(0).values, other[after.occupied].sort(0).values)
     for step in range(more):
@@ -73,22 +73,22 @@ def test_reserved_slots_leave_tokens_as_they_are(policy: str, more: int) -> None
 @pytest.mark.parametrize("by", [5, -3])
 def test_a_move_neither_hastens_nor_delays_the_next_ranking(by: int) -> None:
     selector: Any = Ranking(needs=Needs(rerank_every=4))
-    store = LayerStore(0, selector, Plain(), "evict")
+    store = LayerStore(LayerSpec(0, selector, Plain(), "evict"))
     q, k, v = draw(PROMPT, 1)
     store.initialize(k)
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
     keep = torch.tensor([PROMPT])
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep))
     store.note_move(by)
-    assert store.length.tolist() == [PROMPT + by] and int(store.columns) == PROMPT + by
-    due = [bool(store.schedule.due(store.length + more, store.budget)) for more in range(6)]
+    assert store.tensors.length.tolist() == [PROMPT + by] and int(store.tensors.columns) == PROMPT + by
+    due = [bool(store.contents.schedule.due(store.tensors.length + more, store.tensors.budget)) for more in range(6)]
     assert due == [False] * 4 + [True] * 2
 
 
 def test_more_slots_leave_a_larger_budget_as_it_is() -> None:
     """A budget may exceed all tokens that were announced: slots follow as they come."""
     selector: Any = Ranking(decode="grow")
-    store = LayerStore(0, selector, Plain(), "grow")
+    store = LayerStore(LayerSpec(0, selector, Plain(), "grow"))
     q, k, v = draw(PROMPT, 1)
     store.initialize(k)
     _, pending = store.attend_prompt(q, k, v, None, ScoreTransform(1.0))
@@ -96,4 +96,4 @@ def test_more_slots_leave_a_larger_budget_as_it_is() -> None:
     store.compress(pending, RowBudget(keep, torch.zeros_like(keep), expected))
     for more, budget in ((20, 60), (48, 60), (50, 62)):
         store.reserve(more)
-        assert store.expected_len == [PROMPT + more] and store.budget.tolist() == [budget]
+        assert store.contents.expected_len == [PROMPT + more] and store.tensors.budget.tolist() == [budget]

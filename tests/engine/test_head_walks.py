@@ -56,13 +56,13 @@ def walk(seed: int) -> None:
 
 def reject(run: Run, tokens: int) -> None:
     """Write a draft of some tokens, and take it back."""
-    mark(run.store, tokens)
+    mark(run.store.contents, run.store.geometry, tokens)
     for _ in range(tokens):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))
         run.store.count_step()
         run.store.ensure_capacity()
         check_invariants(run.store)
-    roll_back(run.store, 0)
+    roll_back(run.store.contents, run.store.geometry, 0)
     run.check()
 
 
@@ -104,22 +104,25 @@ def test_a_step_writes_nothing_where_a_head_owns_no_page(codec: str, backend: st
     run = Run("h2o", AdaKV(), [24], codec=codec)
     run.prompt([40])
     store = run.store
-    store.owner[store.owner == 1] = 2
+    store.tensors.paged().owner[store.tensors.paged().owner == 1] = 2
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))
 
     torch._dynamo.reset()
-    held = [t.clone() for t in (store.positions, store.keys, store.values)]
+    held = [t.clone() for t in (store.tensors.positions, store.tensors.keys, store.tensors.values)]
     with pytest.raises(RuntimeError, match=NO_PAGE):
         torch.compile(step, fullgraph=True, backend=backend)(*run.draw(1))
-    assert all(torch.equal(*pair) for pair in zip(held, (store.positions, store.keys, store.values), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(held, (store.tensors.positions, store.tensors.keys, store.tensors.values), strict=True)
+    )
 
 
 def test_a_row_without_a_token_may_have_no_page() -> None:
     run = Run("h2o", AdaKV(), [24, 16])
     run.prompt([40, 30])
-    run.store.owner[1, run.store.owner[1] == 0] = 1
+    run.store.tensors.paged().owner[1, run.store.tensors.paged().owner[1] == 0] = 1
     run.store.append(*run.draw(1), torch.tensor([[True], [False]]), ScoreTransform(SCALE))
     with pytest.raises(RuntimeError, match=NO_PAGE):
         run.store.append(*run.draw(1), None, ScoreTransform(SCALE))

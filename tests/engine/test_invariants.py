@@ -10,8 +10,7 @@ import torch
 
 from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.engine.invariants import check_invariants
-from kvpolicy.engine.paged_store import PagedStore
-from kvpolicy.engine.store import LayerStore
+from kvpolicy.engine.layer_store import LayerStore
 from tests.conformance.bench import Bench, draw
 from tests.engine.paged import Run
 from tests.readers.bench import Layer
@@ -29,11 +28,11 @@ def slots(policy: str) -> LayerStore:
     return bench.layer
 
 
-def pages(codec: str) -> PagedStore:
+def pages(codec: str) -> LayerStore:
     """A layer whose heads have budgets of their own, after a prompt of two rows."""
     run = Run("h2o", AdaKV(), [24, 12], codec=codec)
     run.prompt([40, 33])
-    assert isinstance(run.store, PagedStore)
+    assert run.store.tensors.pages is not None
     return run.store
 
 
@@ -45,101 +44,101 @@ def read_in_part(reader: str) -> LayerStore:
 
 
 def repeat_a_position(store: Any) -> None:
-    store.positions[0, 0] = int(store.length[0]) - 1
+    store.tensors.positions[0, 0] = int(store.tensors.length[0]) - 1
 
 
 def write_an_unseen_position(store: Any) -> None:
-    store.positions[0, 0, 0] = 999
+    store.tensors.positions[0, 0, 0] = 999
 
 
 def lose_the_newest(store: Any) -> None:
-    store.positions[store.positions == store.length[:, None, None] - 1] = -1
+    store.tensors.positions[store.tensors.positions == store.tensors.length[:, None, None] - 1] = -1
 
 
 def lower_the_budget(store: Any) -> None:
-    store.budget.fill_(3)
+    store.tensors.budget.fill_(3)
 
 
 def expect_less(store: Any) -> None:
-    store.expected_len[0] = 3
+    store.contents.expected_len[0] = 3
 
 
 def add_a_row(store: Any) -> None:
-    store.expected_len.append(3)
+    store.contents.expected_len.append(3)
 
 
 def forget_columns(store: Any) -> None:
-    store.columns.fill_(1)
+    store.tensors.columns.fill_(1)
 
 
 def count_steps(store: Any) -> None:
     """A layer that must wait for a demotion has a limited number of steps."""
-    store.free_steps = 99
+    store.contents.free_steps = 99
 
 
 def rank_later(store: Any) -> None:
-    store.schedule.ranked_len[0] = 999
+    store.contents.schedule.ranked_len[0] = 999
 
 
 def leave_nan_in_an_empty_slot(store: Any) -> None:
-    store.positions[0, 0, 0] = -1
-    store.keys[0, 0, 0] = torch.nan
+    store.tensors.positions[0, 0, 0] = -1
+    store.tensors.keys[0, 0, 0] = torch.nan
 
 
 def leave_nan_in_a_buffer(store: Any) -> None:
-    store.keys[store.positions[..., : store.layout.exact] < 0] = torch.nan
+    store.tensors.keys[store.tensors.positions[..., : store.layout.exact] < 0] = torch.nan
 
 
 def fill_a_buffer(store: Any) -> None:
-    store.limits.flush_threshold.fill_(1)
+    store.tensors.limits.flush_threshold.fill_(1)
 
 
 def use_a_slot_of_a_longer_row(store: Any) -> None:
     first = store.layout.exact
-    store.positions[1, :, -1] = store.positions[1, :, first]
-    store.positions[1, :, first] = -1
+    store.tensors.positions[1, :, -1] = store.tensors.positions[1, :, first]
+    store.tensors.positions[1, :, first] = -1
 
 
 def lower_counts(store: Any) -> None:
-    store.counts[0, 0, 0] = -1.0
+    store.tensors.counts[0, 0, 0] = -1.0
 
 
 def raise_counts(store: Any) -> None:
-    store.counts[0, 0, 0] = 9.0
+    store.tensors.counts[0, 0, 0] = 9.0
 
 
 def disown_a_page(store: Any) -> None:
-    store.owner[0, 0] = store.heads
+    store.tensors.paged().owner[0, 0] = store.shape.heads
 
 
 def own_what_is_no_head(store: Any) -> None:
-    store.owner[0, 0] = store.heads + 1
+    store.tensors.paged().owner[0, 0] = store.shape.heads + 1
 
 
 def give_all_pages_to_one_head(store: Any) -> None:
-    store.owner[store.owner < store.heads] = 0
+    store.tensors.paged().owner[store.tensors.paged().owner < store.shape.heads] = 0
 
 
 def complete_too_early(store: Any) -> None:
-    store.complete[:] = ~store.complete
+    store.tensors.paged().complete[:] = ~store.tensors.paged().complete
 
 
 def write_behind_a_buffer(store: Any) -> None:
-    page, slot = (store.positions[0] >= 0).nonzero()[-1].tolist()
-    store.positions[0, -1, -1] = store.positions[0, page, slot].item()
-    store.positions[0, page, slot] = -1
+    page, slot = (store.tensors.positions[0] >= 0).nonzero()[-1].tolist()
+    store.tensors.positions[0, -1, -1] = store.tensors.positions[0, page, slot].item()
+    store.tensors.positions[0, page, slot] = -1
 
 
 def swap_buffers(store: Any) -> None:
-    store.owner[:, -1] = 0
+    store.tensors.paged().owner[:, -1] = 0
 
 
 def widen_an_index(store: Any) -> None:
-    store.reads.index.bounds[0, 0, 0] += 1
+    store.tensors.reads.index.bounds[0, 0, 0] += 1
 
 
 def read_more(store: Any) -> None:
-    store.reads.limit.add_(1)
+    store.tensors.reads.limit.add_(1)
 
 
 CODES = "h2o+kivi:group_size=4:residual_length=3@0.5"
@@ -196,9 +195,9 @@ def test_pages(codec: str, damage: Damage, rule: str) -> None:
 
 def test_a_head_without_a_page() -> None:
     store = pages("plain")
-    mine = store.owner == 1
-    store.positions[mine] = -1
-    store.owner[mine] = store.heads
+    mine = store.tensors.paged().owner == 1
+    store.tensors.positions[mine] = -1
+    store.tensors.paged().owner[mine] = store.shape.heads
     with pytest.raises(AssertionError, match="its row's newest token"):
         check_invariants(store)
 

@@ -15,6 +15,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.state import tensors
 from tests.conformance.bench import Bench, draw
 from tests.conformance.policies import words
+from tests.engine.parts import slots_of
 from tests.readers.bench import Layer
 from tests.readers.bench import draw as draw_tokens
 
@@ -105,11 +106,16 @@ def test_a_token_is_read_from_any_slot(codec: str) -> None:
     for slot in range(store.layout.slots):
         at = torch.full((2, 2, 1), slot)
         token = merging.slot_tokens(
-            at, at >= 0, (store.keys, store.values), store.coded_view(), store.positions, store.counts
+            at,
+            at >= 0,
+            (store.tensors.keys, store.tensors.values),
+            slots_of(store).codes.view(),
+            store.tensors.positions,
+            store.tensors.counts,
         )
         torch.testing.assert_close(token.keys[:, :, 0], past.keys[:, :, slot])
         torch.testing.assert_close(token.values[:, :, 0], past.values[:, :, slot])
-        assert torch.equal(token.positions[..., 0], store.positions[..., slot])
+        assert torch.equal(token.positions[..., 0], store.tensors.positions[..., slot])
         assert token.counts is not None and past.counts is not None
         assert torch.equal(token.counts[..., 0], past.counts[..., slot])
 
@@ -137,9 +143,9 @@ def test_a_row_without_a_token_merges_nothing(codec: str, merger: str) -> None:
     layer.prompt(*draw_tokens(26, 0, batch=2))
     layer.between()
     for step in range(3):
-        before = {name: [t.clone() for t in tensors(part)] for name, part in layer.store.parts().items()}
+        before = {name: [t.clone() for t in tensors(part)] for name, part in layer.store.tensors.parts().items()}
         layer.step(*draw_tokens(1, 10 + step, batch=2), valid=torch.tensor([[True], [False]]))
-        for name, part in layer.store.parts().items():
+        for name, part in layer.store.tensors.parts().items():
             for old, new in zip(before[name], tensors(part), strict=True):
                 assert name == "columns" or torch.equal(new[1:], old[1:]), name
         layer.between()

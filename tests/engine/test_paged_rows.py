@@ -17,6 +17,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.pages import owned_by
 from kvpolicy.protocols import HeadRequest, ModelInfo
 from tests.engine.paged import HEADS, SCALE, Run
+from tests.engine.parts import pages_of
 
 CODECS = ["plain", "tokenwise:group_size=2:residual_length=3:block_size=4"]
 """The second has parameters of each head."""
@@ -62,7 +63,7 @@ def test_a_row_that_grows_and_begins_later(codec: str) -> None:
         store.append(*run.draw(1), None, ScoreTransform(SCALE))
         store.count_step()
         store.ensure_capacity()
-        assert store.tokens_by_head()[1].tolist() == [count] * HEADS
+        assert store.geometry.tokens_by_head()[1].tolist() == [count] * HEADS
     run.prompt([6, 18], extra=5)
     for number in range(12):
         run.step(valid=[True, number % 3 != 1])
@@ -79,7 +80,7 @@ def test_rows_of_which_one_was_announced_too_few_tokens(codec: str) -> None:
     run.select([1, 0])
     for _ in range(40):
         run.step()
-    assert run.store.tokens_by_head().tolist() == [[8] * HEADS, [60] * HEADS]
+    assert run.store.geometry.tokens_by_head().tolist() == [[8] * HEADS, [60] * HEADS]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -90,7 +91,7 @@ def test_a_row_without_a_token_keeps_its_budget_and_its_pages(idle: int, codec: 
     run.prompt([80, 33])
     run.budgets[idle] = 40
     run.prompt([7 * (row != idle) for row in range(2)])
-    assert int(run.store.budget[idle]) == BUDGETS[idle]
+    assert int(run.store.tensors.budget[idle]) == BUDGETS[idle]
     for _ in range(5):
         run.step()
 
@@ -101,10 +102,10 @@ def test_only_rows_without_a_free_slot_are_given_pages() -> None:
     run.rows[0].room = run.rows[1].room = [60] * HEADS
     given: list[list[bool]] = []
     for _ in range(20):
-        free = run.store._free_slots().tolist()
-        before = list(run.store.expected_len)
+        free = pages_of(run.store)._free_slots().tolist()
+        before = list(run.store.contents.expected_len)
         run.step()
-        added = [after > tokens for after, tokens in zip(run.store.expected_len, before, strict=True)]
+        added = [after > tokens for after, tokens in zip(run.store.contents.expected_len, before, strict=True)]
         assert added == [slots == 1 for slots in free], "the step took the last one"
         given.append(added)
     assert [True, False] in given and [False, True] in given
@@ -117,7 +118,7 @@ def test_pages_that_cannot_be_divided_go_to_the_first_heads_also_where_they_are_
     run.rows[0].room = [12, 8, 8]
     for _ in range(20):
         run.step()
-    assert run.store.tokens_by_head().tolist() == [[12, 8, 8]]
+    assert run.store.geometry.tokens_by_head().tolist() == [[12, 8, 8]]
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -128,14 +129,14 @@ def test_reserved_pages_have_room_and_leave_statistics_as_they_are(more: int, co
     run.step()
 
     def statistics() -> list[dict[int, float]]:
-        positions, state = run.store._held_slots()
+        positions, state = pages_of(run.store)._body.held_slots()
         pairs = zip(positions.flatten(0, 1).tolist(), state.score.flatten(0, 1).tolist(), strict=True)
         return [{p: score for p, score in zip(*head, strict=True) if p >= 0} for head in pairs]
 
     before = statistics()
     run.store.reserve(more)
     assert statistics() == before
-    assert int(run.store._free_slots().min()) >= more
+    assert int(pages_of(run.store)._free_slots().min()) >= more
     assert run.store.reserve(more) == 0, "there is room already"
     run.step()
 
@@ -159,7 +160,7 @@ def test_a_head_may_always_have_an_equal_share() -> None:
     """Also in a row without a new token, which keeps its pages while fewer tokens are announced than before."""
     heads = Noting()
     run = Run("h2o", Even(), [70, 70], last=47)
-    run.store.head_allocator = heads
+    pages_of(run.store)._allocator = heads
     run.prompt([20, 20])
     run.last = 22
     for lengths in ([2, 0], [0, 2]):
@@ -176,11 +177,12 @@ def test_the_parameters_of_a_head_are_fitted_to_its_own_first_codes(tmp_path: Pa
     codec = "tokenwise:group_size=2:residual_length=8:block_size=9"
     run = Run("snapkv:window=6:kernel=3", heads, [40], last=50, grows=True, codec=codec)
     run.prompt([60], extra=20)
-    store: Any = run.store
+    store = run.store
+    pages: Any = pages_of(store)._body
 
     def coded() -> list[bool]:
-        body = store._parts(store.positions)[0]
-        return (owned_by(store._body_owner, HEADS)[0] & (body[0] >= 0).any(-1)).any(-1).tolist()
+        body = pages._parts(store.tensors.positions)[0]
+        return (owned_by(pages.owner, HEADS)[0] & (body[0] >= 0).any(-1)).any(-1).tolist()
 
     assert sorted(coded()) == [False, False, True] or sorted(coded()) == [False, True, True]
     for _ in range(14):

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpolicy import Policy
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.coded_pages import paged_store
-from kvpolicy.engine.paged_store import PagedStore
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.pages import row_pages
-from kvpolicy.engine.store import RowBudget
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.protocols import SINGLE_RANK, Ranks
 from tests.engine.parts import generator
 
@@ -31,7 +31,7 @@ SHARDS = [
 class Layer(NamedTuple):
     """A store, and the heads that it has."""
 
-    store: PagedStore
+    store: LayerStore
     kv: slice
     queries: slice
 
@@ -47,7 +47,7 @@ def layers(text: str, shards: list[Ranks]) -> list[Layer]:
     policy = Policy.parse(text)
     made: list[Layer] = []
     for ranks in [SINGLE_RANK, *shards]:
-        store = paged_store(0, policy.selector, policy.codec, policy.decode, Even())
+        store = LayerStore(LayerSpec(0, policy.selector, policy.codec, policy.decode, heads=Even()))
         queries = slice(sum(ranks.queries[: ranks.rank]), sum(ranks.queries[: ranks.rank + 1]) or None)
         made.append(Layer(store, ranks.held, queries))
         _, k, _ = draw(1, 0)
@@ -57,10 +57,12 @@ def layers(text: str, shards: list[Ranks]) -> list[Layer]:
 
 
 def same(every: list[Layer]) -> None:
-    whole = every[0].store.head_positions()
+    whole = every[0].store.geometry.head_positions()
     for store, kv, _ in every[1:]:
         want = [[sorted(p for p in head if p >= 0) for head in row] for row in whole[:, kv].tolist()]
-        assert [[sorted(p for p in head if p >= 0) for head in row] for row in store.head_positions().tolist()] == want
+        assert [
+            [sorted(p for p in head if p >= 0) for head in row] for row in store.geometry.head_positions().tolist()
+        ] == want
 
 
 @pytest.mark.parametrize("shards", SHARDS, ids=lambda shards: f"{len(shards)} ranks")

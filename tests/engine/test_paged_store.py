@@ -16,8 +16,9 @@ from kvpolicy.allocators.even import Even
 from kvpolicy.allocators.head_files import HeadFile, save_heads
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
-from kvpolicy.engine.paged_store import PagedStore
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
 from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
 from tests.sampling import product, star
 
@@ -59,7 +60,7 @@ def test_streaming_heads_keep_little(selector: str, sinks: int, recent: int, tmp
 def test_heads_differ() -> None:
     run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
     run.prompt([200])
-    held = run.store.tokens_by_head()[0]
+    held = run.store.geometry.tokens_by_head()[0]
     assert held.sum() == 64 * HEADS
     assert held.max() > held.min()
 
@@ -67,9 +68,9 @@ def test_heads_differ() -> None:
 def test_memory_is_that_of_the_pages() -> None:
     run = Run("snapkv:window=6:kernel=3", AdaKV(), [64])
     run.prompt([200])
-    assert run.store.keys.numel() == 64 * HEADS * DIM
-    assert run.store.positions.shape == (1, 24, 8)
-    assert run.store.owner.shape == (1, 24)
+    assert run.store.tensors.keys.numel() == 64 * HEADS * DIM
+    assert run.store.tensors.positions.shape == (1, 24, 8)
+    assert run.store.tensors.paged().owner.shape == (1, 24)
 
 
 @pytest.mark.parametrize(("budget", "last"), [(200, 47), (90, 90)])
@@ -82,7 +83,7 @@ def test_a_row_that_fits_keeps_every_token(budget: int, last: int) -> None:
     for _ in range(60):
         run.step()
     if last == 47:
-        assert run.store.tokens_by_head().tolist() == [[100] * HEADS]
+        assert run.store.geometry.tokens_by_head().tolist() == [[100] * HEADS]
 
 
 @pytest.mark.parametrize("extra", [5, 16])
@@ -112,7 +113,7 @@ def test_a_growing_cache_whose_heads_have_different_room() -> None:
     """A head that holds every token of the prompt has free slots in its last page, and the others have none."""
     run = Run("h2o", AdaKV(safeguard=0.0), [29], grows=True)
     run.prompt([30], extra=4)
-    assert run.store.tokens_by_head().tolist() == [[30, 28, 24]], "of 36, 32 and 28 slots"
+    assert run.store.geometry.tokens_by_head().tolist() == [[30, 28, 24]], "of 36, 32 and 28 slots"
     for _ in range(10):
         run.step()
 
@@ -158,10 +159,10 @@ def test_rows_of_a_batch_are_those_alone() -> None:
     run.prompt([100, 100], data)
     alone = Run("h2o", AdaKV(), [70])
     alone.prompt([100], (data[0][:1], data[1][:1], data[2][:1]))
-    assert run.store.positions.shape[-1] == 4 and alone.store.positions.shape[-1] == 8
-    found = [sorted(p for p in head if p >= 0) for head in run.store.head_positions()[0].tolist()]
-    assert found == [sorted(p for p in head if p >= 0) for head in alone.store.head_positions()[0].tolist()]
-    assert (run.store.owner[1] == HEADS).sum() > 0
+    assert run.store.tensors.positions.shape[-1] == 4 and alone.store.tensors.positions.shape[-1] == 8
+    found = [sorted(p for p in head if p >= 0) for head in run.store.geometry.head_positions()[0].tolist()]
+    assert found == [sorted(p for p in head if p >= 0) for head in alone.store.geometry.head_positions()[0].tolist()]
+    assert (run.store.tensors.paged().owner[1] == HEADS).sum() > 0
 
 
 def test_rows_can_be_chosen_and_repeated() -> None:
@@ -170,7 +171,7 @@ def test_rows_can_be_chosen_and_repeated() -> None:
     run.store.map_rows(lambda t: t[[1, 0, 1]])
     run.rows = [run.rows[1], run.rows[0]]
     store = run.store
-    assert store.owner.shape[0] == 3
+    assert store.tensors.paged().owner.shape[0] == 3
     store.map_rows(lambda t: t[:2])
     for _ in range(5):
         run.step()
@@ -180,7 +181,7 @@ def test_equal_heads_keep_what_slots_without_pages_keep() -> None:
     run = Run("snapkv:window=6:kernel=3", Even(), [32])
     data = run.draw(80)
     run.prompt([80], data)
-    other = LayerStore(0, run.store.selector, Plain(), "evict")
+    other = LayerStore(LayerSpec(0, run.store.spec.selector, Plain(), "evict"))
     other.initialize(data[1])
     _, pending = other.attend_prompt(*data, None, ScoreTransform(SCALE))
     keep = torch.tensor([32])
@@ -190,11 +191,11 @@ def test_equal_heads_keep_what_slots_without_pages_keep() -> None:
         out = run.store.append(*step, None, ScoreTransform(SCALE))
         run.store.count_step()
         torch.testing.assert_close(out, other.append(*step, None, ScoreTransform(SCALE)), atol=1e-6, rtol=1e-5)
-        assert torch.equal(run.store.head_positions().sort(-1).values, other.positions.sort(-1).values)
+        assert torch.equal(run.store.geometry.head_positions().sort(-1).values, other.tensors.positions.sort(-1).values)
 
 
 def test_one_graph_for_heads_of_any_size() -> None:
-    def step(store: PagedStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def step(store: LayerStore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return store.append(q, k, v, None, ScoreTransform(SCALE))
 
     torch._dynamo.reset()
@@ -205,7 +206,7 @@ def test_one_graph_for_heads_of_any_size() -> None:
         run = Run("h2o", AdaKV(safeguard=0.0), [40])
         run.dice.manual_seed(seed)
         run.prompt([100])
-        shares.add(tuple(run.store.tokens_by_head()[0].tolist()))
+        shares.add(tuple(run.store.geometry.tokens_by_head()[0].tolist()))
         for number in range(4):
             data = run.draw(1)
             expected = [row.forward(data[0][0], data[1][0], data[2][0], SCALE) for row in run.rows]

@@ -10,17 +10,19 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import DoubleSparsity, PolicyCache
-from kvpolicy.engine import partial_reads
-from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine import index_reader
+from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import by_entry, row_entries
 from kvpolicy.engine.state import map_state, slot_tensors, tensors
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.registry import names
 from kvpolicy.spec.tables import format_bytes
 from tests.conformance.fakes import Fake
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.conformance.policies import CODECS, RANKED, spec_of, words
+from tests.engine.parts import index_of
 from tests.readers.bench import DIM, HEADS, Layer, draw
 from tests.reference.versions import small
 from tests.sampling import product
@@ -40,10 +42,12 @@ def policy(base: str, reader: str) -> str:
 def live_entries(layer: Layer) -> list[Tensor]:
     """The tensors of the index, 0 where an entry holds no token."""
     store = layer.store
-    shape = store.read_shape
-    assert shape is not None and store.reads
-    live = (by_entry(shape, store.positions) >= 0).any(-1)
-    return [t * live[..., None] if t.shape[2] == shape.entries else t.clone() for t in tensors(store.reads.index)]
+    shape = index_of(store).shape
+    assert shape is not None and store.tensors.reads
+    live = (by_entry(shape, store.tensors.positions) >= 0).any(-1)
+    return [
+        t * live[..., None] if t.shape[2] == shape.entries else t.clone() for t in tensors(store.tensors.reads.index)
+    ]
 
 
 @product("reader,base", INDEXED, BASES)
@@ -56,7 +60,7 @@ def test_the_index_after_many_steps_is_that_of_its_slots(reader: str, base: str)
         layer.step(*draw(1, 20 + step, batch=2), valid=torch.tensor([[True], [step % 3 > 0]]))
         layer.between()
     kept = live_entries(layer)
-    layer.store._rebuild_index()
+    index_of(layer.store).rebuild()
     assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
 
 
@@ -66,16 +70,16 @@ def test_an_index_is_the_same_in_tiles(slots: int, reader: str, monkeypatch: pyt
     """Also where the last tile has a single entry."""
     layer = Layer(policy("full", reader), [26], new=0)
     layer.prompt(*draw(26, 1))
-    shape = layer.store.read_shape
+    shape = index_of(layer.store).shape
     assert shape is not None
     assert slots != 8 or shape.entries % max(slots // shape.page, 1) == (1 if shape.page == 2 else 2)
     whole = live_entries(layer)
-    reads: Any = layer.store.reads
+    reads: Any = layer.store.tensors.reads
     for t in tensors(reads.index):
         if t.shape[2] == shape.entries:
             t.zero_()
-    monkeypatch.setattr(partial_reads, "REBUILD_SLOTS", slots)
-    layer.store._rebuild_index()
+    monkeypatch.setattr(index_reader, "REBUILD_SLOTS", slots)
+    index_of(layer.store).rebuild()
     assert all(torch.equal(one, other) for one, other in zip(whole, live_entries(layer), strict=True))
 
 
@@ -83,7 +87,7 @@ def test_the_index_of_a_codec_whose_first_stage_has_no_slots() -> None:
     layer = Layer("full+quest:read=6:page=2:dense=0", [26], new=STEPS)
     parts = layer.policy
     layer.store = LayerStore(
-        0, parts.selector, Fake(caps=(0,), block=3), parts.decode, None, parts.merger, parts.reader
+        LayerSpec(0, parts.selector, Fake(caps=(0,), block=3), parts.decode, parts.merger, parts.reader)
     )
     layer.prompt(*draw(26, 1))
     assert layer.store.layout.coded[0] == 0 < layer.store.layout.coded[1]
@@ -91,7 +95,7 @@ def test_the_index_of_a_codec_whose_first_stage_has_no_slots() -> None:
         layer.step(*draw(1, 20 + step))
         layer.between()
     kept = live_entries(layer)
-    layer.store._rebuild_index()
+    index_of(layer.store).rebuild()
     assert all(torch.equal(one, other) for one, other in zip(kept, live_entries(layer), strict=True))
 
 
@@ -100,14 +104,14 @@ def test_a_row_that_is_given_slots_reads_more() -> None:
     layer = Layer("full+exact:read=0.25", [40, 12], new=2)
     q, k, v = draw(40, 1, batch=2)
     layer.prompt(q, k, v, torch.arange(40) >= torch.tensor([[0], [28]]))
-    reads: Any = layer.store.reads
+    reads: Any = layer.store.tensors.reads
     limits = set[int]()
     for step in range(16):
         layer.step(*draw(1, 20 + step, batch=2), valid=torch.tensor([[False], [True]]))
         layer.between()
-        shape = layer.store.read_shape
+        shape = index_of(layer.store).shape
         assert shape is not None and layer.store.layout.slots == 42
-        want = row_entries(layer.policy.reader, layer.policy.codec, shape, layer.store.expected_len)
+        want = row_entries(layer.policy.reader, layer.policy.codec, shape, layer.store.contents.expected_len)
         assert reads.limit.tolist() == want
         limits.add(want[1])
     assert len(limits) > 1
@@ -121,9 +125,9 @@ def test_an_evicted_key_leaves_the_bounds(base: str) -> None:
     for step in range(40):
         layer.step(*draw(1, 50 + step))
         layer.between()
-    reads: Any = layer.store.reads
+    reads: Any = layer.store.tensors.reads
     largest = float(reads.index.bounds.abs().max())
-    assert (largest > 50) == (base == "full" or bool((layer.store.keys.abs() > 50).any()))
+    assert (largest > 50) == (base == "full" or bool((layer.store.tensors.keys.abs() > 50).any()))
 
 
 @pytest.mark.parametrize("base", ["snapkv", "snapkv+merge", "h2o+compensate"])
@@ -137,19 +141,19 @@ def test_slots_are_sorted_again_and_nothing_else_changes(base: str) -> None:
             layer.step(*now)
             layer.between()
         for head in range(HEADS):
-            held = one.store.positions[0, head].tolist()
-            assert sorted(held) == sorted(other.store.positions[0, head].tolist())
+            held = one.store.tensors.positions[0, head].tolist()
+            assert sorted(held) == sorted(other.store.tensors.positions[0, head].tolist())
             if step % 4 == 3:
                 assert held == sorted(held)
     past = one.store.past(), other.store.past()
     assert past[0] is not None and past[1] is not None
-    order = one.store.positions.argsort(-1), other.store.positions.argsort(-1)
+    order = one.store.tensors.positions.argsort(-1), other.store.tensors.positions.argsort(-1)
     for a, b in zip(past[0][:2], past[1][:2], strict=True):
         sides = [t.gather(2, o[..., None].expand(-1, -1, -1, DIM)) for t, o in zip((a, b), order, strict=True)]
         assert torch.equal(*sides)
-    before = [t.clone() for t in slot_tensors((other.store.state, other.store.counts))]
-    other.store._sort_slots()
-    for old, new in zip(before, slot_tensors((other.store.state, other.store.counts)), strict=True):
+    before = [t.clone() for t in slot_tensors((other.store.tensors.state, other.store.tensors.counts))]
+    index_of(other.store).sort_slots()
+    for old, new in zip(before, slot_tensors((other.store.tensors.state, other.store.tensors.counts)), strict=True):
         assert torch.equal(new, old.gather(-1, order[1]))
 
 
@@ -158,13 +162,31 @@ def test_slots_that_are_sorted_take_their_counts_along() -> None:
     q, k, v = draw(26, 3)
     layer.prompt(q, k + 3, v)  # keys that are similar enough to be merged
     store = layer.store
-    held = [t.clone() for t in (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts)))]
-    assert store.log_counts is not None and len(store.log_counts.unique()) > 2
+    held = [
+        t.clone()
+        for t in (
+            store.tensors.keys,
+            store.tensors.values,
+            store.tensors.positions,
+            *slot_tensors((store.tensors.state, store.tensors.counts)),
+        )
+    ]
+    assert store.tensors.log_counts is not None and len(store.tensors.log_counts.unique()) > 2
     assert torch.equal(held[2], held[2].sort(-1).values)
-    for tensor in (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts))):
+    for tensor in (
+        store.tensors.keys,
+        store.tensors.values,
+        store.tensors.positions,
+        *slot_tensors((store.tensors.state, store.tensors.counts)),
+    ):
         tensor.copy_(tensor.flip(2))
-    store._sort_slots()
-    after = (store.keys, store.values, store.positions, *slot_tensors((store.state, store.counts)))
+    index_of(store).sort_slots()
+    after = (
+        store.tensors.keys,
+        store.tensors.values,
+        store.tensors.positions,
+        *slot_tensors((store.tensors.state, store.tensors.counts)),
+    )
     assert all(map(torch.equal, held, after))
 
 
@@ -173,13 +195,13 @@ def test_the_channels_are_those_of_the_first_prompt() -> None:
     q, k, v = draw(10, 4)
     k[..., [1, 5]] *= 50
     layer.prompt(q, k, v)
-    reads: Any = layer.store.reads
+    reads: Any = layer.store.tensors.reads
     assert reads.index.channels.tolist() == [[[1, 5]] * HEADS]
     layer.budgets = [30]
     q, k, v = draw(20, 5)
     k[..., [0, 2]] *= 500
     layer.prompt(q, k, v)
-    reads = layer.store.reads
+    reads = layer.store.tensors.reads
     assert reads.index.channels.tolist() == [[[1, 5]] * HEADS]
 
 
@@ -199,7 +221,7 @@ def test_a_row_is_fitted_to_its_first_tokens(monkeypatch: pytest.MonkeyPatch) ->
         valid = torch.tensor(there)[:, None].expand(-1, 10)
         layer.prompt(q[:, :, columns], k[:, :, columns], v[:, :, columns], valid)
     assert fitted == [[True, False], [False, True]]
-    reads: Any = layer.store.reads
+    reads: Any = layer.store.tensors.reads
     assert reads.index.channels[1].tolist() == [[3, 4]] * HEADS
 
 
@@ -209,12 +231,12 @@ def test_channels_outlast_a_layer_that_was_too_short_to_be_indexed() -> None:
     q, k, v = draw(10, 6)
     k[..., [3, 4]] *= 50
     layer.prompt(q, k, v)
-    assert layer.store.read_shape is None
+    assert index_of(layer.store).shape is None
     for step in range(40):
         layer.step(*draw(1, 60 + step))
         layer.between()
-    assert layer.store.read_shape is not None
-    reads: Any = layer.store.reads
+    assert index_of(layer.store).shape is not None
+    reads: Any = layer.store.tensors.reads
     assert reads.index.channels.tolist() == [[[3, 4]] * HEADS]
     assert layer.read is not None and len(layer.positions_read(0, 0)) == 20
 
@@ -226,9 +248,9 @@ def test_rows_are_reordered_with_their_index(reader: str, fn: Any) -> None:
     q, k, v = draw(20, 7, batch=2)
     valid = torch.arange(20) >= torch.tensor([[0], [5]])
     layer.prompt(q, k, v, valid)
-    before = map_state(torch.clone, layer.store.reads)
+    before = map_state(torch.clone, layer.store.tensors.reads)
     layer.store.map_rows(fn)
-    for now, then in zip(tensors(layer.store.reads), tensors(before), strict=True):
+    for now, then in zip(tensors(layer.store.tensors.reads), tensors(before), strict=True):
         assert torch.equal(now, fn(then))
     now = [fn(t) for t in draw(1, 8, batch=2)]
     assert layer.step(*now).isfinite().all()
@@ -237,12 +259,12 @@ def test_rows_are_reordered_with_their_index(reader: str, fn: Any) -> None:
 def test_unread_slots_get_no_attention() -> None:
     layer = Layer("h2o+labels:read=4:dense=0@0.9", [24], new=4)
     layer.prompt(*draw(26, 9))
-    before: Any = map_state(torch.clone, layer.store.state)
+    before: Any = map_state(torch.clone, layer.store.tensors.state)
     layer.step(*draw(1, 10))
     for head in range(HEADS):
         read = layer.positions_read(0, head)
-        after: Any = layer.store.state
-        for slot, position in enumerate(layer.store.positions[0, head].tolist()):
+        after: Any = layer.store.tensors.state
+        for slot, position in enumerate(layer.store.tensors.positions[0, head].tolist()):
             changed = float(after[0][0, head, slot]) != float(before[0][0, head, slot])
             assert changed <= (position in read), "only what was read has attention"
 
@@ -261,7 +283,7 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
     turns = [40] + [1] * 6
     ids, mask = make_batch([40], turns)
     policy = kvpolicy.Policy.parse(text)
-    attend = LayerReading._attend
+    attend = IndexReader.attend
     inside: list[bool] = []
     for kind in {type(each) for each in policy.codec.stages}:
         for name in ("keys", "values"):
@@ -276,18 +298,18 @@ def test_only_chosen_slots_are_decoded(reader: str, codec: str, monkeypatch: pyt
 
             monkeypatch.setattr(kind, name, counted)
 
-    def watched(self: LayerReading, *given: Any) -> Any:
+    def watched(self: IndexReader, *given: Any) -> Any:
         inside.append(True)
         try:
             return attend(self, *given)
         finally:
             inside.clear()
 
-    monkeypatch.setattr(LayerReading, "_attend", watched)
+    monkeypatch.setattr(IndexReader, "attend", watched)
     with kvpolicy.attach(model, policy):
         cache = PolicyCache(model, new=6)
         talk(model, ids, mask, turns, cache)
-    shape = cache.policy_layers[0].store.read_shape
+    shape = index_of(cache.policy_layers[0].store).shape
     assert shape is not None
     assert asked and max(asked) == shape.slots
 
@@ -322,7 +344,11 @@ def check_bytes(text: str, rows: list[int]) -> PolicyCache:
     assert cache.nbytes == plan.nbytes
     assert [layer.held() for layer in cache.policy_layers] == [layer.nbytes for layer in plan.layers]
     moved = [layer.moved for layer in cache.policy_layers]
-    assert [layer.store.link.moved for layer in cache.policy_layers] == moved == [layer.moved for layer in plan.layers]
+    assert (
+        [layer.store.contents.link.moved for layer in cache.policy_layers]
+        == moved
+        == [layer.moved for layer in plan.layers]
+    )
     report = cache.report()
     assert report.moved == plan.moved == sum(moved) == report.as_dict()["moved"]
     assert report.all_moved == sum(layer.all_moved for layer in plan.layers)
@@ -353,7 +379,7 @@ def test_turns_and_unannounced_growth(reader: str) -> None:
     layer.budgets = [50]
     layer.prompt(*draw(15, 12))
     layer.step(*draw(1, 13))
-    reads: Any = layer.store.reads
-    shape = layer.store.read_shape
+    reads: Any = layer.store.tensors.reads
+    shape = index_of(layer.store).shape
     assert shape is not None and reads.limit.tolist() == [shape.chosen]
     assert all(t.shape[2] in (shape.entries, 3) for t in tensors(reads.index))

@@ -83,7 +83,7 @@ def decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep prompts plain, with the numbers that their codes decode to."""
 
     def keep(self: PolicyLayer, pending: PendingPrompt) -> None:
-        self.pending = pending.encoded(self.store.codec, self.store.calibrations[0]).decoded().owned()
+        self.pending = pending.encoded(self.store.spec.codec, self.store.contents.calibrations[0]).decoded().owned()
 
     monkeypatch.setattr(PolicyLayer, "keep", keep)
 

@@ -8,9 +8,10 @@ import torch
 from kvpolicy import MiKV, Plain, Policy, SnapKV
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.channel_sums import LargestQueries
-from kvpolicy.engine.prompt_statistics import PromptStatistics, prompt_needs, wanted
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.prompt_statistics import PromptStatistics, wanted
 from kvpolicy.engine.recent_queries import RecentQueries
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.hf.layer import make_store
 from kvpolicy.mergers.regress import Regress
 from tests.engine.parts import generator
@@ -18,17 +19,17 @@ from tests.engine.parts import generator
 
 def test_needs_are_those_of_the_selector_and_of_the_merger() -> None:
     regress = Regress()
-    store = LayerStore(0, SnapKV(window=3), Plain(), "evict", merger=regress)
-    assert prompt_needs(store).window_queries == max(3, regress.needs.window_queries)
+    store = LayerStore(LayerSpec(0, SnapKV(window=3), Plain(), "evict", merger=regress))
+    assert store.spec.prompt_needs.window_queries == max(3, regress.needs.window_queries)
 
 
 @pytest.mark.parametrize("pieces", [[10], [1, 9], [4, 4, 2], [9, 1]])
 def test_the_newest_queries_of_each_row_are_kept(pieces: list[int]) -> None:
     valid = torch.tensor([[1] * 10, [0, 1, 1, 0, 1, 0, 0, 0, 0, 0], [0] * 9 + [1]]).bool()
     q, k = (torch.randn(3, heads, 10, 4, generator=generator(heads)) for heads in (4, 2))
-    store = LayerStore(0, SnapKV(window=3), Plain(), "evict")
+    store = LayerStore(LayerSpec(0, SnapKV(window=3), Plain(), "evict"))
     store.initialize(k, group=2)
-    statistics = PromptStatistics(store, valid, 10)
+    statistics = PromptStatistics(store.contents, valid, 10)
     start = 0
     for size in pieces:
         statistics.add(q[:, :, start : start + size], k[:, :, start : start + size], start)
@@ -48,9 +49,9 @@ def test_the_largest_queries_of_all_pieces() -> None:
     q[0, 0, 1, 0], q[0, 1, 4, 1] = -7, 5
     q[0, 0, 0, 0] = 99  # of padding
     valid = torch.tensor([[0, 1, 1, 1, 1, 1]]).bool()
-    store = LayerStore(0, SnapKV(window=1), MiKV(), "evict")
+    store = LayerStore(LayerSpec(0, SnapKV(window=1), MiKV(), "evict"))
     store.initialize(q[:, :1], group=2)
-    statistics = PromptStatistics(store, valid, 6)
+    statistics = PromptStatistics(store.contents, valid, 6)
     for start in (0, 3):
         statistics.add(q[:, :, start : start + 3], q[:, :1, start : start + 3], start)
     found = statistics.prompt(q[:, :1], q[:, :1], ScoreTransform(1.0), None, None).statistic(LargestQueries)
@@ -63,7 +64,7 @@ def test_a_prompt_has_the_statistics_that_its_parts_ask_for() -> None:
     def kinds(policy: str) -> list[str]:
         store = make_store(Policy.parse(policy), 0)
         store.initialize(k)
-        return [type(each).__name__ for each in wanted(store)]
+        return [type(each).__name__ for each in wanted(store.contents)]
 
     assert kinds("window@0.5") == []
     assert kinds("h2o@0.5") == ["AttentionSum"]

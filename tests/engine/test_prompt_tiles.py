@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from kvpolicy import CountedMerge, DoubleSparsity, MiKV, Plain, SlidingWindow
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_tiles import PromptTiles
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.protocols import Forward, Needs, Probes
 from tests.engine.parts import generator
 
@@ -45,7 +47,7 @@ class Everything(SlidingWindow):
 
 
 def store(sums: bool, **parts: Any) -> LayerStore:
-    return LayerStore(0, Everything(sums=sums), parts.pop("codec", Plain()), "evict", **parts)
+    return LayerStore(LayerSpec(0, Everything(sums=sums), parts.pop("codec", Plain()), "evict", **parts))
 
 
 class Prompt:
@@ -144,7 +146,10 @@ def test_what_is_seen_and_what_comes_out(seed: int) -> None:
         real = torch.ones_like(out[:, 0, :, 0]).bool() if prompt.valid is None else prompt.valid
         torch.testing.assert_close(tiled_out.transpose(1, 2)[real], out.transpose(1, 2)[real], **TOLERANCE)
         compare(tiled, pending)
-        assert layers[1].columns.equal(layers[0].columns) and layers[1].scale == layers[0].scale
+        assert (
+            layers[1].tensors.columns.equal(layers[0].tensors.columns)
+            and layers[1].contents.scale == layers[0].contents.scale
+        )
         if held:
             kept = [pending, tiled]
         else:

@@ -145,10 +145,10 @@ def test_a_layer_alone() -> None:
     for each in (bench, twin):
         each.forward(*ones)
     layer = bench.layer
-    mark(layer, 3)
+    mark(layer.contents, layer.geometry, 3)
     for number in range(3):
         bench.forward(*draw(1, number, batch=2), valid=torch.tensor([[True], [number != 1]]))
-    assert roll_back(layer, 1) is None
+    assert roll_back(layer.contents, layer.geometry, 1) is None
     twin.forward(*draw(1, 0, batch=2), valid=torch.tensor([[True], [True]]))
     first, second = dict(tensors_of(layer)), dict(tensors_of(twin.layer))
     assert first.keys() == second.keys()

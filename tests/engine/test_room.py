@@ -113,5 +113,5 @@ def test_bytes_are_a_limit_and_no_other_where_the_end_is_unknown() -> None:
         cache = PolicyCache(model)
         forward(model, *make_batch([10], [10]), 0, 10, cache)
         assert int(cache.policy_layers[0].budget.amin()) > 10**6 and cache.nbytes < 2**24
-    per_token = cache.nbytes // cache.policy_layers[0].store.capacity
+    per_token = cache.nbytes // cache.policy_layers[0].store.contents.capacity
     assert int(cache.policy_layers[0].budget.amin()) * per_token <= 2**30

@@ -78,7 +78,7 @@ def test_rows_that_begin_in_a_later_chunk(allocator: str, codec: str) -> None:
             for mine, ours in zip(alone.policy_layers, together.policy_layers, strict=True):
                 assert kept_positions(mine)[0] == kept_positions(ours)[row]
                 assert int(mine.budget) == int(ours.budget[row])
-                limits = mine.store.limits, ours.store.limits
+                limits = mine.store.tensors.limits, ours.store.tensors.limits
                 if limits[0] is not None and limits[1] is not None:
                     assert torch.equal(limits[0].pins[0], limits[1].pins[row])
             if allocator == "squeeze":

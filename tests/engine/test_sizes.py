@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvpolicy import Policy
+from kvpolicy import AdaKV, Policy
 from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
+from kvpolicy.planning.memory import layer_spec
 
 
 def history(*columns: int) -> SizeHistory:
@@ -57,6 +60,6 @@ def test_rows_follow() -> None:
 )
 def test_parts_that_cannot_be_taken_back(policy: str, obstacle: str) -> None:
     own = Policy.parse(policy)
-    found = crop_obstacle(own.selector, own.codec, own.merger, own.reader, paged=False)
+    found = crop_obstacle(layer_spec(own, 0))
     assert found.startswith(obstacle) and bool(found) == bool(obstacle)
-    assert crop_obstacle(own.selector, own.codec, own.merger, own.reader, paged=True) == "budgets by head"
+    assert crop_obstacle(replace(layer_spec(own, 0), heads=AdaKV())) == "budgets by head"

@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from kvpolicy import H2O, KIVI, KVPolicyError
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.snapshot import named_tensors, put, take
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
 from tests.engine.parts import Worth
 
 
 def filled() -> LayerStore:
-    store = LayerStore(0, H2O(), KIVI(group_size=4, residual_length=4), "evict")
+    store = LayerStore(LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict"))
     store.initialize(torch.empty(1, 2, 0, 8), group=3)
     return store
 
@@ -25,10 +26,10 @@ def test_names_follow_fields_and_places() -> None:
 
 
 def test_a_store_takes_what_another_held() -> None:
-    one, other = filled(), LayerStore(0, H2O(), KIVI(group_size=4, residual_length=4), "evict")
-    one.length.fill_(9)
+    one, other = filled(), LayerStore(LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict"))
+    one.tensors.length.fill_(9)
     put(other, take(one), SINGLE_RANK, torch.float32, torch.device("cpu"))
-    assert other.is_initialized and other.group == 3 and other.length is one.length
+    assert other.is_initialized and other.shape.group == 3 and other.tensors.length is one.tensors.length
 
 
 @pytest.mark.parametrize("change", ["missing", "shape", "dtype", "numbers"])
@@ -42,6 +43,6 @@ def test_what_does_not_fit_is_refused(change: str) -> None:
         taken.tensors["length"] = torch.zeros(1)
     else:
         del taken.numbers["layout"]
-    empty = LayerStore(0, H2O(), KIVI(group_size=4, residual_length=4), "evict")
+    empty = LayerStore(LayerSpec(0, H2O(), KIVI(group_size=4, residual_length=4), "evict"))
     with pytest.raises(KVPolicyError, match="must fit the policy and the model"):
         put(empty, taken, SINGLE_RANK, torch.float32, torch.device("cpu"))

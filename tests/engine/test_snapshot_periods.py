@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kvpolicy.allocators.adakv import AdaKV
-from kvpolicy.engine.coded_pages import paged_store
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board
 from kvpolicy.engine.snapshot import Snapshot, put, take
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import SINGLE_RANK
 from tests.engine.paged import Run
+from tests.engine.parts import index_of
 from tests.readers.bench import Layer, draw
 
 STEPS = 12
@@ -30,7 +30,13 @@ def restored(store: LayerStore, empty: LayerStore) -> None:
     """Give an empty store what another one holds, as a file would."""
     taken = take(store)
     tensors = {name: t.clone() for name, t in taken.tensors.items()}
-    put(empty, Snapshot(tensors, json.loads(json.dumps(taken.numbers))), SINGLE_RANK, torch.float32, store.keys.device)
+    put(
+        empty,
+        Snapshot(tensors, json.loads(json.dumps(taken.numbers))),
+        SINGLE_RANK,
+        torch.float32,
+        store.tensors.keys.device,
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -48,7 +54,7 @@ def test_every_later_step_gives_the_same_bits(name: str, before: int) -> None:
         new = draw(1, 50 + step, batch=2)
         outs = [layer.step(*new) for layer in (one, other)]
         assert torch.equal(*outs), step
-        assert torch.equal(one.store.positions, other.store.positions), step
+        assert torch.equal(one.store.tensors.positions, other.store.tensors.positions), step
         for layer in (one, other):
             layer.between()
 
@@ -62,7 +68,7 @@ def test_layers_that_share_a_choice_go_on_sharing_it() -> None:
         layer.prompt(*draw(26, layer.store.layer_idx))
     for one, other in zip(*pairs, strict=True):
         restored(one.store, other.store)
-        assert other.store._same_slots == one.store._same_slots == (one.store.layer_idx == 1)
+        assert index_of(other.store).same_slots == index_of(one.store).same_slots == (one.store.layer_idx == 1)
     for step in range(4):
         for one, other in zip(*pairs, strict=True):
             new = draw(1, 10 * step + one.store.layer_idx)
@@ -79,7 +85,7 @@ def test_heads_with_budgets_of_their_own(grows: bool, codec: str) -> None:
     for _ in range(3):
         run.step(valid=[True, False])
     store = run.store
-    run.store = paged_store(0, store.selector, store.codec, "grow" if grows else "evict", store.head_allocator)
+    run.store = LayerStore(store.spec)
     restored(store, run.store)
     for number in range(12):
         run.step(valid=[True, number % 4 != 0])

@@ -12,10 +12,12 @@ from kvpolicy import H2O, StreamingLLM
 from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.invariants import check_invariants
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.state import tensors
-from kvpolicy.engine.store import LayerStore, RowBudget
 from tests.conformance.fakes import Fake
-from tests.engine.parts import Ranking, Uncoded, generator
+from tests.engine.parts import Ranking, Uncoded, generator, slots_of
 
 ROWS, HEADS, GROUP, DIM = 2, 2, 2, 4
 SINKS = 2
@@ -69,7 +71,7 @@ class Pair:
     """A store and the lists of its rows."""
 
     def __init__(self, codec: Any, budgets: list[int], *, grows: bool = False, planned: int = 0) -> None:
-        self.store = LayerStore(0, StreamingLLM(sinks=SINKS), codec, "grow" if grows else "evict")
+        self.store = LayerStore(LayerSpec(0, StreamingLLM(sinks=SINKS), codec, "grow" if grows else "evict"))
         self.rows = [List(budget, grows) for budget in budgets]
         self.grows = grows
         self.columns = 0
@@ -102,9 +104,11 @@ class Pair:
         q, k, v = draw(1, seed)
         mask = None if valid is None else torch.tensor(valid)[:, None]
         self.columns += 1
-        places = [self.store.keys.data_ptr(), self.store.positions.data_ptr()]
+        places = [self.store.tensors.keys.data_ptr(), self.store.tensors.positions.data_ptr()]
         out = self.store.append(q, k, v, mask, SCALE)
-        assert places == [self.store.keys.data_ptr(), self.store.positions.data_ptr()], "a step works in place"
+        assert places == [self.store.tensors.keys.data_ptr(), self.store.tensors.positions.data_ptr()], (
+            "a step works in place"
+        )
         self.store.count_step()
         self.store.ensure_capacity()
         for b, row in enumerate(self.rows):
@@ -120,11 +124,11 @@ class Pair:
         check_invariants(self.store)
         past = self.store.past()
         assert past is not None
-        assert int(self.store.columns) == self.columns, "padding counts"
+        assert int(self.store.tensors.columns) == self.columns, "padding counts"
         for b, row in enumerate(self.rows):
-            assert int(self.store.length[b]) == row.seen
+            assert int(self.store.tensors.length[b]) == row.seen
             for h in range(HEADS):
-                held = {int(p): slot for slot, p in enumerate(self.store.positions[b, h].tolist()) if p >= 0}
+                held = {int(p): slot for slot, p in enumerate(self.store.tensors.positions[b, h].tolist()) if p >= 0}
                 assert sorted(held) == row.positions
                 for position, key, value in row.tokens:
                     assert torch.equal(past.keys[b, h, held[position]], key[h])
@@ -178,7 +182,7 @@ def test_a_growing_layer_keeps_every_generated_token(name: str, planned: int) ->
 def test_a_layer_that_was_told_too_little_gets_more_slots(name: str) -> None:
     pair = Pair(CODECS[name], [40, 12], planned=1)
     pair.prompt(5, 0)
-    assert pair.store.can_run_out
+    assert pair.store.contents.can_run_out
     for seed in range(1, 50):
         pair.step(seed)
     assert [len(row.tokens) for row in pair.rows] == [40, 12]
@@ -195,20 +199,22 @@ def test_one_token_and_a_budget_of_the_sinks() -> None:
 def test_room_is_reserved_at_once() -> None:
     pair = Pair(Plain(), [4, 6], grows=True)
     pair.prompt(9, 0)
-    assert pair.store.expected_len == [4 + 16, 6 + 16], "what a layer gets that knows nothing of the tokens to come"
+    assert pair.store.contents.expected_len == [4 + 16, 6 + 16], (
+        "what a layer gets that knows nothing of the tokens to come"
+    )
     assert pair.store.reserve(40) == 40 - 16
-    assert pair.store.expected_len == [44, 46] and pair.store.budget.tolist() == [44, 46]
-    place = pair.store.keys.data_ptr()
+    assert pair.store.contents.expected_len == [44, 46] and pair.store.tensors.budget.tolist() == [44, 46]
+    place = pair.store.tensors.keys.data_ptr()
     assert pair.store.reserve(5) == 0, "there is room already"
     for seed in range(1, 39):
         pair.step(seed)
-    assert pair.store.keys.data_ptr() == place
+    assert pair.store.tensors.keys.data_ptr() == place
 
 
 def test_without_room_a_step_is_refused() -> None:
     pair = Pair(Plain(), [4, 6], grows=True)
     pair.prompt(9, 0)
-    pair.store._set_budget(torch.tensor([4, 6]))
+    pair.store.contents.set_budget(torch.tensor([4, 6]))
     q, k, v = draw(1, 1)
     with pytest.raises(RuntimeError, match=r"no room left: call cache\.tick"):
         pair.store.append(q, k, v, None, SCALE)
@@ -218,7 +224,7 @@ def test_without_room_a_step_is_refused() -> None:
 def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
     """A prompt observes every token, coded ones too, and a step writes a state of zeros for the new one."""
     selector = Ranking(score=lambda state, seen, view: -1.0 - view.positions * 5 % 7)  # new tokens outlive others
-    store = LayerStore(0, selector, CODECS[name], "evict")  # pyright: ignore[reportArgumentType]
+    store = LayerStore(LayerSpec(0, selector, CODECS[name], "evict"))  # pyright: ignore[reportArgumentType]
     observed = 0
     for seed, count in enumerate([9, 1, 1, 1, 4, 1, 1, 1, 1, 5]):
         q, k, v = draw(count, seed)
@@ -228,16 +234,16 @@ def test_the_state_of_a_token_goes_where_the_token_goes(name: str) -> None:
             _, pending = store.attend_prompt(q, k, v, None, SCALE)
             keep = torch.full((ROWS,), 8)
             store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
-            observed = int(store.length[0])
+            observed = int(store.tensors.length[0])
         else:
             store.append(q, k, v, None, SCALE)
             store.count_step()
-        there = store.positions >= 0
+        there = store.tensors.positions >= 0
         assert there.sum(-1).eq(8).all()
-        worth, number = (part.where(there, 0) for part in store.state)
-        old = there & (store.positions < observed)
-        assert torch.equal(number, store.positions.long().where(old, 0))
-        assert torch.equal(worth, (-1.0 - store.positions * 5 % 7).where(old, 0.0))
+        worth, number = (part.where(there, 0) for part in store.tensors.state)
+        old = there & (store.tensors.positions < observed)
+        assert torch.equal(number, store.tensors.positions.long().where(old, 0))
+        assert torch.equal(worth, (-1.0 - store.tensors.positions * 5 % 7).where(old, 0.0))
 
 
 def test_counting_a_step_demotes_a_full_buffer() -> None:
@@ -248,7 +254,7 @@ def test_counting_a_step_demotes_a_full_buffer() -> None:
         q, k, v = draw(1, seed)
         pair.store.append(q, k, v, None, SCALE)
         pair.store.count_step()
-        buffered = (pair.store.positions[..., : pair.store.layout.exact] >= 0).sum(-1)
+        buffered = (pair.store.tensors.positions[..., : pair.store.layout.exact] >= 0).sum(-1)
         assert int(buffered.max()) < 2 + 3
 
 
@@ -258,17 +264,17 @@ def test_buffers_stay_below_their_thresholds() -> None:
     pair.prompt(20, 0)
     blocks = set[int]()
     for seed in range(1, 20):
-        coded = int((pair.store.positions[0, 0, pair.store.layout.exact :] >= 0).sum())
+        coded = int((pair.store.tensors.positions[0, 0, pair.store.layout.exact :] >= 0).sum())
         pair.step(seed)
-        buffered = (pair.store.positions[..., : pair.store.layout.exact] >= 0).sum(-1)
+        buffered = (pair.store.tensors.positions[..., : pair.store.layout.exact] >= 0).sum(-1)
         assert int(buffered.max()) < 2 + 3 and int(buffered.min()) >= 1
-        now = int((pair.store.positions[0, 0, pair.store.layout.exact :] >= 0).sum())
+        now = int((pair.store.tensors.positions[0, 0, pair.store.layout.exact :] >= 0).sum())
         blocks.add(now - coded)
     assert max(blocks) > 1, "a block was demoted at once"
 
 
 def test_the_largest_queries_are_those_of_all_prompts() -> None:
-    store = LayerStore(0, StreamingLLM(sinks=SINKS), Fake(query_absmax=True), "evict")
+    store = LayerStore(LayerSpec(0, StreamingLLM(sinks=SINKS), Fake(query_absmax=True), "evict"))
     largest = torch.zeros(ROWS, HEADS, DIM)
     for seed, sharp in enumerate([1.0, 5.0, 0.5]):
         q, k, v = draw(6, seed)
@@ -278,13 +284,13 @@ def test_the_largest_queries_are_those_of_all_prompts() -> None:
         keep = torch.tensor([12, 12])
         store.compress(pending, RowBudget(keep, torch.zeros_like(keep), keep, keep))
         largest = torch.maximum(largest, (q * sharp).abs().amax(2).unflatten(1, (HEADS, GROUP)).amax(2))
-        assert store.limits is not None and torch.equal(store.limits.query_absmax, largest)
+        assert store.tensors.limits is not None and torch.equal(store.tensors.limits.query_absmax, largest)
 
 
 def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
     """Every tensor of a row whose buffer is not full, while that of the other row is."""
     codec = Exact(block=3, residual=0, recode_all=True)
-    store = LayerStore(0, H2O(), codec, "evict")
+    store = LayerStore(LayerSpec(0, H2O(), codec, "evict"))
     q, k, v = draw(12, 0)
     store.initialize(k, group=GROUP)
     _, pending = store.attend_prompt(q, k, v, None, SCALE)
@@ -294,12 +300,12 @@ def test_recoding_leaves_rows_that_are_not_due_as_they_are() -> None:
     for seed in range(1, 14):
         q, k, v = draw(1, seed)
         store.append(q, k, v, torch.tensor([[seed % 3 > 0], [seed % 2 > 0]]), SCALE)
-        assert store.limits is not None
-        due = (store._buffered() >= store.limits.flush_threshold).any(-1)
-        before = {name: [t.clone() for t in tensors(part)] for name, part in store.parts().items()}
+        assert store.tensors.limits is not None
+        due = (slots_of(store).codes.buffered() >= store.tensors.limits.flush_threshold).any(-1)
+        before = {name: [t.clone() for t in tensors(part)] for name, part in store.tensors.parts().items()}
         store.count_step()
         for row in (~due).nonzero()[:, 0].tolist():
-            for name, part in store.parts().items():
+            for name, part in store.tensors.parts().items():
                 for old, new in zip(before[name], tensors(part), strict=True):
                     assert not new.dim() or not len(new) or torch.equal(new[row], old[row]), name
         recoded = [count + now for count, now in zip(recoded, (due & ~due.all()).tolist(), strict=True)]

@@ -80,7 +80,8 @@ def scorer_selector(scorer: Any, **options: Any) -> Any:
 
 def _body(layer: Any) -> Any:
     """What owns a layer's tensors."""
-    return getattr(layer, "store", layer)
+    store = getattr(layer, "store", layer)
+    return getattr(store, "tensors", store)  # an earlier tree has them in the store itself
 
 
 def _flatten(part: Any) -> list[Tensor]:

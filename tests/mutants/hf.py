@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation(
         name="a row is replayed again with the prompt of another",
         file="kvpolicy/hf/replay.py",
-        old=" & (first.store.length == 0)[:, None]",
+        old=" & (first.store.tensors.length == 0)[:, None]",
         new="",
         tests=(
             "tests/engine/test_replay.py::test_rows_are_as_alone",

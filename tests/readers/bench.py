@@ -9,10 +9,13 @@ from torch import Tensor
 
 from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.invariants import check_invariants
-from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.reading import Board, Chosen
-from kvpolicy.engine.store import LayerStore, RowBudget
+from kvpolicy.engine.row_limits import RowBudget
+from tests.engine.parts import index_of
 from tests.reference.readers import Held
 
 DIM = 8
@@ -41,8 +44,10 @@ class Layer:
     ) -> None:
         self.policy = Policy.parse(policy)
         parts = self.policy
-        self.store = LayerStore(layer_idx, parts.selector, parts.codec, parts.decode, None, parts.merger, parts.reader)
-        self.store.board = board
+        self.store = LayerStore(
+            LayerSpec(layer_idx, parts.selector, parts.codec, parts.decode, parts.merger, parts.reader)
+        )
+        index_of(self.store).board = board
         self.budgets = budgets
         self.new = new
         self.transform = ScoreTransform(DIM**-0.5, softcap, sinks)
@@ -61,21 +66,23 @@ class Layer:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
         """Take in one token, and note what was read for it."""
-        store: Any = self.store
-        choose, follow = LayerReading._choose, LayerReading._follow
+        index: Any = index_of(self.store)
 
         def note(*given: Any) -> Chosen:
-            self.read = choose(store, *given)
-            return self.read
+            chosen = IndexReader._choose(index, *given)
+            self.read = chosen
+            return chosen
 
         def note_followed(*given: Any) -> Chosen:
-            self.read = follow(store, *given)
-            return self.read
+            chosen = IndexReader._follow(index, *given)
+            self.read = chosen
+            return chosen
 
         self.read = None
-        store._choose, store._follow = note, note_followed
-        out = store.append(q, k, v, valid, self.transform)
-        del store._choose, store._follow
+        index._choose = note
+        index._follow = note_followed
+        out = self.store.append(q, k, v, valid, self.transform)
+        del index._choose, index._follow
         return out
 
     def between(self) -> None:
@@ -86,7 +93,7 @@ class Layer:
 
     def positions_read(self, row: int, head: int) -> set[int]:
         """The positions that the last step chose, without a codec's full-precision buffer."""
-        positions = self.store.positions[row, head]
+        positions = self.store.tensors.positions[row, head]
         if self.read is None:
             return set(positions[positions >= 0].tolist())
         slots = self.read.slots[row, head][self.read.chosen[row, head]]
@@ -102,14 +109,18 @@ class Layer:
         if sum(layout.coded):
             ranges = [(a, a + n) for a, n in zip(layout.starts(), layout.coded, strict=True) if n]
         keys: list[list[float]] = past.keys[row, head].double().tolist()
-        held: list[int] = self.store.positions[row, head].tolist()
+        held: list[int] = self.store.tensors.positions[row, head].tolist()
         counts: list[float] = counts_of(self.store)[row, head].tolist()
         return [[Held(held[s], keys[s], counts[s]) if held[s] >= 0 else None for s in range(a, b)] for a, b in ranges]
 
 
 def counts_of(store: LayerStore) -> Tensor:
     """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp64."""
-    return torch.zeros(store.positions.shape).double() if store.log_counts is None else store.log_counts.double()
+    return (
+        torch.zeros(store.tensors.positions.shape).double()
+        if store.tensors.log_counts is None
+        else store.tensors.log_counts.double()
+    )
 
 
 def draw(n: int, seed: int, *, batch: int = 1, sharp: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +138,7 @@ def slow_output(layer: Layer, q: Tensor, chosen: list[list[set[int]]]) -> Tensor
     exact = layer.store.layout.exact if sum(layer.store.layout.coded) else 0
     for row, heads in enumerate(chosen):
         for head, positions in enumerate(heads):
-            held = layer.store.positions[row, head].tolist()
+            held = layer.store.tensors.positions[row, head].tolist()
             slots = [s for s, p in enumerate(held) if p >= 0 and (s < exact or p in positions)]
             keys, values = (t[row, head, slots].double() for t in (past.keys, past.values))
             for member in range(GROUP):

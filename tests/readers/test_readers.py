@@ -65,14 +65,14 @@ def slow_choice(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], lengths:
                 start = prompt[1].shape[2] - lengths[row]
                 queries = prompt[0][row, mine, start:].double().tolist()
                 channels = method.channels(config, queries, prompt[1][row, head, start:].double().tolist())
-            held = layer.store.positions[row, head]
+            held = layer.store.tensors.positions[row, head]
             found[-1].append(
                 chosen(
                     name,
                     config,
                     layer.parts(row, head),
                     q[row, mine, 0].double().tolist(),
-                    length=int(layer.store.length[row]),
+                    length=int(layer.store.tensors.length[row]),
                     first=int(held[held >= 0].min()),
                     scale=layer.transform.scale,
                     group_size=policy.codec.traits.group_size,
@@ -143,7 +143,7 @@ def test_reading_all_is_no_reader(reader: str, read: str, base: str) -> None:
         assert torch.equal(one.step(*draw(1, 50 + step)), other.step(*draw(1, 50 + step)))
         one.between()
         other.between()
-    assert one.store.link.moved == other.store.link.moved
+    assert one.store.contents.link.moved == other.store.contents.link.moved
 
 
 @pytest.mark.parametrize("same", ["quest:page=1:dense=0", f"labels:channels={DIM}:dense=0"])

@@ -16,6 +16,7 @@ from kvpolicy.protocols import ModelInfo
 from kvpolicy.registry import name_of
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
+from tests.engine.parts import index_of
 from tests.readers.bench import DIM, GROUP, HEADS, Layer, draw, slow_output
 from tests.reference.readers import count_of, ranked
 from tests.reference.readers.reuse import DEFAULTS, chooser, followed
@@ -53,13 +54,13 @@ def slow_order(layer: Layer, q: Tensor, prompt: tuple[Tensor, Tensor], head: int
         from tests.reference.readers.labels import channels as slow_channels
 
         channels = slow_channels(config, prompt[0][0, mine].double().tolist(), prompt[1][0, head].double().tolist())
-    held = layer.store.positions[0, head]
+    held = layer.store.tensors.positions[0, head]
     return ranked(
         name_of(type(base)),
         config,
         layer.parts(0, head),
         q[0, mine, 0].double().tolist(),
-        length=int(layer.store.length[0]),
+        length=int(layer.store.tensors.length[0]),
         first=int(held[held >= 0].min()),
         scale=layer.transform.scale,
         group_size=layer.policy.codec.traits.group_size,
@@ -95,12 +96,12 @@ def test_reads_what_the_slow_version_reads(policy: str, sizes: tuple[int, int]) 
         orders = [slow_order(layers[0], now[0][0], prompts[0][:2], head) for head in range(HEADS)]
         parts = [layers[1].parts(0, head) for head in range(HEADS)]
         held = [{slot.position for part in each for slot in part if slot} for each in parts]
-        newest = int(layers[1].store.length[0]) - 1
+        newest = int(layers[1].store.tensors.length[0]) - 1
         want = [followed(orders[head], held[head], allowed(layers[1]), newest) for head in range(HEADS)]
-        if layers[1].store.read_shape is None:
+        if index_of(layers[1].store).shape is None:
             want = held
         got = [layers[1].positions_read(0, head) for head in range(HEADS)]
-        if layers[1].store.read_shape is not None:
+        if index_of(layers[1].store).shape is not None:
             assert got == want
         assert torch.allclose(outs[1].double(), slow_output(layers[1], now[1][0], [want]), atol=1e-5)
         reader: Any = layers[0].policy.reader
@@ -116,17 +117,17 @@ def test_the_same_slots_are_not_searched_for() -> None:
     layers = pair(CASES[1], ([13], [13]))
     for idx, layer in enumerate(layers):
         layer.prompt(*draw(26, 1 + idx))
-    assert layers[1].store._same_slots
+    assert index_of(layers[1].store).same_slots
     for step in range(STEPS):
         layers[0].step(*draw(1, 50 + step))
         now = draw(1, 80 + step)
         layers[1].step(*now)
         read = [layers[1].positions_read(0, head) for head in range(HEADS)]
         store = layers[1].store
-        board: Any = store.board
-        store._same_slots = False
-        searched = store._follow(store.read_shape, store.reads, board.choice)  # pyright: ignore[reportArgumentType]
-        store._same_slots = True
+        board: Any = index_of(store).board
+        index_of(store).same_slots = False
+        searched = index_of(store)._follow(index_of(store).shape, store.tensors.reads, board.choice)  # pyright: ignore[reportArgumentType]
+        index_of(store).same_slots = True
         layers[1].read = searched
         assert [layers[1].positions_read(0, head) for head in range(HEADS)] == read
         for layer in layers:
@@ -159,9 +160,9 @@ def test_rows_are_reordered_with_the_choice() -> None:
         layer.step(*draw(1, 3 + idx, batch=2))
     for layer in layers:
         layer.store.map_rows(lambda t: t[[1, 0, 1]])
-    reads: Any = layers[0].store.reads
-    board: Any = layers[1].store.board
-    assert board.choice is reads.choice and board.positions is layers[0].store.positions
+    reads: Any = layers[0].store.tensors.reads
+    board: Any = index_of(layers[1].store).board
+    assert board.choice is reads.choice and board.positions is layers[0].store.tensors.positions
     now = [tuple(t[[1, 0, 1]] for t in draw(1, 5 + idx, batch=2)) for idx in (0, 1)]
     outs = [layer.step(*tensors) for layer, tensors in zip(layers, now, strict=True)]
     assert torch.equal(outs[1][0], outs[1][2])
@@ -204,7 +205,7 @@ def test_a_choosing_layer_that_reads_everything_gives_what_it_gives_without_a_re
     for step in range(STEPS):
         # `exact` looks at all products first, so that attention is not one fused call.
         assert torch.allclose(one.step(*draw(1, 20 + step)), other.step(*draw(1, 20 + step)), atol=1e-6)
-    assert one.store.link.moved == other.store.link.moved
+    assert one.store.contents.link.moved == other.store.contents.link.moved
 
 
 @pytest.mark.parametrize(

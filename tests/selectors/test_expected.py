@@ -107,9 +107,9 @@ def test_unscored_tokens_never_fill_more_than_half_a_budget() -> None:
     bench.forward(*draw(40, 0))
     for number in range(60):
         bench.forward(*draw(1, number + 1))
-        state: Any = bench.layer.state
-        assert int((bench.layer.positions >= state.ranked[:, None, None]).sum(-1).max()) <= 6
-    assert bench.layer.state.queries.tolist() == [99] and bench.check().turns == 61
+        state: Any = bench.layer.tensors.state
+        assert int((bench.layer.tensors.positions >= state.ranked[:, None, None]).sum(-1).max()) <= 6
+    assert bench.layer.tensors.state.queries.tolist() == [99] and bench.check().turns == 61
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_steps_of_some_rows(policy: str) -> None:
         valid = torch.tensor([[True], [number % 3 != 0]])
         bench.forward(*draw(1, number + 1, batch=2), None if number % 2 else valid)
     bench.forward(*draw(7, 99, batch=2), padding(7, 0, 5))
-    assert bench.layer.state.queries.tolist() == [42, 13 - 2 + 20 + 5]
+    assert bench.layer.tensors.state.queries.tolist() == [42, 13 - 2 + 20 + 5]
     bench.check()
 
 
@@ -142,7 +142,7 @@ def test_moments_of_the_newest_prompt_alone(policy: str) -> None:
             bench.forward(*draw(1, 10 * turn + number + 1, batch=2))
         bench.budgets = [11 + turn, 9]
         bench.forward(*draw(valid.shape[1], 99 + turn, batch=2), valid)
-        state: Any = bench.layer.state
+        state: Any = bench.layer.tensors.state
         assert not state.total.numel() and not state.product.numel() and not state.queries.any()
     bench.check()
 
@@ -165,7 +165,9 @@ def test_a_row_is_itself_whatever_its_positions_begin_with(family: str) -> None:
         forward(model, ids[1:, 7:], mask[1:, 7:], 0, 13, alone)
     for some, one in zip(cache.policy_layers, alone.policy_layers, strict=True):
         for name in ("positions", "state.score"):
-            got, want = ((t.store.state.score if "." in name else t.positions).sort(-1).values for t in (some, one))
+            got, want = (
+                (t.store.tensors.state.score if "." in name else t.positions).sort(-1).values for t in (some, one)
+            )
             torch.testing.assert_close(got[1:].float(), want.float(), atol=1e-3, rtol=1e-3)
 
 

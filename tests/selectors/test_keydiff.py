@@ -68,7 +68,9 @@ def test_equal_keys_keep_the_earliest_and_the_newest() -> None:
         q, k, v = draw(size, size)
         bench.forward(q, torch.ones_like(k), v)
     assert bench.turns[0].kept[0][0][-1] == 8 and bench.turns[-1].kept[0][0][-1] == 10
-    assert bench.layer.state.score[bench.layer.positions >= 0].tolist() == pytest.approx([-1] * 8, abs=1e-6)
+    assert bench.layer.tensors.state.score[bench.layer.tensors.positions >= 0].tolist() == pytest.approx(
+        [-1] * 8, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -79,8 +81,8 @@ def test_the_anchor_is_that_of_the_kept_tokens(every: int) -> None:
     for number in range(30 * every):
         bench.forward(*draw(1, number + 1, batch=2))
     store = bench.layer
-    units = torch.nn.functional.normalize(store.keys, dim=-1) * (store.positions >= 0)[..., None]
-    torch.testing.assert_close(store.state.anchor, units.sum(2))
+    units = torch.nn.functional.normalize(store.tensors.keys, dim=-1) * (store.tensors.positions >= 0)[..., None]
+    torch.testing.assert_close(store.tensors.state.anchor, units.sum(2))
     bench.check()
 
 
@@ -102,15 +104,15 @@ def test_rows_take_their_anchor_with_them() -> None:
     """As in a beam search, which selects and repeats rows."""
     bench = Bench("keydiff:every=50", [12, 9])
     bench.forward(*draw(20, 0, batch=2), padding(20, 20, 13))
-    before = bench.layer.state
+    before = bench.layer.tensors.state
     anchor, score = before.anchor.clone(), before.score.clone()
     bench.layer.map_rows(lambda t: t[torch.tensor([1, 1, 0])])
-    after: Any = bench.layer.state
+    after: Any = bench.layer.tensors.state
     assert isinstance(after, Differences)
     assert torch.equal(after.anchor, anchor[[1, 1, 0]]) and torch.equal(after.score, score[[1, 1, 0]])
     bench.layer.append(*draw(1, 5, batch=3), None, bench.turns[0].kernel)
     bench.layer.count_step()
-    assert bench.layer.schedule.ranked_len == [13, 13, 20]
+    assert bench.layer.contents.schedule.ranked_len == [13, 13, 20]
 
 
 @pytest.mark.parametrize("selector", [KeyDiff(), KeyDiff(every=1), KeyDiff(every=7, decode="grow")])

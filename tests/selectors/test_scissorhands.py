@@ -36,7 +36,7 @@ def test_equal_weights_ignore_nothing() -> None:
     for number, size in enumerate([23, 1, 1, 1, 13, 1]):
         q, k, v = draw(size, number, batch=2)
         bench.forward(torch.zeros_like(q), k, v, padding(23, 23, 17) if number == 0 else None)
-        state: Any = bench.layer.state
+        state: Any = bench.layer.tensors.state
         assert not state.score.any()
     assert bench.turns[-1].kept[0][0] == [*range(8), 39] and bench.turns[-1].kept[1][0] == [*range(6), 33]
 
@@ -46,13 +46,13 @@ def test_counts_leave_the_window() -> None:
     bench = Bench("scissorhands:window=8:recent=1", [12])
     q, k, v = draw(20, 0)
     bench.forward(q * 4, k, v)
-    before: Any = bench.layer.state.score.clone()
+    before: Any = bench.layer.tensors.state.score.clone()
     assert float(before.max()) > 2 and float(before.max()) <= 8
     bench.forward(torch.zeros(1, 4, 1, 8), *draw(1, 1)[1:])
-    occupied = bench.layer.positions < 20
-    torch.testing.assert_close(bench.layer.state.score[occupied], (before * (1 - 1 / 8))[occupied])
+    occupied = bench.layer.tensors.positions < 20
+    torch.testing.assert_close(bench.layer.tensors.state.score[occupied], (before * (1 - 1 / 8))[occupied])
     bench.forward(torch.zeros(1, 4, 8, 8), *draw(8, 2)[1:])
-    assert not bench.layer.state.score.any()
+    assert not bench.layer.tensors.state.score.any()
 
 
 def test_padding_of_a_later_prompt_takes_nothing_from_counts() -> None:

@@ -199,7 +199,7 @@ def held(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Keys [H, n, D], values [H, n, D] and positions [H, n] of a layer of a cache, collected slot by slot."""
     past: Any = layer.store.past()
     found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for head, places in enumerate(layer.store.positions[0]):
+    for head, places in enumerate(layer.store.tensors.positions[0]):
         taken = [slot for slot, place in enumerate(places.tolist()) if place >= 0]
         found.append((past.keys[0, head, taken], past.values[0, head, taken], places[taken]))
     keys, values, positions = zip(*found, strict=True)

@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.engine.store import LayerStore
 from kvpolicy.protocols import Codec
 from kvpolicy_eval.bench.output import add_threads_argument, collect, set_threads, torch_note
 from kvpolicy_eval.bench.timing import compare
@@ -65,7 +65,7 @@ class Case:
         self.query = torch.randn(1, HEADS, GROUP, DIM, generator=generator).to(device)
         self.rope = _rope()
         self.layer = self.encode()
-        coded = self.layer.coded_view()
+        coded = None if self.layer.slots is None else self.layer.slots.codes.view()
         assert coded is not None, f"{codec} encodes none of {tokens} tokens"
         self.coded: CodecView = coded
         self.weights = [part.contiguous() for part in self._weights().split(coded.sizes, -1)]

@@ -21,11 +21,12 @@ from kvpolicy import Policy
 from kvpolicy.engine.attention import ScoreTransform, newest_queries
 from kvpolicy.engine.attention_sum import AttentionSum
 from kvpolicy.engine.channel_sums import ChannelSums
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.reading import absolute_sums
 from kvpolicy.engine.recent_queries import RecentQueries
+from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.statistic import Statistic
-from kvpolicy.engine.store import LayerStore, RowBudget
 from kvpolicy.hf.layer import make_store
 from kvpolicy.spec.tables import format_bytes
 from kvpolicy_eval.bench.decode import filled
@@ -162,7 +163,7 @@ def full_store(policy: str, slots: int, prompt: int | None = None) -> LayerStore
     budget = torch.tensor([slots])
     with torch.inference_mode(False), torch.no_grad():
         store.initialize(k)
-        store.columns.add_(count)
+        store.tensors.columns.add_(count)
         store.compress(pending, RowBudget(budget, torch.zeros_like(budget), budget, torch.tensor([2 * count])))
     return store
 

@@ -37,7 +37,7 @@ def picture(name: str) -> Figure:
     policy = with_ranking(short_windows(name))
     layer = after(policy)
     held = originals()
-    keys = held.unrotated if layer.codec.traits.key_space == "unrotated" else held.keys
+    keys = held.unrotated if layer.spec.codec.traits.key_space == "unrotated" else held.keys
     figure, (axes,) = canvas(1, [name])
     sides = zip(("keys", "values"), (BLUE, ORANGE), read(layer), (keys, held.values), strict=True)
     for label, color, decoded, original in sides:

@@ -27,7 +27,7 @@ TOKEN = 200
 
 def normalized_keys() -> Tensor:
     """Keys normalized per channel by the mean and deviation that tokenwise fitted, [positions, D]."""
-    codes = after(TOKENWISE.format(4, "true")).codes[0]
+    codes = after(TOKENWISE.format(4, "true")).tensors.codes[0]
     return (originals().keys[HEAD] - codes.channel_zero[0, HEAD].float()) / codes.channel_scale[0, HEAD].float()
 
 
@@ -120,8 +120,8 @@ def bfp_blocks() -> dict[str, tuple[Tensor, Tensor, float]]:
     """
     keys = originals().keys
     layer = coded_store(BLOCKS, keys[None], keys[None])
-    codes = layer.codes[0]
-    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
+    codes = layer.tensors.codes[0]
+    slot = int((layer.tensors.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
     result: dict[str, tuple[Tensor, Tensor, float]] = {}
     exponents = {"as they are": codes.value_scale, "sorted": codes.key_scale}
     for (name, biased), decoded in zip(exponents.items(), reversed(read(layer)), strict=True):

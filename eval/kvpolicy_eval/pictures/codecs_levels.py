@@ -35,7 +35,7 @@ WHITE: dict[str, Any] = {"frameon": True, "facecolor": "white", "edgecolor": "wh
 
 def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
     """One channel over positions, rotated and unrotated, and the center and half width of its calibrated range."""
-    calibration = after(KVQUANT).calibrations[0]
+    calibration = after(KVQUANT).contents.calibrations[0]
     center, half = (float(t[0, HEAD, 0, CHANNEL]) for t in (calibration.key_offset, calibration.key_range))
     tensors = originals()
     return tensors.keys[HEAD, :, CHANNEL], tensors.unrotated[HEAD, :, CHANNEL], center, half
@@ -43,7 +43,7 @@ def kvquant_channel() -> tuple[Tensor, Tensor, float, float]:
 
 def kvquant_normalized() -> tuple[Tensor, Tensor]:
     """Unrotated keys of the layer in units of their calibrated ranges, and the levels that they are rounded to."""
-    calibration = after(KVQUANT).calibrations[0]
+    calibration = after(KVQUANT).contents.calibrations[0]
     normalized = (originals().unrotated - calibration.key_offset[0]) / calibration.key_range[0]
     return normalized.flatten(), calibration.key_levels
 
@@ -147,8 +147,8 @@ def turboquant() -> Figure:
 def csr_pairs() -> tuple[Tensor, Tensor]:
     """Atoms and coefficients of one key as stored, [s] each."""
     layer = after(CSR.format(PAIRS[-1]))
-    slot = int((layer.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
-    codes = layer.stage_store(0).codes
+    slot = int((layer.tensors.positions[0, HEAD] == TOKEN).nonzero()) - layer.layout.exact
+    codes = layer.tensors.codes[0]
     return codes.key_index[0, HEAD, slot].long(), codes.key_coef[0, HEAD, slot].float()
 
 

@@ -38,7 +38,7 @@ WIDTHS = {"exact": "#b0b0b0", "8 bits": BLUE, "4 bits": SKY, "2 bits": ORANGE}
 
 def plain_slots() -> tuple[Tensor, Tensor]:
     """Position of the token in each slot, after the prompt and after further steps."""
-    before, later = (after(PLAIN, steps, PLAIN_STEPS).positions[0, HEAD] for steps in (0, PLAIN_STEPS))
+    before, later = (after(PLAIN, steps, PLAIN_STEPS).tensors.positions[0, HEAD] for steps in (0, PLAIN_STEPS))
     return before, later
 
 
@@ -96,7 +96,7 @@ def staircase() -> Figure:
 def mikv_scores() -> tuple[Tensor, Tensor]:
     """Attention that h2o has accumulated for each token, and the token's stage."""
     layer = after(MIKV)
-    return by_position(layer, next(iter(tensors(layer.state)))), stage_of(layer)
+    return by_position(layer, next(iter(tensors(layer.tensors.state)))), stage_of(layer)
 
 
 def mikv() -> Figure:

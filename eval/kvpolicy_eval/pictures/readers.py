@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy import registry
-from kvpolicy.engine.partial_reads import LayerReading
+from kvpolicy.engine.index_reader import IndexReader
 from kvpolicy.engine.reading import Chosen
 from kvpolicy_eval.pictures.scene import Kept, embedded, scene
 from kvpolicy_eval.pictures.selectors import AXIS, layers, parts
@@ -37,15 +37,15 @@ def read(policy: str) -> tuple[Tensor, int]:
     model, _ = embedded()
     ids = scene().ids
     chosen: dict[int, Chosen] = {}
-    find = LayerReading._read  # pyright: ignore[reportPrivateUsage]
+    find = IndexReader._read  # pyright: ignore[reportPrivateUsage]
 
-    def note(self: LayerReading, *given: Any) -> tuple[Chosen | None, Tensor | None]:
+    def note(self: Any, *given: Any) -> tuple[Chosen | None, Tensor | None]:
         found = find(self, *given)
         if found[0] is not None:
-            chosen[self.layer_idx] = found[0]
+            chosen[self._spec.layer_idx] = found[0]
         return found
 
-    watched: Any = LayerReading
+    watched: Any = IndexReader
     watched._read = note
     try:
         with kvpolicy.attach(model, policy):

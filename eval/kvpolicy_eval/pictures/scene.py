@@ -116,21 +116,21 @@ def heads_of(policy: str) -> list[list[int]]:
     with kvpolicy.attach(model, policy):
         cache = kvpolicy.PolicyCache(model)
         model(scene().ids, past_key_values=cache, logits_to_keep=1)
-        return [layer.store.tokens_by_head()[0].tolist() for layer in cache.policy_layers]
+        return [layer.store.geometry.tokens_by_head()[0].tolist() for layer in cache.policy_layers]
 
 
 def _inspect(store: Any, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Share of KV heads that keep each position of a layer, that keep it as a representative, and its mean score."""
-    positions: Tensor = store.positions[0].long()  # [H, S]
+    positions: Tensor = store.tensors.positions[0].long()  # [H, S]
     heads = len(positions)
     occupied = positions >= 0
     index = positions.where(occupied, length).flatten()  # empty slots count in an extra column, which is dropped
     kept_count = torch.zeros(length + 1).index_add_(0, index, occupied.flatten().float())
     mark_count = torch.zeros(length + 1)
-    if hasattr(store.state, "mark"):
-        mark_count.index_add_(0, index, (store.state.mark[0] > 0).flatten().float())
+    if hasattr(store.tensors.state, "mark"):
+        mark_count.index_add_(0, index, (store.tensors.state.mark[0] > 0).flatten().float())
     score = torch.full((length,), torch.nan)
-    statistic = _statistic(store.state)
+    statistic = _statistic(store.tensors.state)
     if statistic is not None:
         total = torch.zeros(length + 1).index_add_(0, index, statistic[0].flatten().float())
         score = (total / kept_count.clamp_min(1)).where(kept_count > 0, torch.nan)[:length]

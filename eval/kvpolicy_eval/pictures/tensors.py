@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvpolicy
-from kvpolicy.engine.store import LayerStore
+from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import rope_of
 from kvpolicy_eval.data.text import held_out
@@ -90,16 +90,16 @@ def by_position(layer: LayerStore, per_slot: Tensor, head: int = HEAD, missing: 
     Returns:
         [positions, ...]
     """
-    positions = layer.positions[0, head].long()
+    positions = layer.tensors.positions[0, head].long()
     occupied = positions >= 0
-    out = per_slot.new_full((int(layer.length[0]), *per_slot.shape[3:]), missing)
+    out = per_slot.new_full((int(layer.tensors.length[0]), *per_slot.shape[3:]), missing)
     out[positions[occupied]] = per_slot[0, head][occupied]
     return out
 
 
 def stage_of(layer: LayerStore, head: int = HEAD) -> Tensor:
     """Stage of each token, [positions]: 0 in full precision, 1 and more for encoded stages, -1 if evicted."""
-    slots = torch.zeros(layer.positions.shape, dtype=torch.int64)
+    slots = torch.zeros(layer.tensors.positions.shape, dtype=torch.int64)
     for number, start in enumerate(layer.layout.starts(), 1):
         slots[..., start:] = number
     return by_position(layer, slots, head, -1)
@@ -110,11 +110,12 @@ def read(layer: LayerStore, head: int = HEAD) -> tuple[Tensor, Tensor]:
 
     Keys are unrotated if the codec encodes unrotated keys.
     """
-    not_encoded = torch.full_like(layer.keys, torch.nan, dtype=torch.float32)
+    assert layer.slots is not None
+    not_encoded = torch.full_like(layer.tensors.keys, torch.nan, dtype=torch.float32)
     keys = [not_encoded]
     values = [not_encoded]
-    for number, (stage, slots) in enumerate(zip(layer.codec.stages, layer.layout.coded, strict=True)):
-        store = layer.stage_store(number)
+    for number, (stage, slots) in enumerate(zip(layer.spec.codec.stages, layer.layout.coded, strict=True)):
+        store = layer.slots.codes.stage_store(number)
         keys.append(stage.keys(store, slice(0, slots)))
         values.append(stage.values(store, slice(0, slots)))
     return by_position(layer, torch.cat(keys, 2), head), by_position(layer, torch.cat(values, 2), head)

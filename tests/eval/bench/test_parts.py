@@ -28,10 +28,10 @@ def test_a_table_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_heads_differ() -> None:
     """Or the benchmark would not be one of heads of different size."""
-    counts = Layer("uniform/adakv+h2o", 64, "eager", 128).store.tokens_by_head()[0]
+    counts = Layer("uniform/adakv+h2o", 64, "eager", 128).store.geometry.tokens_by_head()[0]
     assert int(counts.sum()) == 64 * 8 and int(counts.max()) > int(counts.min())
 
 
 def test_a_merge_has_victims_and_targets() -> None:
     store = Layer("h2o+merge:least=-1.0", 64, "eager", 128).store
-    torch.testing.assert_close(store.counts.exp().sum(-1), torch.full((1, 8), 128.0))
+    torch.testing.assert_close(store.tensors.counts.exp().sum(-1), torch.full((1, 8), 128.0))

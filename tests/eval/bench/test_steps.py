@@ -44,7 +44,7 @@ def test_a_layer_is_full_and_stays_so(policy: str) -> None:
             layer.eager()
             layer.store.count_step()
     assert layer.store.nbytes == before
-    assert (layer.store.positions >= 0).sum(-1).tolist() == [[256] * steps.HEADS]
+    assert (layer.store.tensors.positions >= 0).sum(-1).tolist() == [[256] * steps.HEADS]
 
 
 def test_targets() -> None:

@@ -71,13 +71,13 @@ def test_kvcrush_is_drawn_with_the_distances_that_decided() -> None:
     store: Any = cache.policy_layers[LAYER].store
     distance = crush_distances(23).tolist()
     drawn = torch.zeros(scene().length)
-    for positions, marks in zip(store.positions[0].tolist(), store.state.mark[0].tolist(), strict=True):
+    for positions, marks in zip(store.tensors.positions[0].tolist(), store.tensors.state.mark[0].tolist(), strict=True):
         held = {place: mark for place, mark in zip(positions, marks, strict=True) if place >= 0}
         dropped = [place for place in range(scene().length) if not (place in held and not held[place])]
         order = sorted(dropped, key=lambda place: (distance[place], place))
         stand_in = {order[i * len(order) // 15] for i in range(15)}
         assert stand_in == {place for place, mark in held.items() if mark}
-        drawn[list(stand_in)] += 1 / len(store.positions[0])
+        drawn[list(stand_in)] += 1 / len(store.tensors.positions[0])
     assert kept("kvcrush@0.25").mark[LAYER].tolist() == drawn.tolist()
 
 

@@ -65,9 +65,9 @@ def test_errors_are_those_of_the_engine(spec: str) -> None:
     """Read slot by slot after a real prompt, they agree with what `distortion` measures of the same tensors."""
     layer = after(spec)
     held = originals()
-    keys = held.unrotated if layer.codec.traits.key_space == "unrotated" else held.keys
+    keys = held.unrotated if layer.spec.codec.traits.key_space == "unrotated" else held.keys
     got = [read(layer, head) for head in range(keys.shape[0])]
-    wanted = distortion(layer.codec, keys[None], held.values[None], layer_idx=tensors.LAYER)
+    wanted = distortion(layer.spec.codec, keys[None], held.values[None], layer_idx=tensors.LAYER)
     assert relative_error(torch.stack([k for k, _ in got]), keys) == pytest.approx(wanted.keys, rel=1e-3)
     assert relative_error(torch.stack([v for _, v in got]), held.values) == pytest.approx(wanted.values, rel=1e-3)
 
@@ -95,7 +95,7 @@ def test_bfp_draws_half_steps() -> None:
     """No number loses more, but for the largest of a block, which is clipped to less than a step."""
     layer = coded_store(codecs_grid.BLOCKS, originals().keys[None], originals().keys[None])
     got, unsorted = read(layer)
-    order = layer.codes[0].order[0, HEAD, 0].long()
+    order = layer.tensors.codes[0].order[0, HEAD, 0].long()
     want = originals().keys[HEAD, codecs_grid.TOKEN]
     size, step, _ = codecs_grid.bfp_blocks()["sorted"]
     assert torch.equal(size, want[order].abs())
@@ -142,7 +142,7 @@ def test_csr_draws_its_pairs() -> None:
     """The sum of the drawn pairs is what is read back, and fewer pairs are the first of them."""
     atoms, coefficients = codecs_levels.csr_pairs()
     layer = after(codecs_levels.CSR.format(8))
-    calibration = layer.calibrations[0].keys
+    calibration = layer.contents.calibrations[0].keys
     assert int(atoms.max()) < len(calibration), "the key has an atom of the prompt: draw another"
     sums = codecs_levels.csr_sums()
     for s in codecs_levels.PAIRS:

@@ -1,0 +1,144 @@
+"""Pages that hold every token in full precision."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.decode import NO_SLOT, assert_async
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.page_attention import ExactPages, attend_pages
+from kvpolicy.engine.page_slots import flat_pages, require_pages, victims, write_flat
+from kvpolicy.engine.pages import best_slot, owned_by, page_table, place_tokens
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.selection import Selection
+from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.engine.token_batch import BEYOND, SlotData
+from kvpolicy.protocols import Layout, State, View
+
+
+class ExactPageBody:
+    """The pages of a layer without a codec: a new token is written to a page of its head."""
+
+    def __init__(self, layer: LayerContents) -> None:
+        """Hold the pages of `layer`."""
+        self._layer = layer
+
+    @property
+    def owner(self) -> Tensor:
+        """The owners of the pages that the head allocator divides, [B, NB]."""
+        return self._layer.tensors.paged().owner
+
+    def find_layout(self) -> Layout:
+        """The slots of an average head."""
+        return Layout(-(-self._layer.tensors.positions[0].numel() // max(1, self._layer.shape.heads)))
+
+    # a prompt
+
+    def held_slots(self) -> tuple[Tensor, State]:
+        """Positions [B, H, n] of the slots of each head, -1 for an empty one, and the selector's state of them."""
+        tensors = self._layer.tensors
+        table = page_table(self.owner, self._layer.shape.heads)
+        return table.occupied(tensors.positions), map_slots(table.slots, tensors.state)
+
+    def place(self, pending: PendingPrompt, selected: Selection, past: Past | None, counts: Tensor, size: int) -> None:
+        """Lay out the selected tokens in pages.
+
+        Args:
+            pending: The prompt.
+            selected: The selection among the slots, as `held_slots` has them, and the tokens of the prompt.
+            past: The slots, decoded, if they were read.
+            counts: Pages of each head, [B, H].
+            size: Slots of a page.
+        """
+        tensors = self._layer.tensors
+        keys = pending.keys
+        values = pending.values
+        if self.owner.shape[1]:  # a first prompt is not copied whole
+            past = past or self.past()
+            assert past is not None
+            keys = torch.cat([past.keys, keys], 2)
+            values = torch.cat([past.values, values], 2)
+        placed = place_tokens(selected.positions, selected.chosen, counts, size)
+        tensors.paged().owner = placed.owner
+        # Empty slots have a weight of 0, and 0 times an arbitrary number of padding might be NaN.
+        tensors.keys = placed.take(keys).masked_fill_(placed.empty[..., None], 0)
+        tensors.values = placed.take(values).masked_fill_(placed.empty[..., None], 0)
+        tensors.positions = placed.take(selected.positions).masked_fill_(placed.empty, -1)
+        tensors.state = map_slots(lambda t: placed.take(t).masked_fill_(placed.empty, 0), selected.state)
+
+    # reading and writing
+
+    def past(self) -> Past | None:
+        """Every slot, [B, H, n, D], where n is that of the head with the most pages; None if there are none."""
+        tensors = self._layer.tensors
+        if not self.owner.shape[1]:
+            return None
+        table = page_table(self.owner, self._layer.shape.heads)
+        return Past(table.slots(tensors.keys), table.slots(tensors.values), table.occupied(tensors.positions) >= 0)
+
+    def step_targets(self) -> list[tuple[Tensor, int]]:
+        """Tensors that a step writes slots of, in the order of the writes, and the heads of each."""
+        tensors = self._layer.tensors
+        per_slot = (tensors.keys, tensors.values, tensors.positions, *slot_tensors(tensors.state))
+        return [(flat_pages(target), self._layer.shape.heads) for target in per_slot]
+
+    def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
+        """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
+        tensors = self._layer.tensors
+        undo = self._layer.undo
+        write_flat(tensors.keys, slots, data.keys, mask, undo)
+        write_flat(tensors.values, slots, data.values, mask, undo)
+        write_flat(tensors.positions, slots, data.positions, mask, undo)
+        for target, item in zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True):
+            write_flat(target, slots, item, mask, undo)
+
+    # a decode step
+
+    def attend(self, q: Tensor, transform: ScoreTransform) -> tuple[Tensor, Tensor]:
+        """Attend from one token per row to every page; see `attend_pages`."""
+        tensors = self._layer.tensors
+        pages = ExactPages(tensors.keys, tensors.values)
+        return attend_pages(q, pages, tensors.positions >= 0, self.owner, self._layer.shape.heads, transform)
+
+    def count_read(self, link: Link) -> None:
+        """Count on `link` what a decode step reads."""
+        tensors = self._layer.tensors
+        link.whole((tensors.keys, tensors.values, tensors.positions, self.owner))
+
+    def free_slot(self, view: View, valid: Tensor | None) -> Tensor:
+        """A slot for each head's new token, [B, H, 1], counted over all pages: an empty one, else the victim's."""
+        layer = self._layer
+        owner = self.owner
+        heads = layer.shape.heads
+        require_pages(owned_by(owner, heads), valid)
+        free = (~view.valid & (owner < heads)[..., None]).to(torch.int32) * BEYOND
+        if layer.can_run_out:
+            has_free = (owned_by(owner, heads) & free.any(-1)[:, None]).any(-1).all(-1)
+            fine = layer.tensors.paged().complete | has_free
+            assert_async((fine if valid is None else fine | ~valid[:, 0]).all(), NO_SLOT)
+        # An empty slot is taken before any token.
+        return best_slot(torch.where(free > 0, free, victims(layer, view)), owner, heads)
+
+    # between steps
+
+    def buffer_room(self) -> Tensor | None:
+        """None: there is no buffer whose tokens must be demoted."""
+        return None
+
+    def demote_block(self) -> None:
+        """Nothing is ever demoted."""
+
+    def lengthen(self, owner: Tensor) -> None:
+        """Append pages, so that they have these owners [B, NB]; existing pages keep their contents."""
+        tensors = self._layer.tensors
+        added = owner.shape[1] - self.owner.shape[1]
+        tensors.paged().owner = owner
+        if added:
+            tensors.keys = F.pad(tensors.keys, (0, 0, 0, 0, 0, added))
+            tensors.values = F.pad(tensors.values, (0, 0, 0, 0, 0, added))
+            tensors.positions = F.pad(tensors.positions, (0, 0, 0, added), value=-1)
+            tensors.state = map_slots(lambda t: F.pad(t, (0, 0, 0, added)), tensors.state)

@@ -1,0 +1,358 @@
+"""Decode steps that read a part of a layer's slots: the index, and attention to what the reader chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.engine.codec_view import ChosenSlots, CodecView
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.reading import (
+    AbsoluteSums,
+    Board,
+    Choice,
+    Chosen,
+    ReadShape,
+    ReadState,
+    alloc_reads,
+    channel_salience,
+    choice_size,
+    choose,
+    chooses,
+    count_step,
+    entries_of,
+    entry_slots,
+    every_slot,
+    follow,
+    key_codes,
+    largest_counts,
+    read_shape,
+    row_entries,
+    show,
+    unscanned,
+)
+from kvpolicy.engine.slot_codes import SlotCodes
+from kvpolicy.engine.state import map_slots, slot_tensors
+from kvpolicy.engine.state import tensors as all_tensors
+from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.kernels.products import products
+from kvpolicy.protocols import LoadsSalience, Needs
+
+REBUILD_SLOTS = 8192
+"""Slots of each head that are decoded at a time when an index is made."""
+
+
+class IndexReader:
+    """Attends from a step to the slots of a layer that its reader chooses, and keeps the reader's index.
+
+    If the reader reads all slots, there is no index, and nothing is chosen.
+
+    Attributes:
+        shape: Read plan of a decode step; None for all slots.
+        board: Where a layer that chooses shows its choice; None unless layers of the cache follow others.
+        same_slots: Whether the layer holds the same tokens in the same slots as the one that chooses for it.
+        is_current: Whether the index is kept up to date; while a prompt is placed, entries wait until all slots are
+            written.
+    """
+
+    def __init__(self, layer: LayerContents, codes: SlotCodes) -> None:
+        """Read the slots of `layer`, whose coded ones `codes` reads."""
+        self._layer = layer
+        self._codes = codes
+        self._spec = layer.spec
+        self._reader = layer.spec.reader
+        self._link = layer.link
+        self.shape: ReadShape | None = None
+        self.board: Board | None = None
+        self.same_slots = False
+        self.is_current = False
+
+    # attention
+
+    def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row [B, Hq, 1, D] to the slots that the reader chooses.
+
+        Returns:
+            The output [B, Hq, 1, D], and the attention weights of all slots [B, H, G, S] fp32, or None; slots that were
+            not read have a weight of 0.
+        """
+        tensors = self._layer.tensors
+        self._link.whole((tensors.positions, tensors.counts))
+        coded = self._codes.view()
+        chosen, scanned = self._read(q, transform)
+        if chosen is None or self.shape is None:
+            exact = (tensors.keys, tensors.values)
+            codes = tensors.codes if coded is not None else ()
+            self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
+            occupied = tensors.positions >= 0
+            return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
+        if coded is None:
+            buffer = self._link.rows(tensors.keys, chosen.slots), self._link.rows(tensors.values, chosen.slots)
+            part = None
+        else:
+            buffer = tensors.keys, tensors.values
+            part = self._decode_chosen(coded, chosen.slots, self.shape)
+        occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
+        counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
+        out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
+        return out, None if weights is None else self._to_slots(weights, chosen)
+
+    def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
+        """Choose the slots that a step reads, and show the choice to the layers behind this one.
+
+        Returns:
+            The slots that are read besides a codec's full-precision buffer, or None for all slots; and the products of
+            `_products` if they were computed to choose, and all slots are read then.
+        """
+        tensors = self._layer.tensors
+        shape = self.shape
+        if not tensors.reads:
+            return None, None
+        if shape is not None and shape.followed:
+            board: Any = self.board  # not asserted to be one, since a compiler would trace the assertion
+            self._link.whole(board.choice)
+            return self._follow(shape, tensors.reads, board.choice), None
+        scanned = None
+        if shape is not None and self._reads_all and self._reader.traits.scans_keys:
+            scanned = self._products(self._queries(q))
+        chosen = None if shape is None else self._choose(q, tensors.reads, shape, transform, scanned)
+        if tensors.reads.choice:
+            shown = every_slot(self._layer.layout, tensors.positions) if chosen is None else chosen
+            show(tensors.reads.choice, shown, tensors.positions)
+        return None if self._reads_all else chosen, scanned
+
+    def _follow(self, shape: ReadShape, reads: ReadState, choice: Choice) -> Chosen:
+        tensors = self._layer.tensors
+        return follow(shape, reads.limit, choice, tensors.positions, tensors.length, self.same_slots)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether the layer reads everything after it has chosen for the layers behind it."""
+        return self._reader.traits.choosers_read_all and chooses(self._reader, self._spec.layer_idx)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
+        return q.squeeze(2).unflatten(1, (self._layer.tensors.positions.shape[1], -1))
+
+    def _choose(
+        self,
+        q: Tensor,
+        reads: ReadState,
+        shape: ReadShape,
+        transform: ScoreTransform,
+        scanned: Tensor | None = None,
+    ) -> Chosen:
+        """The slots that a step reads besides a codec's full-precision buffer; `scanned` are known products."""
+        tensors = self._layer.tensors
+        products = self._products if scanned is None else lambda _: scanned.clone()  # the engine changes scores
+        self._link.whole(reads.index)
+        score = transform.finish(self._reader.score(reads.index, self._queries(q), products))
+        if tensors.log_counts is not None:
+            # As attention adds them: a slot that stands for many tokens is needed more than its key says.
+            score = score + largest_counts(shape, tensors.log_counts, tensors.positions)[:, :, None]
+        return choose(
+            shape, reads.limit, score, tensors.positions, tensors.length, self._reader.traits.recent, self._layer.ranks
+        )
+
+    def _products(self, queries: Tensor) -> Tensor:
+        """Products of queries [B, H, G, D] with the key of every slot that the reader divides, [B, H, G, S] fp32."""
+        tensors = self._layer.tensors
+        coded = self._codes.view()
+        if coded is None:
+            self._link.whole(tensors.keys)
+            return products(queries, tensors.keys)
+        self._link.whole(key_codes(tensors.codes))
+        return torch.cat(coded.score(queries), -1)
+
+    def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
+        tensors = self._layer.tensors
+        self._link.whole((tensors.keys, tensors.values))
+        group_size = self._spec.codec.traits.group_size
+        for codes, size in zip(tensors.codes, self._layer.layout.coded, strict=True):
+            if size:
+                self._link.count_stage(codes, size, min(shape.slots, size), group_size, shape.page)
+        # In fp32, as stages decode: attention converts them as it does where all slots are read.
+        return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
+
+    def _of_read(self, per_slot: Tensor | None, chosen: Chosen) -> Tensor:
+        """Gather the read slots of a tensor [B, H, S], in the order in which they are attended to, [B, H, n].
+
+        Without a tensor: whether a slot is to be attended to.
+        """
+        part = chosen.chosen if per_slot is None else per_slot.gather(-1, chosen.slots)
+        if not sum(self._layer.layout.coded):
+            return part
+        exact = self._layer.layout.exact
+        every = part.new_ones(*part.shape[:2], exact) if per_slot is None else per_slot[..., :exact]
+        return torch.cat([every, part], -1)
+
+    def _to_slots(self, weights: Tensor, chosen: Chosen) -> Tensor:
+        """Attention weights of what was read, [B, H, G, n], as those of all slots, [B, H, G, S]."""
+        layer = self._layer
+        slots = chosen.slots
+        if sum(layer.layout.coded):
+            first = torch.arange(layer.layout.exact, device=slots.device).expand(*slots.shape[:2], -1)
+            slots = torch.cat([first, slots], -1)
+        every = weights.new_zeros(*weights.shape[:3], layer.layout.slots)
+        # A sum, since slots that are not read may be named twice, with weights of 0.
+        return every.scatter_add(-1, slots[:, :, None].expand(weights.shape), weights)
+
+    def count_read(self, link: Link) -> None:
+        """Count on `link` what a decode step reads."""
+        tensors = self._layer.tensors
+        count_step(
+            link,
+            self._reader,
+            self.shape,
+            tensors.reads,
+            (tensors.keys, tensors.values),
+            (tensors.positions, tensors.counts),
+            tensors.codes,
+            self._layer.layout.coded,
+            self._spec.codec.traits.group_size,
+            None if self.board is None else self.board.choice,
+            reads_all=self._reads_all,
+            merges=self._spec.merges_in_steps,
+        )
+
+    # the index
+
+    def rebuild(self, first: Tensor | None = None, salience: Tensor | None = None) -> None:
+        """Make the index fit the layout, and compute every entry.
+
+        Args:
+            first: Rows that had their first prompt, [B] bool; None if no row had.
+            salience: The salience of the channels of that prompt, [B, H, D], if the reader needs it.
+        """
+        tensors = self._layer.tensors
+        if not tensors.reads:
+            return
+        shape = read_shape(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
+        batch, heads, _, dim = tensors.keys.shape
+        shown = choice_size(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
+        held = tensors.reads.choice.slots.shape[-1] if tensors.reads.choice else 0
+        if shape != self.shape or shown != held:
+            self.shape = shape
+            old = tensors.reads
+            like = tensors.keys.dtype, tensors.keys.device
+            tensors.reads = alloc_reads(self._reader, shape, batch, heads, dim, *like, self._spec.layer_idx, shown)
+            # What was fitted to the first prompt does not depend on the number of entries.
+            for new, fitted in zip(all_tensors(tensors.reads), all_tensors(old), strict=True):
+                if new.shape == fitted.shape:
+                    new.copy_(fitted)
+        if first is not None and salience is not None and tensors.reads.index:
+            self._reader.fit(tensors.reads.index, salience, first)
+        self.is_current = True
+        # Also where this layer reads everything: one behind it that has more slots may still follow its choice.
+        self.show()
+        if shape is None:
+            return
+        self.same_slots = shape.followed > 0 and self._holds_the_same()
+        self.set_limit()
+        step = max(REBUILD_SLOTS // shape.page, 1)
+        for start in range(0, shape.entries, step):
+            entries = torch.arange(start, min(start + step, shape.entries), device=tensors.keys.device)
+            self.refresh(shape, tensors.reads, entries.expand(batch, heads, -1))
+
+    def show(self) -> None:
+        """Show the layers behind this one where its choice and its positions are; they may be new tensors."""
+        tensors = self._layer.tensors
+        if self.board is not None and tensors.reads and tensors.reads.choice:
+            self.board.choice = tensors.reads.choice
+            self.board.positions = tensors.positions
+
+    def _holds_the_same(self) -> bool:
+        """Whether this layer and the one that chooses for it hold the same tokens in the same slots, and will.
+
+        Tokens that a selector keeps for their position alone are the same in every layer from then on.
+        """
+        shown = None if self.board is None else self.board.positions
+        return (
+            self._spec.selector.needs == Needs()
+            and shown is not None
+            and torch.equal(shown, self._layer.tensors.positions)
+        )
+
+    def set_limit(self) -> None:
+        """Let each row read as many entries as it would alone, of the slots that it has."""
+        reads = self._layer.tensors.reads
+        if self.shape is not None and reads:
+            rows = row_entries(self._reader, self._spec.codec, self.shape, self._layer.expected_len)
+            reads.limit.copy_(reads.limit.new_tensor(rows))
+
+    def numbers(self) -> list[Any]:
+        """The numbers of the index on the host, as JSON values."""
+        return [self.same_slots, self.is_current, self._layer.steps_unsorted]
+
+    def set_numbers(self, numbers: list[Any]) -> None:
+        """Restore the result of `numbers`, after the layout was set."""
+        self.same_slots, self.is_current, self._layer.steps_unsorted = numbers
+        self.shape = read_shape(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
+
+    def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
+        """The salience of the channels in a prompt of `count` [B] tokens, [B, H, D] fp32, if the reader needs it."""
+        layer = self._layer
+        tensors = layer.tensors
+        if sums is not None:
+            return channel_salience(sums, count, layer.ranks)
+        if not (tensors.reads and tensors.reads.index and self._reader.traits.salience):
+            return None
+        assert isinstance(self._reader, LoadsSalience)  # see `policy.combination.check_abilities`
+        salience = self._reader.load_salience(self._spec.layer_idx, layer.ranks.held)
+        return salience.to(count.device).expand(count.shape[0], -1, -1)
+
+    def refresh_slots(self, slots: Tensor, stage: int | None) -> None:
+        """Recompute the entries of slots [B, H, n] of the layer that were written or emptied."""
+        layer = self._layer
+        tensors = layer.tensors
+        shape = self.shape
+        if shape is None or not tensors.reads or not self.is_current:
+            return
+        part = 0
+        if sum(layer.layout.coded):
+            if stage is None:  # the full-precision buffer has no entries then
+                return
+            # Stages without slots are no parts (`_chosen_shape`), so a part may have another number than its stage.
+            part = sum(size > 0 for size in layer.layout.coded[:stage])
+        start, _ = shape.parts[part]
+        self.refresh(shape, tensors.reads, entries_of(shape, part, slots - start))
+
+    def refresh(self, shape: ReadShape, reads: ReadState, entries: Tensor) -> None:
+        """Recompute entries [B, H, n] from the keys that their slots hold."""
+        tensors = self._layer.tensors
+        if not reads.index:
+            return
+        slots, inside = entry_slots(shape, entries)
+        flat = slots.flatten(2)
+        coded = self._codes.view()
+        keys = self._link.rows(tensors.keys, flat) if coded is None else coded.keys_at(flat, tensors.keys.dtype)
+        occupied = inside & (tensors.positions.gather(-1, flat) >= 0).view_as(inside)
+        self._reader.refresh(reads.index, entries, keys.unflatten(2, inside.shape[2:]), occupied)
+
+    def count_unsorted_step(self) -> bool:
+        """Count a step that overwrote slots; whether it is time to sort them by position again."""
+        traits = self._reader.traits
+        if self.shape is None or not traits.ordered or self._spec.grows:
+            return False
+        self._layer.steps_unsorted += 1
+        return self._layer.steps_unsorted >= traits.resort
+
+    def sort_slots(self) -> None:
+        """Sort the slots of each head by position, in place, and compute the index again; no coded slot is moved."""
+        tensors = self._layer.tensors
+        self._layer.steps_unsorted = 0
+        order = torch.where(tensors.positions >= 0, tensors.positions, BEYOND).argsort(dim=-1, stable=True)
+        # Every slot is in full precision here: a policy that evicts may not combine a codec with an `ordered` reader.
+        vectors = order[..., None].expand(tensors.keys.shape)
+        tensors.keys.copy_(tensors.keys.gather(2, vectors))
+        tensors.values.copy_(tensors.values.gather(2, vectors))
+        tensors.positions.copy_(tensors.positions.gather(-1, order))
+        per_slot = (tensors.state, tensors.counts)
+        in_order = map_slots(lambda t: t.gather(-1, order), per_slot)
+        for held, new in zip(slot_tensors(per_slot), slot_tensors(in_order), strict=True):
+            held.copy_(new)
+        self.rebuild()

@@ -1,0 +1,200 @@
+"""Contents of one layer: its parts, its tensors, and the numbers that it keeps on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import capacity
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.layout import fix_addresses
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.pages import RowPages
+from kvpolicy.engine.rank_schedule import RankSchedule
+from kvpolicy.engine.row_limits import with_tokens
+from kvpolicy.engine.sizes import SizeHistory, Sizes, crop_obstacle
+from kvpolicy.engine.undo_log import UNDO_LOG, UndoLog
+from kvpolicy.protocols import SINGLE_RANK, Calibration, LayerShape, Layout, Ranks, View, traits_for
+from kvpolicy.spec.errors import KVPolicyError
+
+NUMBERS = ("capacity", "expected_len", "reserved", "largest_block", "scale", "may_exceed_plan")
+"""The attributes of a layer that are numbers on the host, or lists of them."""
+
+
+class LayerContents:
+    """Contents of one layer under a policy; a `LayerStore` and its geometry operate on them.
+
+    Attributes:
+        spec: The parts of the policy.
+        tensors: Every tensor that counts as the layer's; missing before `begin`.
+        calibrations: The model's calibrated tensors of each stage.
+        shape: The shape of the layer on this rank.
+        ranks: The ranks that hold the layer's other heads.
+        scale: The factor of the products of queries and keys, as in the last prompt.
+        layout: Slots of the full-precision buffer and of each stage.
+        capacity: Tokens that the layout was made for.
+        expected_len: Tokens that each row has slots for.
+        may_exceed_plan: Whether a row may hold more tokens than it has slots for.
+        schedule: When the slots are ranked together again.
+        reserved: Dictionary slots, the first of the full-precision buffer.
+        largest_block: The most tokens that any row demotes at a time.
+        free_steps: Steps until the layer must demote tokens, or needs more slots.
+        steps_unsorted: Steps since slots were sorted, if the reader wants them sorted.
+        link: The link that every read of a decode step goes through.
+        undo: Undo log of the steps since the mark; None without a mark.
+        records_digest: Whether the undo log records the digest of the mask.
+        sizes: Sizes of the layer before its prompts, for crops.
+        row_pages: Pages of each row, as it would have them alone in a batch; None in a layer without head budgets.
+    """
+
+    tensors: LayerTensors
+    shape: LayerShape
+
+    def __init__(self, spec: LayerSpec) -> None:
+        """Make the contents of a layer without keys."""
+        self.spec = spec
+        self.is_initialized = False
+        self.calibrations: tuple[Calibration, ...] = ()
+        self.ranks = SINGLE_RANK
+        self.scale = 1.0
+        self.layout = Layout(0)
+        self.capacity = 0
+        self.expected_len: list[int] = []
+        self.may_exceed_plan = False
+        self.schedule = RankSchedule(spec.selector.needs.rerank_every)
+        self.reserved = 0
+        self.largest_block = spec.codec.traits.block
+        self.free_steps: float = 0
+        self.steps_unsorted = 0
+        self.link = Link()
+        self.undo: UndoLog | None = None
+        self.records_digest = False
+        self.sizes = SizeHistory(not crop_obstacle(spec))
+        self.row_pages: RowPages | None = None
+
+    def begin(self, tensors: LayerTensors, shape: LayerShape, ranks: Ranks) -> None:
+        """Begin with empty tensors, of a layer of this shape on its rank."""
+        self.tensors = tensors
+        self.shape = shape
+        self.ranks = ranks
+        batch = tensors.length.shape[0]
+        device = tensors.length.device
+        stages = self.spec.codec.stages
+        self.calibrations = tuple(stage.load_calibration(self.spec.layer_idx, device, ranks.held) for stage in stages)
+        self.expected_len = [0] * batch
+        self.schedule.start(batch)
+        if self.spec.heads is not None:
+            self.row_pages = RowPages(*(torch.zeros(batch, dtype=torch.int64) for _ in range(3)))
+        self.is_initialized = True
+
+    def check_compatible(self, keys: Tensor, values: Tensor) -> None:
+        """Refuse keys and values of another dtype or device than those of the slots.
+
+        Raises:
+            KVPolicyError: If they differ.
+        """
+        if not self.is_initialized:
+            return
+        for held, new in ((self.tensors.keys, keys), (self.tensors.values, values)):
+            if held.dtype != new.dtype or held.device != new.device:
+                raise KVPolicyError(
+                    f"Keys and values must be {held.dtype} on {held.device} like the cache, got {new.dtype} on "
+                    f"{new.device}; try a new cache after moving the model or switching autocast."
+                )
+
+    @property
+    def can_run_out(self) -> bool:
+        """Whether a step may find no free slot, because it must wait for a demotion or for more slots."""
+        return self.spec.grows or self.may_exceed_plan or sum(self.layout.coded) > 0
+
+    @property
+    def measures_salience(self) -> bool:
+        """Whether the reader needs the salience of the channels in a prompt."""
+        reads = self.tensors.reads
+        traits = self.spec.reader.traits
+        return bool(reads and reads.index) and traits.salience and not traits.calibrated
+
+    def view(self, budget: Tensor | None = None) -> View:
+        """The slots as the selector sees them, with `budget` [B], by default that of the rows."""
+        tensors = self.tensors
+        budget = tensors.budget if budget is None else budget
+        return View(tensors.positions, tensors.length, budget, self.spec.layer_idx, self.ranks)
+
+    def set_budget(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens."""
+        tensors = self.tensors
+        codec = self.spec.codec
+        tensors.budget = budget
+        tokens = budget.tolist()
+        if tensors.limits is not None:
+            # A budget may exceed all tokens that are expected, and slots are allocated for no more than those.
+            allocated = [min(pair) for pair in zip(tokens, self.expected_len, strict=True)]
+            tensors.limits = with_tokens(tensors.limits, codec, allocated, self.reserved)
+            self.largest_block = max(traits_for(codec, count).block for count in allocated)
+        self.may_exceed_plan = not self.spec.grows and capacity.may_exceed_plan(self.expected_len, tokens)
+
+    def expect(self, expected_len: list[int], idle: Tensor | None) -> None:
+        """Expect so many tokens of each row, but of those that are `idle` [B] bool; they never become fewer."""
+        self.expected_len = capacity.merge_expected(
+            self.expected_len, expected_len, None if idle is None else idle.tolist()
+        )
+        self.capacity = max(*self.expected_len, self.capacity)
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""
+        if not self.is_initialized:
+            return {}
+        kinds = self.tensors.nbytes_by_kind()
+        return kinds if self.undo is None else kinds | {UNDO_LOG: self.undo.nbytes}
+
+    # rows
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace everything that rows have by `fn` of it, which selects or repeats rows."""
+        self.tensors.map_rows(fn)
+        self.expected_len = fn(torch.tensor(self.expected_len)).tolist()
+        self.schedule.map_rows(fn)
+        self.sizes.map_rows(fn)
+        if self.row_pages is not None:
+            self.row_pages = RowPages(*(fn(t) for t in self.row_pages))
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether some tensors may be changed in inference mode only."""
+        # Rows may be selected outside of it, which replaces all tensors but this one, or inside of it later.
+        return self.tensors.columns.is_inference() or self.tensors.length.is_inference()
+
+    def note_sizes(self, new: int = 0) -> None:
+        """Note the sizes of the layer before they change for a prompt of `new` columns that were counted already."""
+        if self.sizes.is_kept:
+            sizes = (self.layout.exact, self.capacity, list(self.expected_len), self.tensors.budget.tolist())
+            self.sizes.entries.append(Sizes(int(self.tensors.columns) - new, *sizes))
+
+    def fix_addresses(self) -> None:
+        """Mark every tensor as static for CUDA graphs, after any of them was replaced."""
+        fix_addresses([*self.tensors.parts().values(), self.calibrations])
+
+    # numbers
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the layer on the host, as JSON values; infinity is None."""
+        return {
+            "layout": [self.layout.exact, list(self.layout.coded)],
+            "schedule": self.schedule.numbers(),
+            "free_steps": None if self.free_steps == capacity.UNLIMITED else self.free_steps,
+            **{name: getattr(self, name) for name in NUMBERS},
+        }
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`."""
+        exact, coded = numbers["layout"]
+        self.layout = Layout(exact, tuple(coded))
+        self.schedule.set_numbers(numbers["schedule"])
+        free = numbers["free_steps"]
+        self.free_steps = capacity.UNLIMITED if free is None else free
+        for name in NUMBERS:
+            setattr(self, name, numbers[name])

@@ -1,0 +1,341 @@
+"""The operations on the slots of one layer: take in a prompt, take in a token, demote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import decode, merging
+from kvpolicy.engine.attention import Past, ScoreTransform, attend
+from kvpolicy.engine.channel_sums import LargestQueries
+from kvpolicy.engine.decode import update_state
+from kvpolicy.engine.geometry import Geometry
+from kvpolicy.engine.host import on_host
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.page_geometry import PageGeometry
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
+from kvpolicy.engine.prompt_tiles import PromptTiles
+from kvpolicy.engine.query_moments import mean_rotation, new_token
+from kvpolicy.engine.rollback import copied_tensors, note_counters, undoable
+from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.slot_geometry import SlotGeometry
+from kvpolicy.engine.state import map_slots, map_state
+from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.protocols import SINGLE_RANK, Forward, LayerShape, Layout, Ranks, Seen
+
+
+class LayerStore:
+    """The slots of one layer under a policy.
+
+    Everything that a layer holds is here, and nothing else changes it. A prompt goes through `attend_prompt` and
+    `compress`, a decode step through `append`; between steps the owner calls `count_step`, which demotes full blocks,
+    and `ensure_capacity`.
+
+    Attributes:
+        spec: The parts of the policy in this layer.
+        contents: The tensors and numbers of the layer.
+        geometry: The arrangement of the slots.
+        slots: The same if all heads have equally many slots; None if each head has a budget.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        """Make an empty store from the parts of a layer."""
+        self.spec = spec
+        self.contents = LayerContents(spec)
+        self.slots = SlotGeometry(self.contents) if spec.heads is None else None
+        self.geometry: Geometry = self.slots or PageGeometry(self.contents, spec.heads)
+
+    def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
+        """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""
+        batch, heads, _, dim = keys.shape
+        shape = LayerShape(heads, dim, keys.dtype, group)
+        self.contents.begin(self.geometry.alloc(batch, shape, keys.device), shape, ranks)
+
+    @property
+    def layer_idx(self) -> int:
+        """Index of the layer in the model."""
+        return self.spec.layer_idx
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer has seen its first keys."""
+        return self.contents.is_initialized
+
+    @property
+    def shape(self) -> LayerShape:
+        """The shape of the layer on this rank; only once it is initialized."""
+        return self.contents.shape
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that hold the layer's other heads."""
+        return self.contents.ranks
+
+    @property
+    def layout(self) -> Layout:
+        """Slots of the full-precision buffer and of each stage."""
+        return self.contents.layout
+
+    @property
+    def tensors(self) -> LayerTensors:
+        """Every tensor that the layer holds; only once it is initialized."""
+        return self.contents.tensors
+
+    # a prompt
+
+    @on_host
+    def attend_prompt(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None,
+        transform: ScoreTransform,
+        forward: Forward | None = None,
+        held: PendingPrompt | None = None,
+    ) -> tuple[Tensor, PendingPrompt]:
+        """Attend from a prompt or chunk to the slots and to itself; `compress` must follow.
+
+        Args:
+            q: [B, Hq, P, D].
+            k: [B, H, P, D].
+            v: [B, H, P, D].
+            valid: Which of the P tokens are not padding, [B, P] bool; None if all are.
+            transform: From products to attention weights.
+            forward: The arguments of the attention module, if the selector needs them.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
+
+        Returns:
+            The output [B, Hq, P, D], and the prompt, earlier chunks included.
+        """
+        past = self.past() if held is None else held.after(self.past())
+        out, attn_sum = attend(q, k, v, transform, past, valid, self.spec.prompt_needs.attn_sum)
+        pending = see_prompt(self.contents, q, k, v, valid, transform, forward, held, attn_sum)
+        return out, self.end_prompt(pending, held)
+
+    @on_host
+    def begin_tiles(
+        self, q: Tensor, k: Tensor, columns: int, valid: Tensor | None, held: PendingPrompt | None = None
+    ) -> PromptTiles:
+        """Prepare for a prompt in tiles, each attended to by `PromptTiles.attend`; `end_prompt` must follow.
+
+        Args:
+            q: The queries of the first tile, [B, Hq, T, D].
+            k: Its keys, [B, H, T, D].
+            columns: Tokens of the prompt.
+            valid: Which of them are not padding, [B, P] bool; None if all are.
+            held: Earlier chunks of the prompt, which are not compressed yet, or None.
+        """
+        past = self.past() if held is None else held.after(self.past())
+        statistics = PromptStatistics(self.contents, valid, columns, held)
+        return PromptTiles(k, q.shape[1], columns, valid, past, statistics, self.spec.prompt_needs.attn_sum)
+
+    @on_host
+    def end_prompt(self, pending: PendingPrompt, held: PendingPrompt | None) -> PendingPrompt:
+        """Count a prompt's columns, and join it with the chunks before; `compress` must follow."""
+        self.tensors.columns.add_(pending.keys.shape[2])
+        self.contents.scale = pending.transform.scale
+        return pending if held is None else held.joined(pending)
+
+    @on_host
+    def compress(
+        self,
+        pending: PendingPrompt,
+        budget: RowBudget,
+        *,
+        massive: Tensor | None = None,
+        rope_offset: Tensor | None = None,
+    ) -> None:
+        """Bring a prompt under the budget: select, make slots, and place the selected tokens.
+
+        Args:
+            pending: The prompt, from `attend_prompt`.
+            budget: Tokens of each row.
+            massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
+            rope_offset: Offset of the rotary positions from the rows' positions, [B], if keys are coded unrotated.
+        """
+        self.contents.note_sizes(pending.keys.shape[2])
+        self.record(pending, rope_offset)
+        self.geometry.compress(pending, budget, massive=massive)
+        # No buffer is full here, since a geometry demotes what it must: this call counts the free steps.
+        self.demote()
+
+    def record(self, pending: PendingPrompt, rope_offset: Tensor | None) -> None:
+        """Update the limits that a prompt determines; a prompt in several chunks is recorded after each."""
+        limits = self.tensors.limits
+        if limits is None:
+            return
+        if rope_offset is not None:
+            limits.rope_offset.copy_(rope_offset)
+        queries = pending.statistic(LargestQueries)
+        if queries is not None and queries.absmax is not None:
+            # Ranks that replicate a KV head have different queries of it, and must still write the same codes.
+            largest = self.contents.ranks.largest(queries.absmax)
+            limits.query_absmax.copy_(torch.maximum(limits.query_absmax, largest))
+
+    # a decode step
+
+    def append(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, transform: ScoreTransform) -> Tensor:
+        """Write one token per row, evicting where the budget is full, and attend from it. Traceable, no host sync.
+
+        Args:
+            q: [B, Hq, 1, D].
+            k: [B, H, 1, D].
+            v: [B, H, 1, D].
+            valid: Which rows have a token that is not padding, [B, 1] bool; None if all have.
+            transform: From products to attention weights.
+
+        Returns:
+            [B, Hq, 1, D].
+        """
+        layer = self.contents
+        tensors = layer.tensors
+        if layer.undo is not None:
+            layer.undo.begin(copied_tensors(layer))
+        position = tensors.length.to(torch.int32)[:, None, None]  # of the new token: as many came before it
+        tensors.length.add_(1 if valid is None else valid[:, 0].long())
+        tensors.columns.add_(1)
+        # The length counts the new token by now: windows include it, but it is no candidate for eviction itself.
+        # The view shares `positions`: once the token is written, `update_state` sees it in the same view.
+        view = self.geometry.view()
+        slot, merge = self.geometry.free_slot(view, valid)
+        layer.link.start()  # what selectors and mergers read to evict is not counted: only attention and its index
+        # The slot still has the statistics of the token that it held before.
+        state = map_slots(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.state)
+        counts = map_state(lambda t: torch.zeros_like(slot, dtype=t.dtype), tensors.counts)
+        data = SlotData(k.detach(), v.detach(), position.expand_as(slot), state, counts)
+        if merge is not None:
+            slot, data = merging.with_merge(slot, data, merge)
+        self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
+        needs = self.spec.selector.needs
+        out, weights = self.geometry.attend(q, transform, needs.decode_attn)
+        layer.link.stop()
+        if needs.decode_attn or needs.vectors:
+            view = view._replace(token=new_token(q, k, v, position[:, 0], needs, self.spec.rope))
+            update_state(self.spec.selector, tensors.state, weights if needs.decode_attn else None, view, valid)
+        if layer.undo is not None:
+            layer.undo.end()
+        return out
+
+    # between steps
+
+    def count_step(self) -> None:
+        """Count one decode step: rank the slots again where it is time, and demote a block if a buffer is full."""
+        layer = self.contents
+        # A counter on the host: asking the device how full the buffers are would synchronize in every step.
+        if layer.schedule.count_step():
+            with undoable(layer, self.geometry):
+                self.rerank()
+        layer.free_steps -= 1
+        if self.slots is not None and self.slots.index.count_unsorted_step():
+            with undoable(layer, self.geometry):
+                self.slots.index.sort_slots()
+        if layer.free_steps < 1:
+            self.demote()
+        note_counters(layer)
+
+    def demote(self) -> None:
+        """Demote blocks until no head's full-precision buffer is full."""
+        if self.geometry.is_full():
+            with undoable(self.contents, self.geometry):
+                while self.geometry.is_full():
+                    self.geometry.demote()
+        self.contents.free_steps = self.geometry.count_free_steps()
+
+    def rerank(self) -> None:
+        """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
+        layer = self.contents
+        tensors = layer.tensors
+        due = layer.schedule.due(tensors.length, tensors.budget)
+        past = self.past() if bool(due.any()) else None
+        if past is not None:
+            rotation = mean_rotation(self.spec.rope)
+            seen = Seen(None, None, mean_rotation=rotation, scale=layer.scale, keys=past.keys, values=past.values)
+            decode.rank_again(self.spec.selector, tensors.state, seen, layer.view(), due)
+        layer.schedule.note(due, tensors.length, tensors.budget)
+
+    def ensure_capacity(self) -> int:
+        """Add slots if the next step has none: in a growing cache, or one that was announced too few tokens.
+
+        Returns:
+            How many tokens were added to the longest row.
+        """
+        if self.contents.free_steps >= 1:
+            return 0
+        needed = self.geometry.tokens_needed()
+        with undoable(self.contents, self.geometry, ahead=1):
+            added = self.geometry.extend(needed)
+            self.demote()
+        return added
+
+    def reserve(self, new: int) -> int:
+        """Make room for `new` more tokens at once, in a growing cache; returns how many the longest row was given."""
+        lacking = self.geometry.tokens_lacking(new)
+        if not any(lacking):
+            return 0
+        added = self.geometry.extend(lacking)
+        self.demote()
+        return added
+
+    def recount(self) -> None:
+        """Count the free steps again, after slots were emptied or filled otherwise than by steps."""
+        self.contents.free_steps = self.geometry.count_free_steps()
+
+    def note_move(self, by: int) -> None:
+        """Note that the newest tokens were given positions larger by `by`, and that others may be gone."""
+        self.tensors.length.add_(by)
+        self.tensors.columns.add_(by)
+        self.contents.schedule.move(by)
+        if self.slots is not None:
+            self.slots.index.rebuild()
+        self.recount()
+
+    # what is held
+
+    def past(self) -> Past | None:
+        """Every slot, decoded, [B, H, n, D]; None if there are none."""
+        return self.geometry.past()
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the last decode step read; the number that a step would read if none has been counted."""
+        link = self.contents.link
+        if link.moved or not self.is_initialized:
+            return link.moved
+        expected = Link()
+        expected.start()
+        self.geometry.count_read(expected)
+        return expected.moved
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""
+        return self.contents.nbytes_by_kind()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that count as the cache's."""
+        return sum(self.nbytes_by_kind().values())
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
+        if self.is_initialized:
+            self.contents.map_rows(fn)
+            self.geometry.fix_addresses()
+
+    def leave_inference_mode(self) -> None:
+        """Replace tensors that were made in inference mode, which only inference mode may change, by ordinary ones."""
+        self.map_rows(torch.clone)
+        self.tensors.columns = self.tensors.columns.clone()
+
+    def __repr__(self) -> str:
+        """The slots, and how they are stored."""
+        if not self.is_initialized:
+            return f"{type(self).__name__}(layer_idx={self.layer_idx}, empty)"
+        rows = self.tensors.length.shape[0]
+        return f"{type(self).__name__}(layer_idx={self.layer_idx}, rows={rows}, {self.geometry.describe()})"

@@ -1,0 +1,201 @@
+"""The tensors of one layer: allocated, counted, and selected by row in one place.
+
+A store allocates them on the device of its keys, and a plan on the device meta, so that both count the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.accounting import bytes_by_kind
+from kvpolicy.engine.layer_spec import LayerSpec
+from kvpolicy.engine.page_codes import alloc_codes
+from kvpolicy.engine.pages import Pages, buffer_pages
+from kvpolicy.engine.reading import ReadState, alloc_reads, choice_size, read_shape, reads_part
+from kvpolicy.engine.row_limits import RowLimits, alloc_limits
+from kvpolicy.engine.state import alloc_paged_state, map_state
+from kvpolicy.protocols import Codes, LayerShape, Layout, State, alloc_state
+
+
+@dataclass(eq=False)
+class PageTensors:
+    """The tensors of a layer that only one with a budget for each head has.
+
+    Attributes:
+        owner: KV head of each page, [B, NB] int64; H for a page that the row does not use.
+        average: Tokens of an average head in whole pages, [B] int64: the budget that the selector sees.
+        complete: Whether a row has all the pages of its budget, [B] bool: only then are tokens evicted in a step.
+    """
+
+    owner: Tensor
+    average: Tensor
+    complete: Tensor
+
+
+@dataclass(eq=False)
+class LayerTensors:
+    """The tensors of one layer: B rows, H KV heads, S slots, or NB pages of P slots if each head has a budget.
+
+    Attributes:
+        keys: Keys of the full-precision buffer, [B, H, E, D], or of its pages, [B, NB, P, D].
+        values: Values, as the keys.
+        positions: Original position of the token in each slot, [B, H, S] or [B, NB, P] int32, -1 for an empty slot.
+        state: The selector's state of each slot.
+        counts: Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; () if it is always one.
+        merged: The merger's state of each head.
+        codes: The codec's tensors of each stage.
+        limits: Limits of each row; None for a codec without stages.
+        reads: The tensors of a reader; the empty tuple in a layer that always reads everything.
+        length: Tokens that each row has seen, [B] int64.
+        budget: The most tokens that each row may hold, [B] int64.
+        columns: Columns seen, padding included, [] int64.
+        pages: The pages; None in a layer without head budgets.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    state: State
+    counts: State
+    merged: State
+    codes: tuple[Codes, ...]
+    limits: RowLimits | None
+    reads: ReadState | tuple[()]
+    length: Tensor
+    budget: Tensor
+    columns: Tensor
+    pages: PageTensors | None = None
+
+    @classmethod
+    def of_slots(
+        cls, spec: LayerSpec, batch: int, shape: LayerShape, layout: Layout, device: torch.device | str
+    ) -> LayerTensors:
+        """Empty tensors of a layer with equally many slots in all heads.
+
+        Args:
+            spec: The parts of the layer.
+            batch: Number of rows.
+            shape: The shape of the layer.
+            layout: Its slots.
+            device: Where they are allocated; `meta` to count them.
+        """
+        heads = shape.heads
+        dim = shape.head_dim
+        slots = layout.slots
+        # Not strict: the layout of a layer with few tokens has no stages, whatever the codec has.
+        stages = zip(spec.codec.stages, layout.coded, strict=False)
+        reads: ReadState | tuple[()] = ()
+        if reads_part(spec.reader, spec.layer_idx):
+            plan = read_shape(spec.reader, spec.codec, layout, spec.layer_idx)
+            shown = choice_size(spec.reader, spec.codec, layout, spec.layer_idx)
+            reads = alloc_reads(spec.reader, plan, batch, heads, dim, shape.dtype, device, spec.layer_idx, shown)
+        length, budget, columns = _counters(batch, device)
+        return cls(
+            keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
+            values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
+            positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
+            state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
+            counts=torch.zeros(batch, heads, slots, device=device) if spec.merger.traits.counted else (),
+            merged=spec.merger.alloc(batch, heads, device),
+            codes=tuple(stage.alloc(batch, heads, size, dim, device) for stage, size in stages),
+            limits=alloc_limits(spec.codec, batch, heads, dim, device),
+            reads=reads,
+            length=length,
+            budget=budget,
+            columns=columns,
+        )
+
+    @classmethod
+    def of_pages(
+        cls, spec: LayerSpec, batch: int, shape: LayerShape, pages: Pages, buffer: int, device: torch.device | str
+    ) -> LayerTensors:
+        """Empty tensors of a layer with a budget for each head.
+
+        Args:
+            spec: The parts of the layer.
+            batch: Number of rows.
+            shape: The shape of the layer.
+            pages: The pages that its heads share.
+            buffer: Slots of each head's full-precision buffer, if the pages hold codes.
+            device: Where they are allocated; `meta` to count them.
+        """
+        heads = shape.heads
+        dim = shape.head_dim
+        codec = spec.codec
+        exact = (batch, *pages, dim)
+        codes: tuple[Codes, ...] = ()
+        every = pages
+        if codec.stages:
+            exact = (batch, heads, buffer, dim)
+            codes = (alloc_codes(codec, batch, heads, *pages, dim, device),)
+            every = Pages(pages.number + heads * buffer_pages(buffer, pages.size), pages.size)
+        length, budget, columns = _counters(batch, device)
+        return cls(
+            keys=torch.empty(exact, dtype=shape.dtype, device=device),
+            values=torch.empty(exact, dtype=shape.dtype, device=device),
+            positions=torch.empty(batch, *every, dtype=torch.int32, device=device),
+            state=alloc_paged_state(spec.selector, batch, heads, *every, device, shape.head),
+            counts=(),
+            merged=(),
+            codes=codes,
+            limits=alloc_limits(codec, batch, heads, dim, device, paged=True),
+            reads=(),
+            length=length,
+            budget=budget,
+            columns=columns,
+            pages=PageTensors(
+                owner=torch.empty(batch, every.number, dtype=torch.int64, device=device),
+                average=torch.zeros(batch, dtype=torch.int64, device=device),
+                complete=torch.zeros(batch, dtype=torch.bool, device=device),
+            ),
+        )
+
+    @property
+    def log_counts(self) -> Tensor | None:
+        """Logarithm of the number of tokens that each slot stands for, [B, H, S] fp32; None if it is always one."""
+        return self.counts if isinstance(self.counts, Tensor) else None
+
+    def paged(self) -> PageTensors:
+        """The pages of a layer that has some."""
+        assert self.pages is not None, "the heads of this layer have no budgets of their own"
+        return self.pages
+
+    def parts(self) -> dict[str, State]:
+        """Every tensor by attribute, those of the pages too; calibrated ones belong to the model."""
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "pages"}
+        pages = {} if self.pages is None else vars(self.pages)
+        return {name: () if part is None else part for name, part in held.items()} | pages
+
+    def set_part(self, name: str, part: State) -> None:
+        """Replace an entry of `parts` by one of the same structure."""
+        holder = self if hasattr(self, name) else self.paged()
+        setattr(holder, name, None if name == "limits" and part == () else part)
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every per-row tensor by `fn` of it, which selects or repeats rows."""
+        for name, part in self.parts().items():
+            if name not in ("columns", "limits"):
+                self.set_part(name, map_state(fn, part))
+        if self.limits is not None:  # a limit that the codec does not need has no rows
+            self.limits = RowLimits(*(fn(t) if t.shape[0] else t for t in self.limits))
+
+    def nbytes_by_kind(self) -> dict[str, int]:
+        """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts if any."""
+        counters = [self.length, self.budget, self.columns, *(self.limits or ())]
+        merged = (self.counts, self.merged)
+        exact = (self.keys, self.values)
+        kinds = bytes_by_kind(exact, self.codes, self.positions, self.state, counters, merged, self.reads)
+        if self.pages is not None:
+            kinds["positions"] += self.pages.owner.nbytes
+            kinds["counters"] += self.pages.average.nbytes + self.pages.complete.nbytes
+        return kinds
+
+
+def _counters(batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens seen and the budget of each row, [B] int64 each, and columns seen, [] int64."""
+    length = torch.zeros(batch, dtype=torch.int64, device=device)
+    return length, torch.zeros_like(length), torch.zeros((), dtype=torch.int64, device=device)

@@ -1,0 +1,59 @@
+"""What pages of codes and pages in full precision have in common: how they are counted, evicted from and written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.decode import NO_PAGE, assert_async
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.pages import lowest_of_head, owned_by
+from kvpolicy.engine.selection import finite_priority
+from kvpolicy.engine.slot_writer import write_masked
+from kvpolicy.engine.undo_log import UndoLog
+from kvpolicy.protocols import View
+
+
+def tokens_by_head(layer: LayerContents) -> Tensor:
+    """Tokens that each head of a layer with pages holds, [B, H] int64."""
+    held = (layer.tensors.positions >= 0).sum(-1)
+    return (owned_by(layer.tensors.paged().owner, layer.shape.heads) * held[:, None]).sum(-1)
+
+
+def victims(layer: LayerContents, view: View) -> Tensor:
+    """The position of each head's tokens of lowest priority, -1 for all others: of ties the latest is evicted."""
+    tensors = layer.tensors
+    priority = finite_priority(layer.spec.selector.priority(tensors.state, view)).masked_fill(~view.valid, torch.inf)
+    low = lowest_of_head(priority, tensors.paged().owner, layer.shape.heads)
+    return view.positions.masked_fill(priority != low[..., None], -1)
+
+
+def require_pages(owned: Tensor, valid: Tensor | None) -> None:
+    """Refuse a step if a head that gets a token has no page: it would write into a page of another head.
+
+    Args:
+        owned: Which pages belong to each head, [B, H, NB] bool.
+        valid: Which rows have a token, [B, 1] bool; None if all have.
+    """
+    has_page = owned.any(-1)
+    assert_async((has_page if valid is None else has_page | ~valid).all(), NO_PAGE)
+
+
+def flat_pages(target: Tensor) -> Tensor:
+    """All pages of a row as one long row of slots, [B, NB, P, ...] -> [B, 1, NB * P, ...]."""
+    return target.view(target.shape[0], 1, -1, *target.shape[3:])
+
+
+def write_flat(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None) -> None:
+    """Write data of each head to slots of its pages; see `write_masked`.
+
+    Args:
+        target: [B, NB, P, ...].
+        slots: Slots counted over all pages, [B, H, n] int64.
+        data: [B, H, n, ...].
+        mask: Which of the slots are written, [B, H, n] bool; None for all.
+        undo: The undo log of the layer, if it has one.
+    """
+    # All pages of a row are written as one head. Its slots are distinct, as they must be: heads share no page.
+    flat_mask = None if mask is None else mask.flatten(1, 2)[:, None]
+    write_masked(flat_pages(target), slots.flatten(1, 2)[:, None], data.flatten(1, 2)[:, None], flat_mask, undo)

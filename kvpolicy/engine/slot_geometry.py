@@ -1,0 +1,398 @@
+"""Equally many slots in every head of a layer: a full-precision buffer, and behind it the codec's stages.
+
+Every new token is written to the buffer, in the model's dtype, and blocks of tokens are demoted from there to the
+stages (see `kvpolicy.protocols.Layout`). A prompt allocates the slots, and a decode step overwrites one slot per head
+in place. The order of slots has no meaning, because keys carry their position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpolicy.engine import capacity, merging
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.channel_sums import ChannelSums
+from kvpolicy.engine.decode import NO_ROOM, NO_SLOT, assert_async, eviction_scores
+from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_tensors import LayerTensors
+from kvpolicy.engine.layout import grown_codes, grown_layout, grown_slots, grown_state
+from kvpolicy.engine.link import Link
+from kvpolicy.engine.merging import SlotMerge
+from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.engine.row_limits import RowBudget, has_dictionary, pin_tokens
+from kvpolicy.engine.selection import Selection, finite_priority, select_tokens
+from kvpolicy.engine.slot_codes import SlotCodes
+from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
+from kvpolicy.engine.slot_writer import SlotWriter
+from kvpolicy.engine.state import map_slots, map_state, slot_tensors
+from kvpolicy.engine.token_batch import SlotData, TokenBatch
+from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
+
+
+class SlotGeometry:
+    """The slots of a layer in which all heads have equally many; see `kvpolicy.engine.geometry.Geometry`.
+
+    Attributes:
+        codes: Reads the slots.
+        index: Attends to the slots that the layer's reader chooses.
+        writer: Writes to the slots.
+    """
+
+    def __init__(self, layer: LayerContents) -> None:
+        """Arrange the slots of `layer`."""
+        self._layer = layer
+        self._spec = layer.spec
+        self.codes = SlotCodes(layer)
+        self.index = IndexReader(layer, self.codes)
+        self.writer = SlotWriter(layer, self.codes, self.index)
+        self._demoter = SlotDemoter(layer, self.codes, self.writer, self.index)
+
+    def alloc(self, batch: int, shape: LayerShape, device: torch.device | str) -> LayerTensors:
+        """Empty tensors for the layout that is set; on the device `meta` too."""
+        return LayerTensors.of_slots(self._spec, batch, shape, self._layer.layout, device)
+
+    def find_layout(self) -> Layout:
+        """The layout, from the tensors where they determine it."""
+        return self._layer.layout
+
+    # a prompt
+
+    def compress(
+        self,
+        pending: PendingPrompt,
+        budget: RowBudget,
+        *,
+        massive: Tensor | None = None,
+    ) -> None:
+        """Bring a prompt under the budget: select, allocate slots, and place the selected tokens.
+
+        Args:
+            pending: The prompt, from `attend_prompt`.
+            budget: Tokens of each row.
+            massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
+        """
+        layer = self._layer
+        tensors = layer.tensors
+        layer.note_sizes(pending.keys.shape[2])
+        self.index.is_current = False
+        seen_before = tensors.length
+        # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
+        tensors.length = pending.lengths(seen_before)
+        merges = self._spec.merger.traits.when != "never"
+        past = self.codes.past() if pending.reads_past or merges else None
+        selected = select_tokens(
+            self._spec.selector,
+            tensors.positions,
+            tensors.state,
+            pending,
+            past,
+            seen_before=seen_before,
+            length=tensors.length,
+            keep=budget.keep.to(tensors.positions.device),
+            layer_idx=self._spec.layer_idx,
+            ranks=layer.ranks,
+        )
+        keys, values = pending.keys, pending.values
+        if layer.layout.exact:  # a first prompt is not copied whole
+            keys = torch.cat([tensors.keys, keys], 2)
+            values = torch.cat([tensors.values, values], 2)
+        # Before `_allocate`, which empties the positions of the full-precision buffer: its tokens are placed again.
+        batch = TokenBatch(keys, values, *self._evict(selected))
+        if merges:
+            coded = slice(layer.layout.exact, layer.layout.slots)
+            joined = merging.join_prompt(past, pending)
+            batch = merging.merge_prompt(
+                self._spec.merger, tensors.merged, batch, selected, joined, coded, tensors.length, layer.ranks
+            )
+        # A row that has not begun gets its budget now: its first token may come in a decode step of the others.
+        self._allocate(None if pending.idle is None else pending.idle & (seen_before > 0), budget)
+        # By row, since a row may have had nothing but padding in the prompts before this one.
+        first = (seen_before == 0) & (tensors.length > 0)
+        if tensors.limits is not None and bool(first.any()):
+            pin_tokens(tensors.limits, self._spec.codec.traits, pending.positions(seen_before), massive, first)
+        data = self._demoter.place(batch, pending.idle, first)
+        assign_slots(tensors, data)
+        tensors.keys, tensors.values = data.keys, data.values
+        sums = pending.statistic(ChannelSums)
+        salience = self.index.prompt_salience(None if sums is None else sums.sums, tensors.length - seen_before)
+        self.index.rebuild(first, salience)
+        self.fix_addresses()
+        layer.schedule.note(None if pending.idle is None else ~pending.idle, tensors.length, tensors.budget)
+
+    def _evict(self, selected: Selection) -> tuple[Tensor, State, Tensor, State]:
+        """Evict from the coded slots what was not selected.
+
+        Args:
+            selected: The selection among the slots and the tokens of the prompt.
+
+        Returns:
+            Positions, state, choice and counts of the tokens that are not coded, which are placed again: those of the
+            full-precision buffer, then those of the prompt.
+        """
+        layer = self._layer
+        tensors = layer.tensors
+        slots = tensors.positions.shape[-1]
+        exact = layer.layout.exact
+
+        def outside_codes(t: Tensor) -> Tensor:
+            return torch.cat([t[..., :exact], t[..., slots:]], -1)
+
+        chosen = outside_codes(selected.chosen)
+        if layer.reserved:  # tokens of dictionary slots stay where they are
+            chosen[..., :exact] &= self.codes.open_slots()
+        # An evicted token leaves its codes behind: only the position says that a slot is empty.
+        tensors.positions = selected.positions[..., :slots].masked_fill(~selected.chosen[..., :slots], -1)
+        tensors.state = map_slots(lambda t: t[..., :slots], selected.state)
+        counts = map_state(lambda t: F.pad(t[..., :exact], (0, chosen.shape[-1] - exact)), tensors.counts)
+        return outside_codes(selected.positions), map_slots(outside_codes, selected.state), chosen, counts
+
+    def _allocate(self, idle: Tensor | None, budget: RowBudget) -> None:
+        """Make slots for a budget, and set it, but in rows that are `idle` [B] bool."""
+        tensors = self._layer.tensors
+        self._layer.expect(budget.expected_len.tolist(), idle)
+        self._grow_slots()
+        most = (budget.keep + budget.extra).to(tensors.positions.device)
+        self._set_budget(most if idle is None else torch.where(idle, tensors.budget, most))
+
+    # reading and writing
+
+    def past(self) -> Past | None:
+        """Every slot, decoded; None if there are none."""
+        return self.codes.past()
+
+    def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
+        """Write new tokens to slots of the full-precision buffer, in place; see `SlotWriter.write`."""
+        self.writer.write(slots, data, mask)
+
+    def step_targets(self) -> list[tuple[Tensor, int]]:
+        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+        return self.writer.step_targets()
+
+    def refresh(self, slots: Tensor) -> None:
+        """Update what is computed from slots [B, H, n] after they were written back."""
+        # An index depends on what the slots hold alone, so that it is computed again and not kept.
+        self.index.refresh_slots(slots, None)
+
+    # a decode step
+
+    def view(self) -> View:
+        """The slots as the selector sees them in a step."""
+        return self._layer.view()
+
+    def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Attend from one token per row to the slots that the reader chooses; see `IndexReader.attend`."""
+        return self.index.attend(q, transform, want_weights)
+
+    def count_read(self, link: Link) -> None:
+        """Count on `link` what a decode step reads."""
+        self.index.count_read(link)
+
+    def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
+        """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
+        layer = self._layer
+        tensors = layer.tensors
+        occupied = view.valid
+        full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
+        if not self._spec.grows and not sum(layer.layout.coded):
+            # The new token takes the evicted one's slot. A row without a token writes nothing, wherever it points.
+            scores = eviction_scores(self._spec.selector, tensors.state, view)
+            # Of several free slots, any will do: the order of slots has no meaning. Scores have no ties at the top,
+            # since a head holds a position once.
+            slot = torch.where(full, scores, ~occupied).argmax(-1, keepdim=True)
+            merge = self._merge_evicted(slot, full, valid, view)
+            if layer.can_run_out:
+                assert_async((full | ~occupied.all(-1, keepdim=True)).all(), NO_SLOT)
+            return slot, merge
+        merge = None
+        if valid is not None:
+            full = full & valid[:, :, None]
+        if self._spec.grows:
+            assert_async(~full.any(), NO_ROOM)
+        else:
+            # The evicted token may be coded, and the new one is not: they are in different slots.
+            victim = eviction_scores(self._spec.selector, tensors.state, view).argmax(-1, keepdim=True)
+            merge = self._merge_evicted(victim, full, None, view)
+            self.writer.write(victim, None, full)
+        free = tensors.positions[..., : layer.layout.exact] < 0
+        if layer.reserved:
+            free = free & self.codes.open_slots()
+        if layer.can_run_out:
+            assert_async(free.any(-1).all(), NO_SLOT)
+        return free.to(torch.uint8).argmax(-1, keepdim=True), merge
+
+    def _merge_evicted(self, victim: Tensor, evicted: Tensor, valid: Tensor | None, view: View) -> SlotMerge | None:
+        """Merge the token in slot `victim` [B, H, 1] into another one, in the heads where it is `evicted` [B, H, 1].
+
+        Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
+        """
+        layer = self._layer
+        tensors = layer.tensors
+        if not self._spec.merges_in_steps:
+            return None
+        if valid is not None:
+            evicted = evicted & valid[:, :, None]
+        exact = (tensors.keys, tensors.values)
+        token = merging.slot_tokens(victim, evicted, exact, self.codes.view(), tensors.positions, tensors.counts)
+        positions = tensors.positions[..., : layer.layout.exact]
+        counts = map_state(lambda t: t[..., : layer.layout.exact], tensors.counts)
+        # A head holds a position once. Positions, since numbers of slots would be int64, and are slower to compare.
+        targets = (positions >= 0) & (positions != token.positions)
+        if layer.reserved:  # codes refer to the tokens in dictionary slots, which must therefore stay as they are
+            targets = targets & self.codes.open_slots()
+        priority = None
+        if self._spec.merger.traits.ranked:
+            priority = finite_priority(self._spec.selector.priority(tensors.state, view))[..., : layer.layout.exact]
+        held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
+        merge = self._spec.merger.merge_token(tensors.merged, token, held)
+        data = SlotData(
+            keys=gather_slots(tensors.keys, merge.slot) if merge.keys is None else merge.keys.to(tensors.keys.dtype),
+            values=merge.values.to(tensors.values.dtype),
+            positions=tensors.positions.gather(-1, merge.slot),
+            state=map_slots(lambda t: t.gather(-1, merge.slot), tensors.state),
+            counts=map_state(lambda t: t.gather(-1, merge.slot), tensors.counts)
+            if merge.counts is None
+            else merge.counts,
+        )
+        return SlotMerge(merge.slot, merge.write_mask & evicted, data)
+
+    # demotion
+
+    def is_full(self) -> bool:
+        """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
+        limits = self._layer.tensors.limits
+        return limits is not None and bool((self.codes.buffered() >= limits.flush_threshold).any())
+
+    def demote(self) -> None:
+        """Demote a block of every head with a full buffer, or code all of its tokens again."""
+        if self._spec.codec.traits.recode_all:
+            self._demoter.recode()
+        else:
+            self._demoter.demote_block()
+
+    # growing
+
+    def count_free_steps(self) -> float:
+        """Decode steps until tokens must be demoted, or slots added."""
+        layer = self._layer
+        tensors = layer.tensors
+        if not layer.can_run_out:
+            return capacity.UNLIMITED
+        occupied = (tensors.positions >= 0).sum(-1)
+        room = None
+        if tensors.limits is not None:
+            # A row that never demotes has a threshold beyond any count, and ends where its slots end.
+            size = self.codes.open_slots().sum(-1).expand_as(occupied)
+            room = torch.minimum(size, tensors.limits.flush_threshold) - self.codes.buffered()
+        return capacity.free_steps(
+            occupied, tensors.budget, layer.expected_len, grows=self._spec.grows, buffer_room=room
+        )
+
+    def tokens_needed(self) -> list[int]:
+        """Tokens that each row must be given slots for before the next step."""
+        budget = self._layer.tensors.budget.tolist()
+        return capacity.slots_needed(self._layer.expected_len, budget, self._row_counts(), grows=self._spec.grows)
+
+    def tokens_lacking(self, new: int) -> list[int]:
+        """Tokens that each row must be given slots for so that `new` more fit at once."""
+        counts = zip(self._row_counts(), self._layer.expected_len, strict=True)
+        return [max(0, held + new - expected) for held, expected in counts]
+
+    def extend(self, more: list[int]) -> int:
+        """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
+        layer = self._layer
+        tensors = layer.tensors
+        layer.note_sizes()
+        old = layer.capacity
+        layer.expected_len = [length + tokens for length, tokens in zip(layer.expected_len, more, strict=True)]
+        if max(layer.expected_len) > layer.capacity:
+            layer.capacity = max(layer.expected_len)
+            self._lengthen()
+        slots = tensors.budget.new_tensor(layer.expected_len)
+        self._set_budget(torch.maximum(tensors.budget, slots) if self._spec.grows else tensors.budget)
+        self.fix_addresses()
+        return layer.capacity - old
+
+    def _lengthen(self) -> None:
+        """Grow the slots to the capacity, and keep what they hold."""
+        layer = self._layer
+        tensors = layer.tensors
+        old = layer.layout.exact
+        # `_grow_slots` empties the buffer, since a prompt places all tokens anew. Here they stay in place.
+        positions = tensors.positions[..., :old]
+        before = map_slots(lambda t: t[..., :old], (tensors.state, tensors.counts))
+        self._grow_slots()
+        tensors.positions[..., :old] = positions
+        for target, item in zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors(before), strict=True):
+            target[..., :old] = item
+        padding = (0, 0, 0, layer.layout.exact - old)
+        tensors.keys = F.pad(tensors.keys, padding)
+        tensors.values = F.pad(tensors.values, padding)
+        self.index.rebuild()
+
+    def _grow_slots(self) -> None:
+        """Make the layout fit the capacity; slots of the full-precision buffer come out empty, but for dictionaries."""
+        layer = self._layer
+        tensors = layer.tensors
+        old = layer.layout
+        layer.layout = grown_layout(old, self._spec.codec.layout(layer.capacity))
+        tensors.positions, tensors.state = grown_slots(
+            tensors.positions, tensors.state, old, layer.layout, layer.reserved
+        )
+        tensors.counts = grown_state(tensors.counts, old, layer.layout, layer.reserved)
+        if layer.reserved and tensors.limits is not None:
+            tensors.positions[..., : layer.reserved].masked_fill_(~has_dictionary(tensors.limits), -1)
+        if layer.layout.coded != old.coded:
+            batch, heads, _, dim = tensors.keys.shape
+            tensors.codes = grown_codes(
+                self._spec.codec, tensors.codes, layer.layout.coded, (batch, heads, dim), tensors.positions.device
+            )
+
+    def _set_budget(self, budget: Tensor) -> None:
+        """Let each row hold `budget` [B] tokens; one that has slots for more of them reads more."""
+        self._layer.set_budget(budget)
+        self.index.set_limit()
+
+    def _row_counts(self) -> list[int]:
+        """Tokens in each row's fullest head."""
+        return self.tokens_by_head().amax(-1).tolist()
+
+    # sizes
+
+    def tokens_by_head(self) -> Tensor:
+        """Tokens that each head holds, [B, H] int64."""
+        return (self._layer.tensors.positions >= 0).sum(-1)
+
+    def head_positions(self) -> Tensor:
+        """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
+        return self._layer.tensors.positions
+
+    def describe(self) -> str:
+        """The slots, as a `repr` shows them."""
+        layer = self._layer
+        _, heads, slots = layer.tensors.positions.shape
+        coded = f", coded={layer.layout.coded}" if layer.layout.coded else ""
+        return f"heads={heads}, slots={slots}, exact={layer.layout.exact}{coded}"
+
+    # rows and numbers
+
+    def fix_addresses(self) -> None:
+        """Mark every tensor as static for CUDA graphs, and show new ones to the layers behind this one."""
+        self._layer.fix_addresses()
+        self.index.show()
+
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of the layer on the host, as JSON values."""
+        return self._layer.numbers() | ({"reading": self.index.numbers()} if self._layer.tensors.reads else {})
+
+    def set_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Restore the result of `numbers`."""
+        self._layer.set_numbers(numbers)
+        if self._layer.tensors.reads:
+            self.index.set_numbers(numbers["reading"])

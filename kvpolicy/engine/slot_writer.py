@@ -1,0 +1,90 @@
+"""Writes to the slots of a layer, in place: every change of a slot in a decode step goes through here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpolicy.engine.index_reader import IndexReader
+from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.slot_codes import SlotCodes
+from kvpolicy.engine.state import slot_tensors
+from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.engine.undo_log import UndoLog
+from kvpolicy.kernels.slot_writes import gather_slots, write_slots
+
+
+class SlotWriter:
+    """Writes tokens to the full-precision buffer and to the stages of a layer."""
+
+    def __init__(self, layer: LayerContents, codes: SlotCodes, index: IndexReader) -> None:
+        """Write to the slots of `layer`, and let `index` know."""
+        self._layer = layer
+        self._codes = codes
+        self._index = index
+
+    def write(self, slots: Tensor, data: SlotData | None, mask: Tensor | None, stage: int | None = None) -> None:
+        """Write tokens to slots, or empty slots, in place.
+
+        Args:
+            slots: Slots of each head, [B, H, n] int64, counted from the first slot, or from the first one of `stage`.
+            data: The tokens, keys in the codec's key space if they are coded; None to empty the slots.
+            mask: Which of the slots are written, [B, H, n] bool; None for all.
+            stage: The stage that codes the tokens; None for the full-precision buffer.
+        """
+        layer = self._layer
+        tensors = layer.tensors
+        undo = layer.undo
+        if data is None:
+            slots = slots if stage is None else slots + self._codes.stage_slots(stage).start
+            write_masked(tensors.positions, slots, torch.full_like(slots, -1, dtype=torch.int32), mask, undo)
+            self._index.refresh_slots(slots, stage)
+            return
+        if stage is None:
+            write_masked(tensors.keys, slots, data.keys, mask, undo)
+            write_masked(tensors.values, slots, data.values, mask, undo)
+        else:
+            assert mask is not None
+            at = self._codes.stage_slots(stage)
+            # Read before the new positions are written: codecs fit parameters where a head or a group was empty.
+            occupied = tensors.positions[..., at] >= 0
+            store = self._codes.stage_store(stage)
+            layer.spec.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
+            slots = slots + at.start
+        write_masked(tensors.positions, slots, data.positions, mask, undo)
+        targets = slot_tensors((tensors.state, tensors.counts))
+        for target, item in zip(targets, slot_tensors((data.state, data.counts)), strict=True):
+            write_masked(target, slots, item, mask, undo)
+        self._index.refresh_slots(slots, stage)
+
+    def step_targets(self) -> list[tuple[Tensor, int]]:
+        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+        layer = self._layer
+        tensors = layer.tensors
+        written = 2 if layer.spec.merges_in_steps else 1
+        emptied = [(tensors.positions, 1)] if sum(layer.layout.coded) and not layer.spec.grows else []
+        per_slot = slot_tensors((tensors.state, tensors.counts))
+        return [
+            *emptied,
+            *((target, written) for target in (tensors.keys, tensors.values, tensors.positions, *per_slot)),
+        ]
+
+
+def write_masked(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None) -> None:
+    """Write data to slots of a tensor, in place, after what they hold was recorded.
+
+    Args:
+        target: [B, H, S, ...].
+        slots: Slots of each head, [B, H, n] int64.
+        data: [B, H, n, ...].
+        mask: Which of the slots are written, [B, H, n] bool; None for all.
+        undo: The undo log of the layer, if it has one.
+    """
+    if mask is not None:
+        # A masked token writes back what its slot holds. This is safe because `slots` are distinct within a head,
+        # masked or not, or have the same data and mask: a masked duplicate of a written slot could undo the write.
+        written = mask.reshape(*mask.shape, *(1,) * (target.dim() - 3))
+        data = torch.where(written, data, gather_slots(target, slots))
+    if undo is not None and undo.has_room:  # block work is undone by a copy of the layer
+        undo.record(target, slots)
+    write_slots(target, slots, data)
