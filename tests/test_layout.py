@@ -164,7 +164,7 @@ def test_every_room_has_a_readme() -> None:
 
 
 def test_every_module_of_the_engine_has_tests_of_its_own() -> None:
-    """So that a failure says where: `tests/engine/test_slots.py` imports `kvpolicy.engine.slots`, and so on."""
+    """So that a failure says where: `tests/engine/test_slot_writer.py` imports `kvpolicy.engine.slots`, and so on."""
     modules = [path.stem for path in (PACKAGES["kvpolicy"] / "engine").glob("*.py") if path.stem != "__init__"]
     assert len(modules) > 10
     tests = {name: ROOT / "tests" / "engine" / f"test_{name}.py" for name in modules}

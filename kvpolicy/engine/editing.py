@@ -32,7 +32,7 @@ def check_movable(store: LayerStore) -> None:
             f"The selector must rank tokens by attention or position for them to be moved, got {selector}, which "
             "keeps statistics of their keys; try snapkv or h2o."
         )
-    if store.spec.merger.traits.when != "never":
+    if store.spec.merger_traits.when != "never":
         raise KVPolicyError(
             f"Tokens must not be merged to be moved, got the merger {store.spec.merger}, whose slots stand for several "
             "positions; remove it."

@@ -151,3 +151,11 @@ class Geometry(Protocol):
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
         ...
+
+
+def step_nbytes(geometry: Geometry) -> int:
+    """Bytes that a decode step reads of a layer, whose tensors may be on the device meta."""
+    link = Link()
+    link.start()
+    geometry.count_read(link)
+    return link.moved

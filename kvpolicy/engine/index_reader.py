@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform, attend_slots
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.layer_contents import LayerContents
+from kvpolicy.engine.layer_tensors import alloc_index
 from kvpolicy.engine.link import Link
 from kvpolicy.engine.reading import (
     AbsoluteSums,
@@ -18,12 +19,10 @@ from kvpolicy.engine.reading import (
     Chosen,
     ReadShape,
     ReadState,
-    alloc_reads,
     channel_salience,
     choice_size,
     choose,
     chooses,
-    count_step,
     entries_of,
     entry_slots,
     every_slot,
@@ -117,7 +116,7 @@ class IndexReader:
             self._link.whole(board.choice)
             return self._follow(shape, tensors.reads, board.choice), None
         scanned = None
-        if shape is not None and self._reads_all and self._reader.traits.scans_keys:
+        if shape is not None and self._reads_all and self._spec.reader_traits.scans_keys:
             scanned = self._products(self._queries(q))
         chosen = None if shape is None else self._choose(q, tensors.reads, shape, transform, scanned)
         if tensors.reads.choice:
@@ -132,7 +131,7 @@ class IndexReader:
     @property
     def _reads_all(self) -> bool:
         """Whether the layer reads everything after it has chosen for the layers behind it."""
-        return self._reader.traits.choosers_read_all and chooses(self._reader, self._spec.layer_idx)
+        return self._spec.reader_traits.choosers_read_all and chooses(self._reader, self._spec.layer_idx)
 
     def _queries(self, q: Tensor) -> Tensor:
         """Queries [B, Hq, 1, D] by KV head, [B, H, G, D]."""
@@ -155,7 +154,13 @@ class IndexReader:
             # As attention adds them: a slot that stands for many tokens is needed more than its key says.
             score = score + largest_counts(shape, tensors.log_counts, tensors.positions)[:, :, None]
         return choose(
-            shape, reads.limit, score, tensors.positions, tensors.length, self._reader.traits.recent, self._layer.ranks
+            shape,
+            reads.limit,
+            score,
+            tensors.positions,
+            tensors.length,
+            self._spec.reader_traits.recent,
+            self._layer.ranks,
         )
 
     def _products(self, queries: Tensor) -> Tensor:
@@ -171,10 +176,7 @@ class IndexReader:
     def _decode_chosen(self, coded: CodecView, slots: Tensor, shape: ReadShape) -> ChosenSlots:
         tensors = self._layer.tensors
         self._link.whole((tensors.keys, tensors.values))
-        group_size = self._spec.codec.traits.group_size
-        for codes, size in zip(tensors.codes, self._layer.layout.coded, strict=True):
-            if size:
-                self._link.count_stage(codes, size, min(shape.slots, size), group_size, shape.page)
+        self._count_decoded(self._link, shape)
         # In fp32, as stages decode: attention converts them as it does where all slots are read.
         return ChosenSlots(coded.keys_at(slots, torch.float32), coded.values_at(slots, torch.float32))
 
@@ -202,22 +204,38 @@ class IndexReader:
         return every.scatter_add(-1, slots[:, :, None].expand(weights.shape), weights)
 
     def count_read(self, link: Link) -> None:
-        """Count on `link` what a decode step reads."""
+        """Count on `link` what a decode step reads, of tensors that may be on the device meta."""
         tensors = self._layer.tensors
-        count_step(
-            link,
-            self._reader,
-            self.shape,
-            tensors.reads,
-            (tensors.keys, tensors.values),
-            (tensors.positions, tensors.counts),
-            tensors.codes,
-            self._layer.layout.coded,
-            self._spec.codec.traits.group_size,
-            None if self.board is None else self.board.choice,
-            reads_all=self._reads_all,
-            merges=self._spec.merges_in_steps,
-        )
+        shape = self.shape
+        buffer = (tensors.keys, tensors.values)
+        link.whole((tensors.positions, tensors.counts))
+        if shape is None or not tensors.reads:
+            link.whole((buffer, tensors.codes))
+            return
+        index = tensors.reads.index
+        link.whole(self.board.choice if shape.followed and self.board is not None else index)
+        # The entries of the slots that are written are recomputed from their keys.
+        refreshed = shape.page * (2 if self._spec.merges_in_steps else 1) if index else 0
+        is_coded = sum(self._layer.layout.coded) > 0
+        if self._reads_all:  # keys that were scanned to choose are not read again
+            link.count_rows(tensors.keys, 0 if is_coded else refreshed)
+            link.whole((buffer, tensors.codes))
+            return
+        scans = self._spec.reader_traits.scans_keys and not shape.followed
+        if is_coded:
+            link.whole((buffer, key_codes(tensors.codes) if scans else ()))
+            self._count_decoded(link, shape)
+            return
+        link.whole(tensors.keys if scans else ())
+        link.count_rows(tensors.keys, refreshed + shape.slots)
+        link.count_rows(tensors.values, shape.slots)
+
+    def _count_decoded(self, link: Link, shape: ReadShape) -> None:
+        """Count on `link` the codes of the slots that a step decodes."""
+        group_size = self._spec.codec_traits.group_size
+        for codes, size in zip(self._layer.tensors.codes, self._layer.layout.coded, strict=True):
+            if size:
+                link.count_stage(codes, size, min(shape.slots, size), group_size, shape.page)
 
     # the index
 
@@ -228,18 +246,18 @@ class IndexReader:
             first: Rows that had their first prompt, [B] bool; None if no row had.
             salience: The salience of the channels of that prompt, [B, H, D], if the reader needs it.
         """
-        tensors = self._layer.tensors
+        layer = self._layer
+        tensors = layer.tensors
         if not tensors.reads:
             return
-        shape = read_shape(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
-        batch, heads, _, dim = tensors.keys.shape
-        shown = choice_size(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
+        shape = self._find_shape()
+        batch, heads = tensors.keys.shape[:2]
+        shown = choice_size(self._reader, self._spec.codec, layer.layout, self._spec.layer_idx)
         held = tensors.reads.choice.slots.shape[-1] if tensors.reads.choice else 0
         if shape != self.shape or shown != held:
             self.shape = shape
             old = tensors.reads
-            like = tensors.keys.dtype, tensors.keys.device
-            tensors.reads = alloc_reads(self._reader, shape, batch, heads, dim, *like, self._spec.layer_idx, shown)
+            tensors.reads = alloc_index(self._spec, batch, layer.shape, layer.layout, tensors.keys.device)
             # What was fitted to the first prompt does not depend on the number of entries.
             for new, fitted in zip(all_tensors(tensors.reads), all_tensors(old), strict=True):
                 if new.shape == fitted.shape:
@@ -271,11 +289,14 @@ class IndexReader:
         Tokens that a selector keeps for their position alone are the same in every layer from then on.
         """
         shown = None if self.board is None else self.board.positions
-        return (
-            self._spec.selector.needs == Needs()
-            and shown is not None
-            and torch.equal(shown, self._layer.tensors.positions)
-        )
+        return self._spec.needs == Needs() and shown is not None and torch.equal(shown, self._layer.tensors.positions)
+
+    def fit_layout(self) -> None:
+        """Set the read plan to that of the layout."""
+        self.shape = self._find_shape()
+
+    def _find_shape(self) -> ReadShape | None:
+        return read_shape(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
 
     def set_limit(self) -> None:
         """Let each row read as many entries as it would alone, of the slots that it has."""
@@ -291,7 +312,7 @@ class IndexReader:
     def set_numbers(self, numbers: list[Any]) -> None:
         """Restore the result of `numbers`, after the layout was set."""
         self.same_slots, self.is_current, self._layer.steps_unsorted = numbers
-        self.shape = read_shape(self._reader, self._spec.codec, self._layer.layout, self._spec.layer_idx)
+        self.fit_layout()
 
     def prompt_salience(self, sums: AbsoluteSums | None, count: Tensor) -> Tensor | None:
         """The salience of the channels in a prompt of `count` [B] tokens, [B, H, D] fp32, if the reader needs it."""
@@ -299,7 +320,7 @@ class IndexReader:
         tensors = layer.tensors
         if sums is not None:
             return channel_salience(sums, count, layer.ranks)
-        if not (tensors.reads and tensors.reads.index and self._reader.traits.salience):
+        if not (tensors.reads and tensors.reads.index and self._spec.reader_traits.salience):
             return None
         assert isinstance(self._reader, LoadsSalience)  # see `policy.combination.check_abilities`
         salience = self._reader.load_salience(self._spec.layer_idx, layer.ranks.held)
@@ -321,10 +342,10 @@ class IndexReader:
         start, _ = shape.parts[part]
         self.refresh(shape, tensors.reads, entries_of(shape, part, slots - start))
 
-    def refresh(self, shape: ReadShape, reads: ReadState, entries: Tensor) -> None:
+    def refresh(self, shape: ReadShape, reads: ReadState | tuple[()], entries: Tensor) -> None:
         """Recompute entries [B, H, n] from the keys that their slots hold."""
         tensors = self._layer.tensors
-        if not reads.index:
+        if not reads or not reads.index:
             return
         slots, inside = entry_slots(shape, entries)
         flat = slots.flatten(2)
@@ -335,7 +356,7 @@ class IndexReader:
 
     def count_unsorted_step(self) -> bool:
         """Count a step that overwrote slots; whether it is time to sort them by position again."""
-        traits = self._reader.traits
+        traits = self._spec.reader_traits
         if self.shape is None or not traits.ordered or self._spec.grows:
             return False
         self._layer.steps_unsorted += 1

@@ -126,7 +126,7 @@ def _check_slots(store: LayerStore) -> None:
     if tensors.limits is None:
         return
     # A budget that shrinks with a later prompt leaves tokens in slots that the row was given before.
-    given = stage_slots([store.spec.codec.layout(count) for count in layer.expected_len], len(store.spec.codec.stages))
+    given = stage_slots([store.spec.codec.layout(count) for count in layer.expected_len], len(store.spec.stages))
     most = tensors.limits.stage_capacity.maximum(tensors.limits.stage_capacity.new_tensor(given))
     for stage, (start, size) in enumerate(zip(layout.starts(), layout.coded, strict=True)):
         slot = torch.arange(size, device=tensors.positions.device)
@@ -146,7 +146,7 @@ def _check_pages(store: LayerStore, pages: PageTensors, positions: Tensor) -> No
     heads = layer.shape.heads
     head = torch.arange(heads, device=owner.device)[:, None]
     size = tensors.positions.shape[-1]
-    buffer = tensors.keys.shape[2] if store.spec.codec.stages else 0
+    buffer = tensors.keys.shape[2] if store.spec.stages else 0
     behind = -(-buffer // size) * heads if buffer else 0
     body = owner[:, : owner.shape[1] - behind]
     _require((owner >= 0) & (owner <= heads), store, "the owner of a page is a head, or none")

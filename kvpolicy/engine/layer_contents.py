@@ -65,9 +65,9 @@ class LayerContents:
         self.capacity = 0
         self.expected_len: list[int] = []
         self.may_exceed_plan = False
-        self.schedule = RankSchedule(spec.selector.needs.rerank_every)
+        self.schedule = RankSchedule(spec.needs.rerank_every)
         self.reserved = 0
-        self.largest_block = spec.codec.traits.block
+        self.largest_block = spec.codec_traits.block
         self.free_steps: float = 0
         self.steps_unsorted = 0
         self.link = Link()
@@ -83,7 +83,7 @@ class LayerContents:
         self.ranks = ranks
         batch = tensors.length.shape[0]
         device = tensors.length.device
-        stages = self.spec.codec.stages
+        stages = self.spec.stages
         self.calibrations = tuple(stage.load_calibration(self.spec.layer_idx, device, ranks.held) for stage in stages)
         self.expected_len = [0] * batch
         self.schedule.start(batch)
@@ -115,7 +115,7 @@ class LayerContents:
     def measures_salience(self) -> bool:
         """Whether the reader needs the salience of the channels in a prompt."""
         reads = self.tensors.reads
-        traits = self.spec.reader.traits
+        traits = self.spec.reader_traits
         return bool(reads and reads.index) and traits.salience and not traits.calibrated
 
     def view(self, budget: Tensor | None = None) -> View:

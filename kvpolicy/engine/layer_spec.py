@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.mergers.drop import Drop
-from kvpolicy.protocols import Codec, DecodeMode, HeadAllocator, Merger, Needs, Reader, Selector
+from kvpolicy.protocols import (
+    Codec,
+    DecodeMode,
+    HeadAllocator,
+    Merger,
+    MergerTraits,
+    Needs,
+    Reader,
+    ReaderTraits,
+    Selector,
+    Stage,
+    Traits,
+)
 from kvpolicy.readers.all import ReadAll
 
 _DROP = Drop()
@@ -26,6 +38,15 @@ class LayerSpec:
         reader: The layer's reader; by default, every slot is read.
         heads: Divides the pages of a row among its heads; None if all heads have equally many slots.
         rope: The rotary embedding, if keys are coded unrotated or the selector needs queries without it.
+        grows: Whether generated tokens are kept in addition to the budget.
+        key_rope: The rotary embedding, if keys are coded unrotated.
+        needs: What the selector needs.
+        prompt_needs: The statistics of a prompt that the selector and the merger need.
+        stages: The stages of the codec.
+        codec_traits: Traits of the codec.
+        merger_traits: Traits of the merger.
+        reader_traits: Traits of the reader.
+        merges_in_steps: Whether decode steps merge what they evict; a cache that grows evicts nothing.
     """
 
     layer_idx: int
@@ -37,22 +58,28 @@ class LayerSpec:
     heads: HeadAllocator | None = None
     rope: Rope | None = None
 
-    @property
-    def grows(self) -> bool:
-        """Whether generated tokens are kept in addition to the budget."""
-        return self.decode == "grow"
+    grows: bool = field(init=False)
+    key_rope: Rope | None = field(init=False)
+    needs: Needs = field(init=False)
+    prompt_needs: Needs = field(init=False)
+    stages: tuple[Stage, ...] = field(init=False)
+    codec_traits: Traits = field(init=False)
+    merger_traits: MergerTraits = field(init=False)
+    reader_traits: ReaderTraits = field(init=False)
+    merges_in_steps: bool = field(init=False)
 
-    @property
-    def key_rope(self) -> Rope | None:
-        """The rotary embedding, if keys are coded unrotated."""
-        return self.rope if self.codec.traits.key_space == "unrotated" else None
-
-    @property
-    def prompt_needs(self) -> Needs:
-        """The statistics of a prompt that the selector and the merger need."""
-        return self.selector.needs | self.merger.needs
-
-    @property
-    def merges_in_steps(self) -> bool:
-        """Whether decode steps merge what they evict; a cache that grows evicts nothing."""
-        return self.merger.traits.when == "always" and not self.grows
+    def __post_init__(self) -> None:
+        """Ask the parts once for what a step needs to know of them."""
+        facts = {
+            "grows": self.decode == "grow",
+            "key_rope": self.rope if self.codec.traits.key_space == "unrotated" else None,
+            "needs": self.selector.needs,
+            "prompt_needs": self.selector.needs | self.merger.needs,
+            "stages": self.codec.stages,
+            "codec_traits": self.codec.traits,
+            "merger_traits": self.merger.traits,
+            "reader_traits": self.reader.traits,
+            "merges_in_steps": self.merger.traits.when == "always" and self.decode != "grow",
+        }
+        for name, fact in facts.items():
+            object.__setattr__(self, name, fact)

@@ -11,12 +11,11 @@ from kvpolicy.engine import decode, merging
 from kvpolicy.engine.attention import Past, ScoreTransform, attend
 from kvpolicy.engine.channel_sums import LargestQueries
 from kvpolicy.engine.decode import update_state
-from kvpolicy.engine.geometry import Geometry
+from kvpolicy.engine.geometry import Geometry, step_nbytes
 from kvpolicy.engine.host import on_host
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
-from kvpolicy.engine.link import Link
 from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.prompt_statistics import PromptStatistics, see_prompt
@@ -39,6 +38,7 @@ class LayerStore:
 
     Attributes:
         spec: The parts of the policy in this layer.
+        layer_idx: Index of the layer in the model.
         contents: The tensors and numbers of the layer.
         geometry: The arrangement of the slots.
         slots: The same if all heads have equally many slots; None if each head has a budget.
@@ -47,6 +47,7 @@ class LayerStore:
     def __init__(self, spec: LayerSpec) -> None:
         """Make an empty store from the parts of a layer."""
         self.spec = spec
+        self.layer_idx = spec.layer_idx
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
         self.geometry: Geometry = self.slots or PageGeometry(self.contents, spec.heads)
@@ -56,11 +57,6 @@ class LayerStore:
         batch, heads, _, dim = keys.shape
         shape = LayerShape(heads, dim, keys.dtype, group)
         self.contents.begin(self.geometry.alloc(batch, shape, keys.device), shape, ranks)
-
-    @property
-    def layer_idx(self) -> int:
-        """Index of the layer in the model."""
-        return self.spec.layer_idx
 
     @property
     def is_initialized(self) -> bool:
@@ -213,7 +209,7 @@ class LayerStore:
         if merge is not None:
             slot, data = merging.with_merge(slot, data, merge)
         self.geometry.write(slot, data, None if valid is None else valid[:, None].expand_as(slot))
-        needs = self.spec.selector.needs
+        needs = self.spec.needs
         out, weights = self.geometry.attend(q, transform, needs.decode_attn)
         layer.link.stop()
         if needs.decode_attn or needs.vectors:
@@ -308,10 +304,7 @@ class LayerStore:
         link = self.contents.link
         if link.moved or not self.is_initialized:
             return link.moved
-        expected = Link()
-        expected.start()
-        self.geometry.count_read(expected)
-        return expected.moved
+        return step_nbytes(self.geometry)
 
     def nbytes_by_kind(self) -> dict[str, int]:
         """Bytes by kind: exact, codes, scales, positions, statistics, index, counters; counts and undo log if any."""

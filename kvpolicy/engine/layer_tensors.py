@@ -87,23 +87,18 @@ class LayerTensors:
         dim = shape.head_dim
         slots = layout.slots
         # Not strict: the layout of a layer with few tokens has no stages, whatever the codec has.
-        stages = zip(spec.codec.stages, layout.coded, strict=False)
-        reads: ReadState | tuple[()] = ()
-        if reads_part(spec.reader, spec.layer_idx):
-            plan = read_shape(spec.reader, spec.codec, layout, spec.layer_idx)
-            shown = choice_size(spec.reader, spec.codec, layout, spec.layer_idx)
-            reads = alloc_reads(spec.reader, plan, batch, heads, dim, shape.dtype, device, spec.layer_idx, shown)
+        stages = zip(spec.stages, layout.coded, strict=False)
         length, budget, columns = _counters(batch, device)
         return cls(
             keys=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
             values=torch.empty(batch, heads, layout.exact, dim, dtype=shape.dtype, device=device),
             positions=torch.empty(batch, heads, slots, dtype=torch.int32, device=device),
             state=alloc_state(spec.selector, batch, heads, slots, device, shape.head),
-            counts=torch.zeros(batch, heads, slots, device=device) if spec.merger.traits.counted else (),
+            counts=torch.zeros(batch, heads, slots, device=device) if spec.merger_traits.counted else (),
             merged=spec.merger.alloc(batch, heads, device),
             codes=tuple(stage.alloc(batch, heads, size, dim, device) for stage, size in stages),
             limits=alloc_limits(spec.codec, batch, heads, dim, device),
-            reads=reads,
+            reads=alloc_index(spec, batch, shape, layout, device),
             length=length,
             budget=budget,
             columns=columns,
@@ -193,6 +188,18 @@ class LayerTensors:
             kinds["positions"] += self.pages.owner.nbytes
             kinds["counters"] += self.pages.average.nbytes + self.pages.complete.nbytes
         return kinds
+
+
+def alloc_index(
+    spec: LayerSpec, batch: int, shape: LayerShape, layout: Layout, device: torch.device | str
+) -> ReadState | tuple[()]:
+    """Empty tensors of the reader of a layer; the empty tuple if it always reads everything."""
+    if not reads_part(spec.reader, spec.layer_idx):
+        return ()
+    plan = read_shape(spec.reader, spec.codec, layout, spec.layer_idx)
+    shown = choice_size(spec.reader, spec.codec, layout, spec.layer_idx)
+    sizes = (batch, shape.heads, shape.head_dim, shape.dtype, device)
+    return alloc_reads(spec.reader, plan, *sizes, spec.layer_idx, shown)
 
 
 def _counters(batch: int, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:

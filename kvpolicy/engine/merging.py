@@ -91,11 +91,6 @@ def merge_prompt(
     )
 
 
-def merges_in_steps(merger: Merger, grows: bool) -> bool:
-    """Whether decode steps merge what they evict; a cache that grows evicts nothing."""
-    return merger.traits.when == "always" and not grows
-
-
 class SlotMerge(NamedTuple):
     """A slot of each head that takes in an evicted token.
 

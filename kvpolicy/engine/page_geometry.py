@@ -39,13 +39,13 @@ class PageGeometry:
         self._layer = layer
         self._spec = layer.spec
         self._allocator = heads
-        self._body = CodedPageBody(layer) if layer.spec.codec.stages else ExactPageBody(layer)
+        self._body = CodedPageBody(layer) if layer.spec.stages else ExactPageBody(layer)
         self._page_shape: tuple[int, int] = (0, 0)  # pages and their slots, as `set_numbers` restored them
 
     def alloc(self, batch: int, shape: LayerShape, device: torch.device | str) -> LayerTensors:
-        """Empty tensors for the pages that are set; on the device `meta` too."""
+        """Empty tensors for the pages that `set_numbers` restored, none before; on the device `meta` too."""
         number, size = self._page_shape
-        buffer = self._layer.layout.exact if self._spec.codec.stages else 0
+        buffer = self._layer.layout.exact if self._spec.stages else 0
         pages = Pages(number - shape.heads * buffer_pages(buffer, size), size)
         return LayerTensors.of_pages(self._spec, batch, shape, pages, buffer, device)
 

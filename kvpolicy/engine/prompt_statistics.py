@@ -28,7 +28,7 @@ def wanted(layer: LayerContents) -> tuple[Statistic, ...]:
         ProbeQueries(needs.probes) if needs.probes else None,
         BelowMean(needs.below_mean_queries) if needs.below_mean_queries else None,
         None if needs.query_moments is None else Moments(needs.query_moments),
-        LargestQueries() if layer.tensors.limits is not None and layer.spec.codec.traits.query_absmax else None,
+        LargestQueries() if layer.tensors.limits is not None and layer.spec.codec_traits.query_absmax else None,
         ChannelSums() if layer.measures_salience else None,
     ]
     return tuple(each for each in found if each is not None)

@@ -1,4 +1,4 @@
-"""Which entries a decode step reads: their slots, their ranking, and the bytes that this moves."""
+"""Which entries a decode step reads: their slots, and their ranking."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.link import Link
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.protocols import Codec, Index, Layout, Ranks, Reader
 
@@ -418,65 +417,6 @@ def channel_salience(sums: AbsoluteSums, count: Tensor, ranks: Ranks) -> Tensor:
     tokens = count.clamp_min(1)[:, None, None]
     queries = ranks.group_mean((sums.queries / tokens).unflatten(1, (sums.keys.shape[1], -1)))
     return (queries * (sums.keys / tokens)).float()
-
-
-def count_step(
-    link: Link,
-    reader: Reader,
-    shape: ReadShape | None,
-    reads: Any,
-    buffer: tuple[Tensor, Tensor],
-    per_slot: Any,
-    codes: tuple[Any, ...],
-    coded: tuple[int, ...],
-    group_size: int,
-    choice: Any,
-    *,
-    reads_all: bool,
-    merges: bool,
-) -> None:
-    """Count what a decode step reads of a layer, of tensors that may be on the device meta.
-
-    Args:
-        link: The link that counts the bytes.
-        reader: The reader.
-        shape: Read plan of the layer; None for all slots.
-        reads: The layer's `ReadState`; the empty tuple where everything is read.
-        buffer: Keys and values in full precision, [B, H, E, D] each.
-        per_slot: Positions of all slots, and their counts if they have some, [B, H, S] each.
-        codes: The codes of each stage.
-        coded: Slots of each stage.
-        group_size: Slots that share parameters.
-        choice: The `Choice` of the layer that chooses for this one; not looked at if it chooses for itself.
-        reads_all: Whether the layer reads everything after it has chosen.
-        merges: Whether the slot that takes in an evicted token is written too.
-    """
-    written = 2 if merges else 1
-    link.whole(per_slot)
-    if shape is None:
-        link.whole((buffer, codes))
-        return
-    scans = reader.traits.scans_keys and not shape.followed
-    link.whole(choice if shape.followed else reads.index)
-    if reads_all:  # keys that were scanned to choose are not read again
-        if reads.index and not any(coded):
-            link.count_rows(buffer[0], written * shape.page)
-        link.whole((buffer, codes))
-        return
-    if any(coded):
-        link.whole(buffer)
-        if scans:
-            link.whole(key_codes(codes))
-        for own, size in zip(codes, coded, strict=True):
-            if size:
-                link.count_stage(own, size, min(shape.slots, size), group_size, shape.page)
-        return
-    if scans:
-        link.whole(buffer[0])
-    if reads.index:  # the entries of the slots that are written are recomputed
-        link.count_rows(buffer[0], written * shape.page)
-    for part in buffer:
-        link.count_rows(part, shape.slots)
 
 
 def key_codes(codes: tuple[Any, ...]) -> tuple[Tensor, ...]:

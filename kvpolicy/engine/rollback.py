@@ -97,7 +97,7 @@ def _make_room(layer: LayerContents, geometry: Geometry) -> None:
 
 def copied_tensors(layer: LayerContents) -> list[Tensor]:
     """Tensors that are copied before each step, since steps change them otherwise than by writing slots."""
-    needs = layer.spec.selector.needs
+    needs = layer.spec.needs
     copied = [layer.tensors.length, layer.tensors.columns]
     if needs.decode_attn or needs.vectors:
         copied += tensors(layer.tensors.state)

@@ -66,12 +66,12 @@ class SizeHistory:
 
 def crop_obstacle(spec: LayerSpec) -> str:
     """Which part of a policy keeps a token from being taken back without a log; empty if none does."""
-    needs = spec.selector.needs
+    needs = spec.needs
     if spec.heads is not None:
         return "budgets by head"
-    if spec.codec.stages:
+    if spec.stages:
         return f"the codec {spec.codec!r}"
-    if spec.merger.traits.when != "never":
+    if spec.merger_traits.when != "never":
         return f"the merger {spec.merger!r}"
     if not isinstance(spec.reader, ReadAll):
         return f"the reader {spec.reader!r}"

@@ -39,7 +39,7 @@ class SlotCodes:
     def _stage_parts(self) -> list[StagePart]:
         return [
             StagePart(
-                self._layer.spec.codec.stages[stage],
+                self._layer.spec.stages[stage],
                 self.stage_store(stage),
                 self._slot_rotary(stage),
                 size,
@@ -60,7 +60,7 @@ class SlotCodes:
         layer = self._layer
         tensors = layer.tensors
         limits = tensors.limits
-        wanted = limits is not None and layer.spec.codec.traits.query_absmax
+        wanted = limits is not None and layer.spec.codec_traits.query_absmax
         absmax = limits.query_absmax if limits is not None and wanted else None
         return StageStore(tensors.codes[stage], layer.calibrations[stage], self.atoms(), absmax)
 

@@ -50,7 +50,7 @@ class SlotDemoter:
             batch = batch._replace(chosen=batch.chosen & ~is_pinned(tensors.limits, batch.positions))
         order = self._demotion_order().indices(batch.positions, batch.state, batch.chosen)
         counts = batch.chosen.sum(-1)
-        moved = demotion.demoted_counts(counts, tensors.limits, self._spec.codec.traits, idle)
+        moved = demotion.demoted_counts(counts, tensors.limits, self._spec.codec_traits, idle)
         self._demote_tokens(batch.take_order(order), moved)
         # A row without a dictionary may use the dictionary slots for any token, as it would alone.
         start = layer.reserved * has_dictionary(tensors.limits) if layer.reserved else 0
@@ -63,7 +63,7 @@ class SlotDemoter:
         """Move each row's newest tokens to the dictionary slots, once, if the codec uses them as atoms."""
         layer = self._layer
         tensors = layer.tensors
-        traits = self._spec.codec.traits
+        traits = self._spec.codec_traits
         if traits.pins != "newest" or not traits.pinned or not bool(first.any()):
             return False
         assert tensors.limits is not None
@@ -100,7 +100,7 @@ class SlotDemoter:
         slots = order[..., : self._layer.largest_block]
         batch = TokenBatch(tensors.keys, tensors.values, positions, state, occupied, counts).take(slots)
         rank = torch.arange(slots.shape[-1], device=slots.device)
-        batch = batch._replace(chosen=due[..., None] & (rank < row_block_of(tensors.limits, self._spec.codec.traits)))
+        batch = batch._replace(chosen=due[..., None] & (rank < row_block_of(tensors.limits, self._spec.codec_traits)))
         self._writer.write(slots, None, batch.chosen)
         self._insert(0, self._with_coded_keys(batch))
 
@@ -135,7 +135,7 @@ class SlotDemoter:
         assert tensors.limits is not None
         return DemotionOrder(
             self._spec.selector,
-            self._spec.codec.traits,
+            self._spec.codec_traits,
             tensors.limits,
             tensors.length,
             tensors.budget,
@@ -160,7 +160,7 @@ class SlotDemoter:
             self._fill_stages(batch, moved.where(is_empty_head, 0))
         # Heads that hold codes already get the tokens block by block, as in decode.
         later = torch.where(is_empty_head, 0, moved)[..., None]
-        block = row_block_of(tensors.limits, self._spec.codec.traits)
+        block = row_block_of(tensors.limits, self._spec.codec_traits)
         rank = torch.arange(layer.largest_block, device=moved.device)
         for number in range(int((-(-later // block)).max())):
             token = number * block + rank
@@ -195,12 +195,12 @@ class SlotDemoter:
             store = self._codes.stage_store(stage)
             order = self._demotion_order()
             over = demotion.overflow(
-                self._spec.codec.stages[stage], store, tensors.positions[..., at], state, limit, batch, order, counts
+                self._spec.stages[stage], store, tensors.positions[..., at], state, limit, batch, order, counts
             )
             self._writer.write(over.slots, None, over.leaves, stage)
             self._insert(stage + 1, over.batch)
             batch = batch._replace(chosen=over.stays)
-        slots = demotion.free_slots(tensors.positions[..., at], limit, self._spec.codec.traits.group_size)
+        slots = demotion.free_slots(tensors.positions[..., at], limit, self._spec.codec_traits.group_size)
         if len(layer.layout.coded) > 1:
             # Slots are paired with tokens by index. Tokens that moved on leave gaps in a block, and a stage may have
             # fewer slots than a block has tokens, so the tokens that stay come first.

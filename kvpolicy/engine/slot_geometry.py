@@ -40,6 +40,7 @@ class SlotGeometry:
     """The slots of a layer in which all heads have equally many; see `kvpolicy.engine.geometry.Geometry`.
 
     Attributes:
+        layer: The layer.
         codes: Reads the slots.
         index: Attends to the slots that the layer's reader chooses.
         writer: Writes to the slots.
@@ -47,7 +48,7 @@ class SlotGeometry:
 
     def __init__(self, layer: LayerContents) -> None:
         """Arrange the slots of `layer`."""
-        self._layer = layer
+        self.layer = layer
         self._spec = layer.spec
         self.codes = SlotCodes(layer)
         self.index = IndexReader(layer, self.codes)
@@ -56,11 +57,11 @@ class SlotGeometry:
 
     def alloc(self, batch: int, shape: LayerShape, device: torch.device | str) -> LayerTensors:
         """Empty tensors for the layout that is set; on the device `meta` too."""
-        return LayerTensors.of_slots(self._spec, batch, shape, self._layer.layout, device)
+        return LayerTensors.of_slots(self._spec, batch, shape, self.layer.layout, device)
 
     def find_layout(self) -> Layout:
         """The layout, from the tensors where they determine it."""
-        return self._layer.layout
+        return self.layer.layout
 
     # a prompt
 
@@ -78,14 +79,14 @@ class SlotGeometry:
             budget: Tokens of each row.
             massive: The prompt's tokens with the largest activations, [B, P] bool, if the codec pins them.
         """
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         layer.note_sizes(pending.keys.shape[2])
         self.index.is_current = False
         seen_before = tensors.length
         # Unlike in a step, not in place: `seen_before` is the same tensor and must keep the old lengths.
         tensors.length = pending.lengths(seen_before)
-        merges = self._spec.merger.traits.when != "never"
+        merges = self._spec.merger_traits.when != "never"
         past = self.codes.past() if pending.reads_past or merges else None
         selected = select_tokens(
             self._spec.selector,
@@ -116,7 +117,7 @@ class SlotGeometry:
         # By row, since a row may have had nothing but padding in the prompts before this one.
         first = (seen_before == 0) & (tensors.length > 0)
         if tensors.limits is not None and bool(first.any()):
-            pin_tokens(tensors.limits, self._spec.codec.traits, pending.positions(seen_before), massive, first)
+            pin_tokens(tensors.limits, self._spec.codec_traits, pending.positions(seen_before), massive, first)
         data = self._demoter.place(batch, pending.idle, first)
         assign_slots(tensors, data)
         tensors.keys, tensors.values = data.keys, data.values
@@ -136,7 +137,7 @@ class SlotGeometry:
             Positions, state, choice and counts of the tokens that are not coded, which are placed again: those of the
             full-precision buffer, then those of the prompt.
         """
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         slots = tensors.positions.shape[-1]
         exact = layer.layout.exact
@@ -155,8 +156,8 @@ class SlotGeometry:
 
     def _allocate(self, idle: Tensor | None, budget: RowBudget) -> None:
         """Make slots for a budget, and set it, but in rows that are `idle` [B] bool."""
-        tensors = self._layer.tensors
-        self._layer.expect(budget.expected_len.tolist(), idle)
+        tensors = self.layer.tensors
+        self.layer.expect(budget.expected_len.tolist(), idle)
         self._grow_slots()
         most = (budget.keep + budget.extra).to(tensors.positions.device)
         self._set_budget(most if idle is None else torch.where(idle, tensors.budget, most))
@@ -184,7 +185,7 @@ class SlotGeometry:
 
     def view(self) -> View:
         """The slots as the selector sees them in a step."""
-        return self._layer.view()
+        return self.layer.view()
 
     def attend(self, q: Tensor, transform: ScoreTransform, want_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Attend from one token per row to the slots that the reader chooses; see `IndexReader.attend`."""
@@ -196,7 +197,7 @@ class SlotGeometry:
 
     def free_slot(self, view: View, valid: Tensor | None) -> tuple[Tensor, SlotMerge | None]:
         """A slot of the full-precision buffer for each head's new token, [B, H, 1], and where an evicted one goes."""
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         occupied = view.valid
         full = occupied.sum(-1, keepdim=True) >= tensors.budget[:, None, None]
@@ -232,7 +233,7 @@ class SlotGeometry:
 
         Nothing is written: what is returned is written with the new token. None if nothing is merged in decoding.
         """
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         if not self._spec.merges_in_steps:
             return None
@@ -247,7 +248,7 @@ class SlotGeometry:
         if layer.reserved:  # codes refer to the tokens in dictionary slots, which must therefore stay as they are
             targets = targets & self.codes.open_slots()
         priority = None
-        if self._spec.merger.traits.ranked:
+        if self._spec.merger_traits.ranked:
             priority = finite_priority(self._spec.selector.priority(tensors.state, view))[..., : layer.layout.exact]
         held = Tokens(*exact, positions, counts if isinstance(counts, Tensor) else None, targets, priority)
         merge = self._spec.merger.merge_token(tensors.merged, token, held)
@@ -266,12 +267,12 @@ class SlotGeometry:
 
     def is_full(self) -> bool:
         """Whether the full-precision buffer of a head is full, so that a block must be demoted."""
-        limits = self._layer.tensors.limits
+        limits = self.layer.tensors.limits
         return limits is not None and bool((self.codes.buffered() >= limits.flush_threshold).any())
 
     def demote(self) -> None:
         """Demote a block of every head with a full buffer, or code all of its tokens again."""
-        if self._spec.codec.traits.recode_all:
+        if self._spec.codec_traits.recode_all:
             self._demoter.recode()
         else:
             self._demoter.demote_block()
@@ -280,7 +281,7 @@ class SlotGeometry:
 
     def count_free_steps(self) -> float:
         """Decode steps until tokens must be demoted, or slots added."""
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         if not layer.can_run_out:
             return capacity.UNLIMITED
@@ -296,17 +297,17 @@ class SlotGeometry:
 
     def tokens_needed(self) -> list[int]:
         """Tokens that each row must be given slots for before the next step."""
-        budget = self._layer.tensors.budget.tolist()
-        return capacity.slots_needed(self._layer.expected_len, budget, self._row_counts(), grows=self._spec.grows)
+        budget = self.layer.tensors.budget.tolist()
+        return capacity.slots_needed(self.layer.expected_len, budget, self._row_counts(), grows=self._spec.grows)
 
     def tokens_lacking(self, new: int) -> list[int]:
         """Tokens that each row must be given slots for so that `new` more fit at once."""
-        counts = zip(self._row_counts(), self._layer.expected_len, strict=True)
+        counts = zip(self._row_counts(), self.layer.expected_len, strict=True)
         return [max(0, held + new - expected) for held, expected in counts]
 
     def extend(self, more: list[int]) -> int:
         """Add so many slots to each row; in a growing cache, a row may hold as many tokens as it has slots."""
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         layer.note_sizes()
         old = layer.capacity
@@ -321,7 +322,7 @@ class SlotGeometry:
 
     def _lengthen(self) -> None:
         """Grow the slots to the capacity, and keep what they hold."""
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         old = layer.layout.exact
         # `_grow_slots` empties the buffer, since a prompt places all tokens anew. Here they stay in place.
@@ -338,7 +339,7 @@ class SlotGeometry:
 
     def _grow_slots(self) -> None:
         """Make the layout fit the capacity; slots of the full-precision buffer come out empty, but for dictionaries."""
-        layer = self._layer
+        layer = self.layer
         tensors = layer.tensors
         old = layer.layout
         layer.layout = grown_layout(old, self._spec.codec.layout(layer.capacity))
@@ -356,7 +357,7 @@ class SlotGeometry:
 
     def _set_budget(self, budget: Tensor) -> None:
         """Let each row hold `budget` [B] tokens; one that has slots for more of them reads more."""
-        self._layer.set_budget(budget)
+        self.layer.set_budget(budget)
         self.index.set_limit()
 
     def _row_counts(self) -> list[int]:
@@ -367,15 +368,15 @@ class SlotGeometry:
 
     def tokens_by_head(self) -> Tensor:
         """Tokens that each head holds, [B, H] int64."""
-        return (self._layer.tensors.positions >= 0).sum(-1)
+        return (self.layer.tensors.positions >= 0).sum(-1)
 
     def head_positions(self) -> Tensor:
         """Positions of the tokens of each head, [B, H, n] int32, -1 for an empty slot."""
-        return self._layer.tensors.positions
+        return self.layer.tensors.positions
 
     def describe(self) -> str:
         """The slots, as a `repr` shows them."""
-        layer = self._layer
+        layer = self.layer
         _, heads, slots = layer.tensors.positions.shape
         coded = f", coded={layer.layout.coded}" if layer.layout.coded else ""
         return f"heads={heads}, slots={slots}, exact={layer.layout.exact}{coded}"
@@ -384,15 +385,15 @@ class SlotGeometry:
 
     def fix_addresses(self) -> None:
         """Mark every tensor as static for CUDA graphs, and show new ones to the layers behind this one."""
-        self._layer.fix_addresses()
+        self.layer.fix_addresses()
         self.index.show()
 
     def numbers(self) -> dict[str, Any]:
         """The numbers of the layer on the host, as JSON values."""
-        return self._layer.numbers() | ({"reading": self.index.numbers()} if self._layer.tensors.reads else {})
+        return self.layer.numbers() | ({"reading": self.index.numbers()} if self.layer.tensors.reads else {})
 
     def set_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Restore the result of `numbers`."""
-        self._layer.set_numbers(numbers)
-        if self._layer.tensors.reads:
+        self.layer.set_numbers(numbers)
+        if self.layer.tensors.reads:
             self.index.set_numbers(numbers["reading"])

@@ -49,7 +49,7 @@ class SlotWriter:
             # Read before the new positions are written: codecs fit parameters where a head or a group was empty.
             occupied = tensors.positions[..., at] >= 0
             store = self._codes.stage_store(stage)
-            layer.spec.codec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
+            layer.spec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
             slots = slots + at.start
         write_masked(tensors.positions, slots, data.positions, mask, undo)
         targets = slot_tensors((tensors.state, tensors.counts))

@@ -55,7 +55,7 @@ def put(store: LayerStore, snapshot: Snapshot, ranks: Ranks, dtype: torch.dtype,
         KVPolicyError: If the content does not fit the parts of the store.
     """
     pins = snapshot.tensors.get("limits.pins")
-    if store.spec.codec.stages and (pins is None or pins.shape[-1] != store.spec.codec.traits.pinned):
+    if store.spec.stages and (pins is None or pins.shape[-1] != store.spec.codec_traits.pinned):
         raise _damaged("another number of pinned tokens")  # it is allocated below, and the policy is that of a file
     try:
         batch, heads, dim = snapshot.numbers["shape"]
@@ -88,7 +88,7 @@ def _check_numbers(store: LayerStore) -> None:
         raise _damaged(f"the capacity {number}")
     if layer.reserved > layer.layout.exact:
         raise _damaged(f"reserved slots {number}")
-    if layer.largest_block > max(slots, store.spec.codec.traits.block):
+    if layer.largest_block > max(slots, store.spec.codec_traits.block):
         raise _damaged(f"a block {number}")
     if not (layer.schedule.is_started or store.spec.heads is not None):
         raise _damaged(f"no steps of layer {store.layer_idx} until slots are ranked again")

@@ -115,17 +115,17 @@ class CacheForward(UndoableCache):
         offset = transcript = None
         # Before the guard begins, after which an error would leave the cache unusable. If a forward is running already,
         # the guard is about to refuse this one, and an error about positions would mislead.
-        if self.policy.undoes_rotation == "codec" and not (one_token or self.guard.running):
-            known = self._known_offset()
+        if not one_token and not self.guard.running and self.policy.undoes_rotation:
+            coded = self.policy.undoes_rotation == "codec"
+            known = self._known_offset() if coded else None
             offset = rope_offset(position_ids, valid, first.get_seq_length(), seen, new, known)
-        elif self.policy.undoes_rotation and not (one_token or self.guard.running):
-            # Only to refuse positions that do not go on by one. Queries may be unrotated without the offset, since
-            # rotating them to later positions makes up for it.
-            rope_offset(position_ids, valid, first.get_seq_length(), seen, new, None)
+            # Queries may be unrotated without the offset, since rotating them to later positions makes up for it: then
+            # it is computed only to refuse positions that do not go on by one.
+            offset = offset if coded else None
         starts = not one_token and bool((seen == 0).any())
         holds = self._holds_chunk(first, seen, new, valid, one_token=one_token)
         # Of a held chunk too, since another row may begin in a later one; rows that have begun are not replayed.
-        replays = self.policy.replay is not None and (starts or holds or first.pending is not None)
+        replays = (starts or holds or first.pending is not None) and self.policy.replay is not None
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.note_forward(new, one_token, seen, valid)
@@ -141,7 +141,7 @@ class CacheForward(UndoableCache):
         if transcript is not None:
             first.transcript = transcript
         self._first = seen == 0 if starts else None
-        if self.policy.layer_metric and not one_token:
+        if not one_token and self.policy.layer_metric:
             self._unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
         self._valid = valid if self.wants_metrics or self.wants_massive else None
 
@@ -213,16 +213,17 @@ class CacheForward(UndoableCache):
         tile = self.tile
         if tile is None or tile.start == 0:
             self.guard.note_attention(layer_idx)
-        store.contents.check_compatible(k, v)
-        ranks = store.ranks if store.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
+        held = store.contents
+        held.check_compatible(k, v)
+        ranks = held.ranks if held.is_initialized else self.attachment.resolve_ranks(layer_idx, q, k)
         heads, new = q.shape[1:3]
         # Before this prompt gets slots: a first prompt attends to itself alone, and gradients may flow.
-        has_slots = store.layout.slots > 0 or layer.pending is not None
+        has_slots = held.layout.slots > 0 or layer.pending is not None
         if ranks.phantom:  # a rank without heads takes part with one that no sum counts
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif store.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._holds:
+        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._holds:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
@@ -369,7 +370,7 @@ class CacheForward(UndoableCache):
     @property
     def wants_metrics(self) -> bool:
         """Whether layers are still to be measured."""
-        return self.policy.layer_metric != "" and (self._first is not None or bool(self._metrics))
+        return (self._first is not None or bool(self._metrics)) and self.policy.layer_metric != ""
 
     @property
     def wants_massive(self) -> bool:

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.prefill import PendingPrompt
+from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.model_spec import ModelShape
-from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.memory import planned_resident, prefill_peak
-from kvpolicy.planning.notes import plan_notes
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.planning.tokens import Tokens
@@ -93,22 +91,16 @@ def divide_budget(
             "to give all ranks the same prompts and weights."
         )
     seen = int((length if end is None else torch.maximum(end, length)).sum())
-    layers = plan_layers(policy, tokens, [shape] * len(indices), indices, batch)
-    sizes = [sum(layer.nbytes.values()) for layer in layers]
-    plan = CachePlan(
-        policy=policy,
-        batch=batch,
-        layers=layers,
-        measured=True,
+    plan = build_plan(
+        policy,
+        model,
+        shape,
+        tokens,
+        length,
+        Prefilling(columns),
+        full_tokens=seen,
         unmanaged=alone,
-        full_nbytes=seen * shape.token_nbytes * len(indices) + sum(alone.values()),
-        note=plan_notes(policy, layers, tokens.keep, length),
-        resident_nbytes=planned_resident(policy, tuple(indices), store.ranks.held),
-        peak_nbytes=prefill_peak(
-            policy, batch, shape, sizes, columns, model.unmanaged_prefill_bytes(batch, columns, columns)
-        ),
-        prefill=model.prefill(policy, layers, columns),
-        full_peak_nbytes=batch * columns * shape.token_nbytes * len(indices)
-        + model.unmanaged_prefill_bytes(batch, columns, columns),
+        measured=True,
+        held=store.ranks.held,
     )
     return Division(tokens, plan, end)

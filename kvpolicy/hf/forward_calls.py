@@ -32,7 +32,7 @@ def bind_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         if isinstance(cache, PolicyCache):
             layer = cache.layers[module.layer_idx]  # pyright: ignore[reportArgumentType, reportCallIssue]
             if isinstance(layer, PolicyLayer):
-                if layer.store.spec.selector.needs.forward and not torch.compiler.is_compiling():
+                if layer.store.spec.needs.forward and not torch.compiler.is_compiling():
                     kwargs["policy_call"] = _module_call(cache, module, args, kwargs)
                 kwargs["policy_cache"] = cache
         elif isinstance(cache, PassingCache) and cache.manages(module.layer_idx):  # pyright: ignore[reportArgumentType]

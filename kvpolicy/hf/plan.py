@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from kvpolicy.hf.attachment import CODES, HOLD, PLAIN, SELECT, Chunks, Hold, check_chunks, check_held_codes, check_hold
+from kvpolicy.hf.build_plan import Prefilling, build_plan
 from kvpolicy.hf.embedded import as_config
 from kvpolicy.hf.model_spec import check_class, describe, resolve_for
 from kvpolicy.hf.rotary_lookup import trained_positions
 from kvpolicy.hf.weights import weights_per_rank
-from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.memory import held_codes_bytes, planned_resident, prefill_peak
-from kvpolicy.planning.notes import beyond_trained_length, plan_notes
+from kvpolicy.planning.notes import beyond_trained_length
 from kvpolicy.planning.planner import divide
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
@@ -95,39 +95,29 @@ def plan(
     prompt_len = torch.tensor(lengths, dtype=torch.int64)
     shapes = [model.shape] * len(model.evictable)
     unmanaged = model.unmanaged_bytes(batch, max(lengths) + new)
-    unmanaged_nbytes = sum(unmanaged.values())
     # Without a prompt nothing is measured: equal metrics let such an allocator divide evenly.
     measures = bool(policy.layer_metric)
     metrics = torch.ones(batch, len(shapes)) if measures else None
     tokens = divide(
-        policy, metrics, prompt_len, prompt_len + new, shapes, unmanaged_nbytes, model.evictable, model.whole
+        policy, metrics, prompt_len, prompt_len + new, shapes, sum(unmanaged.values()), model.evictable, model.whole
     )
-    layers = plan_layers(policy, tokens, shapes, model.evictable, batch)
-    full = model.token_bytes() * sum(length + new for length in lengths) * len(shapes)
-    columns = max(lengths)
-    prefilled = model.unmanaged_prefill_bytes(batch, columns, min(chunk or columns, tile or columns))
-    notes = (
-        plan_notes(policy, layers, tokens.keep, prompt_len, measured=not measures, coded=hold == CODES),
-        beyond_trained_length(prompt_len, new, trained_positions(config)),
-    )
-
-    def held_codes(tokens: int) -> int:
-        return sum(held_codes_bytes(policy.at(index), batch, model.shape, tokens) for index in model.evictable)
-
-    nbytes = [sum(layer.nbytes.values()) for layer in layers]
-    held = held_codes if hold == CODES else None
-    return CachePlan(
-        policy=policy,
-        batch=batch,
-        layers=layers,
+    prefilling = Prefilling(max(lengths), chunk, tile, holds, hold == CODES)
+    planned = build_plan(
+        policy,
+        model,
+        model.shape,
+        tokens,
+        prompt_len,
+        prefilling,
+        full_tokens=sum(lengths) + batch * new,
         unmanaged=unmanaged,
-        full_nbytes=full + unmanaged_nbytes,
         measured=not measures,
-        note="; ".join(filter(None, notes)),
-        resident_nbytes=planned_resident(policy, tuple(model.evictable), slice(0, model.shape.heads)),
+        held=slice(0, model.shape.heads),
+    )
+    beyond = beyond_trained_length(prompt_len, new, trained_positions(config))
+    return replace(
+        planned,
+        note="; ".join(filter(None, (planned.note, beyond))),
         tp=tp,
-        peak_nbytes=prefill_peak(policy, batch, model.shape, nbytes, columns, prefilled, chunk, holds, held),
-        prefill=model.prefill(policy, layers, columns, chunk, tile, holds=holds),
-        full_peak_nbytes=model.token_bytes() * batch * columns * len(shapes) + prefilled,
         weights=weights_per_rank(config, tp=tp, backend=backend, dtype=model.shape.dtype) if backend else None,
     )

@@ -6,8 +6,8 @@ import torch
 
 from kvpolicy.engine.pages import Pages, paged_layout, row_pages
 from kvpolicy.engine.row_limits import buffer_slots
-from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes, step_bytes
-from kvpolicy.planning.result import READ_KINDS, LayerPlan
+from kvpolicy.planning.memory import DIGEST_NBYTES, layer_bytes, paged_bytes
+from kvpolicy.planning.result import LayerPlan
 from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import LayerShape
@@ -56,15 +56,16 @@ def plan_layers(
             buffer = buffer_slots(own.codec, most) if own.codec.stages else 0
             if buffer:
                 layout = paged_layout(buffer, *pages, shape.heads)
-            sizes = dict(paged_bytes(own, batch, shape, pages, buffer))
-            moved = sum(sizes[kind] for kind in READ_KINDS)
+            counted = paged_bytes(own, batch, shape, pages, buffer)
         else:
-            sizes = dict(layer_bytes(own, batch, shape, layout, index))
             chooser = own.reader.traits.source(index)
             source = None if chooser in (None, index) else layouts.get(chooser)
-            moved = step_bytes(own, batch, shape, layout, index, source)
+            counted = layer_bytes(own, batch, shape, layout, index, source)
+        sizes = dict(counted.held)
         if not plans:
             # The first layer holds the mask digest of the whole cache.
             sizes["counters"] += DIGEST_NBYTES * batch
-        plans.append(LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=moved, pages=pages))
+        plans.append(
+            LayerPlan(layer_idx=index, tokens=most, layout=layout, nbytes=sizes, moved=counted.moved, pages=pages)
+        )
     return tuple(plans)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvpolicy.engine.geometry import step_nbytes
+from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_tensors import LayerTensors
-from kvpolicy.engine.link import Link
+from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.pages import Pages
-from kvpolicy.engine.reading import chooses, count_step, read_shape
+from kvpolicy.engine.reading import Board
 from kvpolicy.engine.rotary import Rope
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.engine.state import tensors
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Codec, LayerShape, Layout
@@ -34,17 +37,23 @@ def layer_spec(policy: Policy, layer_idx: int, rope: Rope | None = None) -> Laye
     )
 
 
-@lru_cache(maxsize=4096)
-def layer_bytes(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0) -> dict[str, int]:
-    """Bytes by kind that a layer will hold; no memory is needed to find out."""
-    return LayerTensors.of_slots(layer_spec(policy, layer_idx), batch, shape, layout, "meta").nbytes_by_kind()
+class LayerBytes(NamedTuple):
+    """Bytes of a layer, counted on its tensors on the device meta.
+
+    Attributes:
+        held: What it holds, by kind.
+        moved: What a decode step reads of it.
+    """
+
+    held: dict[str, int]
+    moved: int
 
 
 @lru_cache(maxsize=4096)
-def step_bytes(
+def layer_bytes(
     policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int = 0, source: Layout | None = None
-) -> int:
-    """Bytes that a decode step will read of a layer: keys, values, codes, positions, counts and a reader's index.
+) -> LayerBytes:
+    """Bytes of a layer with equally many slots in all heads.
 
     Args:
         policy: The policy.
@@ -54,35 +63,29 @@ def step_bytes(
         layer_idx: Index of the layer.
         source: Layout of the layer that chooses for this one; None if it chooses for itself.
     """
-    spec = layer_spec(policy, layer_idx)
-    layer = LayerTensors.of_slots(spec, batch, shape, layout, "meta")
+    slots = _slots_on_meta(policy, batch, shape, layout, layer_idx)
     chooser = policy.reader.traits.source(layer_idx)
-    choice: Any = ()
     if source is not None and chooser is not None:
-        reads: Any = LayerTensors.of_slots(layer_spec(policy, chooser), batch, shape, source, "meta").reads
-        choice = reads.choice
-    link = Link()
-    link.start()
-    count_step(
-        link,
-        policy.reader,
-        read_shape(policy.reader, policy.codec, layout, layer_idx),
-        layer.reads,
-        (layer.keys, layer.values),
-        (layer.positions, layer.counts),
-        layer.codes,
-        layout.coded,
-        policy.codec.traits.group_size,
-        choice,
-        reads_all=policy.reader.traits.choosers_read_all and chooses(policy.reader, layer_idx),
-        merges=spec.merges_in_steps,
-    )
-    return link.moved
+        board = Board()
+        slots.index.board = board
+        choosing = _slots_on_meta(policy, batch, shape, source, chooser)
+        choosing.index.board = board
+        choosing.index.show()
+    return LayerBytes(slots.layer.tensors.nbytes_by_kind(), step_nbytes(slots))
+
+
+def _slots_on_meta(policy: Policy, batch: int, shape: LayerShape, layout: Layout, layer_idx: int) -> SlotGeometry:
+    layer = LayerContents(layer_spec(policy, layer_idx))
+    layer.layout = layout
+    slots = SlotGeometry(layer)
+    layer.tensors = slots.alloc(batch, shape, "meta")
+    slots.index.fit_layout()
+    return slots
 
 
 @lru_cache(maxsize=4096)
-def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buffer: int = 0) -> dict[str, int]:
-    """Bytes by kind of a layer with a budget for each head.
+def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buffer: int = 0) -> LayerBytes:
+    """Bytes of a layer with a budget for each head.
 
     Args:
         policy: The policy.
@@ -91,7 +94,9 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
         pages: The pages that its heads share.
         buffer: Slots of each head's full-precision buffer, if the pages hold codes.
     """
-    return LayerTensors.of_pages(layer_spec(policy, 0), batch, shape, pages, buffer, "meta").nbytes_by_kind()
+    layer = LayerContents(layer_spec(policy, 0))
+    layer.tensors = LayerTensors.of_pages(layer.spec, batch, shape, pages, buffer, "meta")
+    return LayerBytes(layer.tensors.nbytes_by_kind(), step_nbytes(PageGeometry(layer, layer.spec.heads)))
 
 
 @lru_cache(maxsize=4096)

@@ -320,7 +320,7 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
         keys: Keys of all tokens, as attention sees them, [B, H, N, D].
         values: Values of all tokens, [B, H, N, D].
     """
-    coded = layer.slots.codes.view()
+    coded = None if layer.slots is None else layer.slots.codes.view()
     if coded is None:
         return
     readings = [coded.read(torch.float32), coded.read(torch.float32)]
@@ -339,7 +339,7 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
 
 def _check_products(part: Codec, layer: Any) -> None:
     """Check that `score` and `mix` are the products with what `keys` and `values` decode."""
-    coded = layer.slots.codes.view()
+    coded = None if layer.slots is None else layer.slots.codes.view()
     if coded is None:
         return
     starts = layer.layout.starts()

@@ -14,11 +14,13 @@ from kvpolicy.allocators.adakv import AdaKV
 from kvpolicy.allocators.even import Even
 from kvpolicy.engine import page_codes
 from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, LOOKING, SCALE, Run
+from tests.engine.parts import pages_of
 
 TOKENWISE = "tokenwise:group_size=2:residual_length=3:block_size=4"
 CODECS = [
@@ -115,8 +117,10 @@ def test_a_few_pages_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(page_codes, "CHUNK_SLOTS", 9)
     run = Run("h2o", AdaKV(), [40], codec=TOKENWISE)
     run.prompt([60])
-    assert run.store.tensors.pages is not None
+    body = pages_of(run.store)._body
+    assert isinstance(body, CodedPageBody)
     pages = run.store.tensors.paged().owner.shape[1]
+    assert body.owner.shape[1] < pages, "the buffers stand behind the pages of codes"
     monkeypatch.setattr(page_codes, "MAX_CHUNKS", pages)
     for _ in range(3):
         run.step()

@@ -13,19 +13,19 @@ def test_one_slot_is_the_mean_of_all_that_is_gone() -> None:
     q, k, v = draw(12, 0)
     bench.forward(q, k, v)
     store = bench.layer
-    counts = store.log_counts
+    counts = store.tensors.log_counts
     assert counts is not None
     torch.testing.assert_close(counts.exp()[0, 0], torch.tensor([9.0, 1.0, 1.0, 1.0]))
-    torch.testing.assert_close(store.keys[0, :, 0], k[0, :, :9].mean(1))
-    torch.testing.assert_close(store.values[0, :, 0], v[0, :, :9].mean(1))
+    torch.testing.assert_close(store.tensors.keys[0, :, 0], k[0, :, :9].mean(1))
+    torch.testing.assert_close(store.tensors.values[0, :, 0], v[0, :, :9].mean(1))
     for step in range(3):
         q1, k1, v1 = draw(1, step + 1)
         k, v = torch.cat([k, k1], 2), torch.cat([v, v1], 2)
         bench.forward(q1, k1, v1)
-        slot = int(store.positions[0, 0].argmin())
-        assert int(store.positions[0, 0, slot]) == 9 + step
-        torch.testing.assert_close(store.values[0, :, slot], v[0, :, : 10 + step].mean(1), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(store.keys[0, :, slot], k[0, :, : 10 + step].mean(1), atol=1e-6, rtol=1e-5)
+        slot = int(store.tensors.positions[0, 0].argmin())
+        assert int(store.tensors.positions[0, 0, slot]) == 9 + step
+        torch.testing.assert_close(store.tensors.values[0, :, slot], v[0, :, : 10 + step].mean(1), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(store.tensors.keys[0, :, slot], k[0, :, : 10 + step].mean(1), atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(counts.exp().sum(-1), torch.full((1, 2), 13.0 + step))
 
 
@@ -46,4 +46,6 @@ def test_the_newest_token_stays_itself() -> None:
     bench = Bench("window+compensate@1", [1])
     _, k, v = draw(5, 0)
     bench.forward(*draw(5, 0))
-    assert torch.equal(bench.layer.values[:, :, 0], v[:, :, 4]) and torch.equal(bench.layer.keys[:, :, 0], k[:, :, 4])
+    assert torch.equal(bench.layer.tensors.values[:, :, 0], v[:, :, 4]) and torch.equal(
+        bench.layer.tensors.keys[:, :, 0], k[:, :, 4]
+    )

@@ -126,7 +126,7 @@ def test_equal_tokens_merged_are_full_attention() -> None:
         group = slice(step % 6, step % 6 + 1)
         want, got = (bench.forward(query, k[:, :, group], v[:, :, group]) for bench in (full, slim))
         torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
-        counts = slim.layer.log_counts
+        counts = slim.layer.tensors.log_counts
         assert counts is not None
         torch.testing.assert_close(counts.exp().sum(-1), torch.full((1, 2), 25.0 + step))
 

@@ -38,7 +38,7 @@ MUTATIONS = (
         file="kvpolicy/kernels/slot_writes.py",
         old="first = torch.arange(0, heads * size, size, device=slots.device)",
         new="first = torch.arange(0, heads * size, size, device=slots.device) % (slots.shape[1] * size)",
-        tests=("tests/engine/test_slots.py",),
+        tests=("tests/engine/test_slot_writer.py",),
     ),
     Mutation(
         name="a head without a token to write overwrites a slot",

@@ -17,7 +17,7 @@ MUTATIONS = (
         file="kvpolicy/spec/page_sizes.py",
         old="tokens // size < PAGES_PER_HEAD",
         new="tokens // size <= PAGES_PER_HEAD",
-        tests=("tests/engine/test_pages.py", "tests/engine/test_paged_store.py"),
+        tests=("tests/engine/test_pages.py", "tests/engine/test_page_geometry.py"),
     ),
     Mutation(
         name="layers read a part only if all of them do",

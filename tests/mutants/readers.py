@@ -17,7 +17,7 @@ MUTATIONS = (
         file="kvpolicy/readers/quest.py",
         old="smallest = keys.masked_fill(empty, torch.inf).amin(3)",
         new="smallest = keys.amin(3)",
-        tests=("tests/readers/test_readers.py", "tests/engine/test_partial_reads.py"),
+        tests=("tests/readers/test_readers.py", "tests/engine/test_index_reader.py"),
     ),
     Mutation(
         name="a layer of exactly the long size has short pages",
@@ -31,7 +31,7 @@ MUTATIONS = (
         file="kvpolicy/readers/labels.py",
         old="index.channels.copy_(torch.where(rows[:, None, None], best, index.channels))",
         new="index.channels.copy_(best)",
-        tests=("tests/readers/test_readers.py", "tests/engine/test_partial_reads.py"),
+        tests=("tests/readers/test_readers.py", "tests/engine/test_index_reader.py"),
     ),
     Mutation(
         name="a shard has the salience of the first heads",

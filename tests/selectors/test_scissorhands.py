@@ -67,7 +67,7 @@ def test_padding_of_a_later_prompt_takes_nothing_from_counts() -> None:
     found: list[dict[int, float]] = []
     for bench, row in ((both, 1), (alone, 0)):
         layer: Any = bench.layer
-        scores = zip(layer.positions[row, 0].tolist(), layer.state.score[row, 0].tolist(), strict=True)
+        scores = zip(layer.tensors.positions[row, 0].tolist(), layer.tensors.state.score[row, 0].tolist(), strict=True)
         found.append({position: score for position, score in scores if position >= 0})
     assert found[0] == pytest.approx(found[1])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpolicy.codecs.tokenwise import TokenWise
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import tensors
 from kvpolicy.engine.token_batch import SlotData
 from kvpolicy.protocols import Layout, traits_for
@@ -205,3 +206,10 @@ def test_tensors_of_inference_mode_are_replaced() -> None:
     layer.leave_inference_mode()
     assert not any(t.is_inference() for t in [*rows_of(layer), layer.tensors.columns] if t.numel())
     assert torch.equal(layer.tensors.positions, before)
+
+
+def test_a_masked_write_leaves_what_the_slot_holds() -> None:
+    target = torch.arange(12.0).view(1, 2, 6)
+    slots = torch.tensor([[[0, 3], [5, 1]]])
+    write_masked(target, slots, torch.full((1, 2, 2), -1.0), torch.tensor([[[True, False], [False, True]]]), None)
+    assert target.tolist() == [[[-1, 1, 2, 3, 4, 5], [6, -1, 8, 9, 10, 11]]]

@@ -13,6 +13,7 @@ from kvpolicy.engine.capacity import UNLIMITED
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.engine.slot_geometry import SlotGeometry
 from kvpolicy.protocols import Needs
 from tests.engine.parts import Ranking
 from tests.readers.bench import Layer, draw
@@ -24,6 +25,7 @@ CODED = "tokenwise:block_size=3:residual_length=2"
 def layer_of(policy: str, new: int = 0) -> Layer:
     layer = Layer(policy, [PROMPT], new=new)
     layer.prompt(*draw(PROMPT, 1))
+    assert isinstance(layer.store.geometry, SlotGeometry)
     return layer
 
 

@@ -18,6 +18,7 @@ from kvpolicy.codecs.plain import Plain
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.layer_spec import LayerSpec
 from kvpolicy.engine.layer_store import LayerStore
+from kvpolicy.engine.page_geometry import PageGeometry
 from kvpolicy.engine.row_limits import RowBudget
 from tests.engine.paged import DIM, GROUP, HEADS, LOOKING, SCALE, SELECTORS, Run
 from tests.sampling import product, star
@@ -181,6 +182,7 @@ def test_equal_heads_keep_what_slots_without_pages_keep() -> None:
     run = Run("snapkv:window=6:kernel=3", Even(), [32])
     data = run.draw(80)
     run.prompt([80], data)
+    assert isinstance(run.store.geometry, PageGeometry)
     other = LayerStore(LayerSpec(0, run.store.spec.selector, Plain(), "evict"))
     other.initialize(data[1])
     _, pending = other.attend_prompt(*data, None, ScoreTransform(SCALE))

@@ -1,0 +1,43 @@
+"""Both geometries have what a store asks for, and count what a step reads."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from kvpolicy import AdaKV
+from kvpolicy.engine.geometry import Geometry, step_nbytes
+from kvpolicy.engine.page_geometry import PageGeometry
+from kvpolicy.engine.slot_geometry import SlotGeometry
+from tests.engine.paged import Run
+from tests.readers.bench import Layer, draw
+
+
+@pytest.mark.parametrize("kind", [SlotGeometry, PageGeometry])
+def test_signatures_are_those_of_the_interface(kind: type) -> None:
+    names = [name for name, member in vars(Geometry).items() if inspect.isfunction(member) and name[0] != "_"]
+    assert len(names) > 15
+    for name in names:
+        wanted, found = (inspect.signature(getattr(each, name)) for each in (Geometry, kind))
+        assert [*wanted.parameters] == [*found.parameters], name
+
+
+@pytest.mark.parametrize(
+    "policy", ["h2o@0.5", "full+kivi:group_size=4:residual_length=4", "full+quest:read=6:page=2:dense=0"]
+)
+def test_a_step_reads_what_is_counted(policy: str) -> None:
+    layer = Layer(policy, [20], new=4)
+    layer.prompt(*draw(40, 1))
+    expected = step_nbytes(layer.store.geometry)
+    layer.step(*draw(1, 2))
+    assert layer.store.contents.link.moved == layer.store.moved == expected > 0
+
+
+def test_a_step_reads_all_pages() -> None:
+    run = Run("h2o", AdaKV(), [40])
+    run.prompt([60])
+    expected = step_nbytes(run.store.geometry)
+    run.step()
+    kinds = run.store.nbytes_by_kind()
+    assert run.store.contents.link.moved == expected == kinds["exact"] + kinds["positions"]

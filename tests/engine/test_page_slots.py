@@ -1,0 +1,44 @@
+"""Pages are counted, written and evicted from by head."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpolicy import AdaKV
+from kvpolicy.engine.decode import NO_PAGE
+from kvpolicy.engine.page_slots import flat_pages, require_pages, tokens_by_head, victims, write_flat
+from kvpolicy.engine.pages import owned_by
+from tests.engine.paged import HEADS, Run
+
+
+def test_slots_of_all_pages_are_counted_in_one_row() -> None:
+    target = torch.zeros(1, 3, 4, 2)
+    slots = torch.tensor([[[1], [6], [11]]])
+    data = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1).expand(-1, -1, -1, 2)
+    write_flat(target, slots, data, torch.tensor([[[True], [False], [True]]]), None)
+    assert flat_pages(target)[0, 0, :, 0].nonzero().flatten().tolist() == [1, 11]
+    assert flat_pages(target).shape == (1, 1, 12, 2)
+
+
+def test_a_head_with_a_token_must_have_a_page() -> None:
+    owned = owned_by(torch.tensor([[0, 0, 2]]), 3)
+    require_pages(owned[:, [0, 2]], None)
+    require_pages(owned, torch.tensor([[False]]))
+    for valid in (None, torch.tensor([[True]])):
+        with pytest.raises(RuntimeError, match=NO_PAGE):
+            require_pages(owned, valid)
+
+
+def test_of_ties_the_latest_token_of_each_head_is_evicted() -> None:
+    run = Run("window", AdaKV(), [24])
+    run.prompt([60])
+    layer = run.store.contents
+    held = run.store.geometry.head_positions()
+    assert tokens_by_head(layer).tolist() == [[int((head >= 0).sum()) for head in held[0]]]
+    found = victims(layer, run.store.geometry.view())
+    owner = layer.tensors.paged().owner
+    for head in range(HEADS):
+        mine = found[0][owner[0] == head]
+        oldest = min(p for p in held[0, head].tolist() if p >= 0)
+        assert mine[mine >= 0].tolist() == [oldest], "a window evicts its oldest token"
