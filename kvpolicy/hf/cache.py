@@ -326,9 +326,7 @@ class PolicyCache(CacheForward):
         self._end = None
         self._cosines = None
         self._metrics = {}
-        self._waiting = []
-        self._tokens = self._valid = self._first = self._unbegun = self._rope_offset = None
-        self._holds = False
+        self.forget_forward()
 
     @property
     def batch_size(self) -> int:

@@ -21,11 +21,11 @@ from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
+from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
 from kvpolicy.hf.undoing import UndoableCache
 from kvpolicy.planning.result import CachePlan
-from kvpolicy.planning.tokens import Tokens
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, Ranks
 from kvpolicy.reporting.logging import log_extended
@@ -60,17 +60,7 @@ class CacheForward(UndoableCache):
         self.tile_size: int | None = None  # the most tokens that a layer takes at a time in the running forward
         self.tile: Tile | None = None  # the one that a layer takes at the moment
         self._metrics: dict[int, CosineSum] = {}  # the running forward's, by layer
-        self._tokens: Tokens | None = None  # the running forward's budgets
-        self._waiting: list[PolicyLayer] = []
-        self._valid: Tensor | None = None
-        self._one_token = False
-        self._first: Tensor | None = (
-            None  # rows without a token before the running forward, [B]; None if there are none
-        )
-        self._rope_offset: Tensor | None = None  # offset of the rotary positions in the running forward, [B]
-        self._awaits = False  # whether tokens of an announced prompt may still come
-        self._holds = False  # whether the running forward's tokens are held until the prompt is complete, or replayed
-        self._unbegun: Tensor | None = None  # rows in their first prompt, earlier chunks included, [B]
+        self._forward = RunningForward()
 
     def _make_layer(self, index: int) -> Any:
         shape = self.attachment.model_shape
@@ -130,9 +120,7 @@ class CacheForward(UndoableCache):
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
         self.note_forward(new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
-        self._one_token = one_token
-        self._holds = replays or holds
-        self._rope_offset = offset
+        self._forward = RunningForward(one_token=one_token, holds=replays or holds, rope_offset=offset)
         for layer in self.policy_layers:
             if layer.is_initialized and layer.store.contents.is_inference and not torch.is_inference_mode_enabled():
                 layer.leave_inference_mode()
@@ -140,10 +128,10 @@ class CacheForward(UndoableCache):
                 self._make_room(layer)
         if transcript is not None:
             first.transcript = transcript
-        self._first = seen == 0 if starts else None
+        self._forward.first = seen == 0 if starts else None
         if not one_token and self.policy.layer_metric:
-            self._unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
-        self._valid = valid if self.wants_metrics or self.wants_massive else None
+            self._forward.unbegun = (first.store.tensors.length if first.is_initialized else seen) == 0
+        self._forward.valid = valid if self.wants_metrics or self.wants_massive else None
 
     def _holds_chunk(
         self, first: PolicyLayer, seen: Tensor, new: int, valid: Tensor | None, *, one_token: bool
@@ -165,7 +153,7 @@ class CacheForward(UndoableCache):
     @property
     def is_step(self) -> bool:
         """Whether the running forward is a decode step."""
-        return self._one_token
+        return self._forward.one_token
 
     def is_chunk(self, seen: Tensor, new: int, valid: Tensor | None) -> bool:
         """Whether more of the announced prompt follows the new tokens of a forward.
@@ -223,7 +211,7 @@ class CacheForward(UndoableCache):
             q, k, v = (t.new_zeros(t.shape[0], 1, *t.shape[2:]) for t in (q, k, v))
         if tile is not None:
             out = self._attend_tile(layer, tile, (q, k, v), transform, forward, ranks)
-        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._holds:
+        elif held.is_initialized and q.shape[2] == 1 and layer.pending is None and not self._forward.holds:
             out = store.append(q, k, v, valid, transform)
         else:
             if not store.is_initialized:
@@ -271,13 +259,13 @@ class CacheForward(UndoableCache):
     @on_host
     def compress(self, layer: PolicyLayer, pending: PendingPrompt) -> None:
         """Compress a layer's prompt at once if its budget is known, and hold it until it is, or was replayed."""
-        if self._holds:
+        if self._forward.holds:
             facts = self._prompt_facts(layer)
             layer.hold(pending, facts["massive"], facts["rope_offset"])
             return
         if self.wants_metrics:
             layer.keep(pending)
-            self._waiting.append(layer)
+            self._forward.waiting.append(layer)
             return
         if layer is self.policy_layers[0]:
             self._divide(layer, pending)
@@ -287,21 +275,25 @@ class CacheForward(UndoableCache):
     def finish(self, decoder: nn.Module) -> None:
         """Do the work after an eager forward of `decoder`: replay and compress waiting prompts, or count a step."""
         self.guard.end()
-        waits = self._holds and not self._is_complete
-        if self._holds and not waits:
+        forward = self._forward
+        waits = forward.holds and not self._is_complete
+        if forward.holds and not waits:
             self._replay(decoder)
-            self._waiting = self.policy_layers
+            forward.waiting = self.policy_layers
         self.compress_waiting()
         if not waits:  # else the next chunk is measured as well
             if self._metrics:
                 self._cosines = self.cosines().tolist()
             self._metrics = {}
-        self._holds = False  # a crop places tokens again, at once
-        self._tokens = self._valid = self._first = self._unbegun = self._rope_offset = None
+        self.forget_forward()
         # After all layers are compressed: if one fails, the layers disagree, and the guard refuses the next forward.
         self.guard.running = False
-        if self._one_token:
+        if forward.one_token:
             self._count_step()
+
+    def forget_forward(self) -> None:
+        """Forget what is known of the forward that has ended."""
+        self._forward = RunningForward()
 
     def _count_step(self) -> None:
         for layer in self.policy_layers:
@@ -310,7 +302,8 @@ class CacheForward(UndoableCache):
 
     def compress_waiting(self) -> None:
         """Divide the budget, and compress every layer with a pending prompt."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._forward.waiting
+        self._forward.waiting = []
         for number, layer in enumerate(waiting):
             # Released one by one, so that a layer's prompt is freed as soon as it is compressed.
             pending, massive = layer.release()
@@ -349,14 +342,14 @@ class CacheForward(UndoableCache):
     def _row_budget(self, layer: PolicyLayer) -> RowBudget:
         """A layer's share of the divided budget."""
         number = self.policy_layers.index(layer)
-        assert self._tokens is not None, "the first layer divides the budget"
-        tokens = self._tokens
+        assert self._forward.tokens is not None, "the first layer divides the budget"
+        tokens = self._forward.tokens
         return RowBudget(tokens.keep[:, number], tokens.extra, tokens.expected_len[:, number], tokens.last)
 
     def _prompt_facts(self, layer: PolicyLayer) -> dict[str, Tensor | None]:
         """Keyword arguments of `compress`: facts of a layer's prompt besides its keys, from the running forward."""
         unrotated = self.policy.at(layer.layer_idx).undoes_rotation == "codec"
-        offset = self._rope_offset if unrotated else None
+        offset = self._forward.rope_offset if unrotated else None
         return {"massive": self.guard.massive.pop(layer.layer_idx, None), "rope_offset": offset}
 
     def _known_offset(self) -> Tensor | None:
@@ -370,12 +363,14 @@ class CacheForward(UndoableCache):
     @property
     def wants_metrics(self) -> bool:
         """Whether layers are still to be measured."""
-        return (self._first is not None or bool(self._metrics)) and self.policy.layer_metric != ""
+        return (self._forward.first is not None or bool(self._metrics)) and self.policy.layer_metric != ""
 
     @property
     def wants_massive(self) -> bool:
         """Whether a codec needs the largest activations of a prompt that are not known yet."""
-        return self._first is not None and any(own.codec.traits.pins == "massive" for own in self.policy.distinct)
+        return self._forward.first is not None and any(
+            own.codec.traits.pins == "massive" for own in self.policy.distinct
+        )
 
     @on_host
     def observe(self, layer_idx: int, residual: Tensor, update: Tensor) -> None:
@@ -386,7 +381,9 @@ class CacheForward(UndoableCache):
             residual: Before, [B, P, hidden].
             update: Output of attention that is added, [B, P, hidden].
         """
-        new = sum_cosines(residual, update, self._valid if self.tile is None else self.tile.cut(self._valid))
+        new = sum_cosines(
+            residual, update, self._forward.valid if self.tile is None else self.tile.cut(self._forward.valid)
+        )
         # Earlier tiles and held chunks have been measured already.
         self._metrics[layer_idx] = self._metrics[layer_idx].plus(new) if layer_idx in self._metrics else new
 
@@ -403,10 +400,11 @@ class CacheForward(UndoableCache):
     def note_massive(self, layer_idx: int, hidden: Tensor) -> None:
         """Find the tokens with a layer's largest activations in its hidden states, [B, P, hidden]."""
         traits = self.policy.at(layer_idx).codec.traits
-        if traits.pins == "massive" and self._first is not None:
-            found = massive_tokens(hidden, self._valid, traits.pinned)
+        first = self._forward.first
+        if traits.pins == "massive" and first is not None:
+            found = massive_tokens(hidden, self._forward.valid, traits.pinned)
             # A row with a prompt that began in an earlier chunk is left out, as in a batch of one.
-            self.guard.massive[layer_idx] = found & self._first.to(found.device)[:, None]
+            self.guard.massive[layer_idx] = found & first.to(found.device)[:, None]
 
     def cosines(self) -> Tensor:
         """The measured cosines, [B, L]."""
@@ -415,9 +413,10 @@ class CacheForward(UndoableCache):
             assert held is not None, "no prompt was measured"
             return held
         new = torch.stack([self._metrics[layer.layer_idx].mean.cpu() for layer in self.policy_layers], -1)
-        if held is None or self._unbegun is None:
+        unbegun = self._forward.unbegun
+        if held is None or unbegun is None:
             return new
-        return torch.where(self._unbegun.cpu()[:, None], new, held)  # a row is measured on its first prompt
+        return torch.where(unbegun.cpu()[:, None], new, held)  # a row is measured on its first prompt
 
     # budgets
 
@@ -428,5 +427,7 @@ class CacheForward(UndoableCache):
         told = Expected(self.prompt, self.new, end)
         model = self.attachment.model_shape
         columns = first.get_seq_length()
-        self._tokens, self.plan, end = divide_budget(self.policy, model, first.store, pending, told, metrics, columns)
+        self._forward.tokens, self.plan, end = divide_budget(
+            self.policy, model, first.store, pending, told, metrics, columns
+        )
         self._end = None if end is None else end.tolist()

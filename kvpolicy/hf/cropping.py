@@ -240,7 +240,7 @@ def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:
         store.tensors.columns.fill_(kept.columns)
         # At once, not held for a measurement or a replay: `obstacle` refuses policies that need either.
         cache.compress(layer, pending)
-    cache._tokens = None  # of a forward, which this is not
+    cache.forget_forward()  # this was none, and its division of the budget is of no other prompt
 
 
 def _windows(cache: Any) -> list[DynamicSlidingWindowLayer]:

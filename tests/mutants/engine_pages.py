@@ -138,8 +138,8 @@ MUTATIONS = (
     Mutation(
         name="an idle row codes its buffer",
         file="kvpolicy/engine/coded_pages.py",
-        old="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._codec.traits, pending.idle)",
-        new="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._codec.traits, None)",
+        old="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._layer.spec.codec_traits, pending.idle)",
+        new="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._layer.spec.codec_traits, None)",
         tests=("tests/engine/test_coded_pages.py",),
     ),
     Mutation(
@@ -217,8 +217,8 @@ MUTATIONS = (
     Mutation(
         name="a row that is given slots reads as little as before",
         file="kvpolicy/engine/slot_geometry.py",
-        old="        self._layer.set_budget(budget)\n        self.index.set_limit()\n",
-        new="        self._layer.set_budget(budget)\n",
+        old="        self.layer.set_budget(budget)\n        self.index.set_limit()\n",
+        new="        self.layer.set_budget(budget)\n",
         tests=("tests/engine/test_index_reader.py::test_a_row_that_is_given_slots_reads_more",),
     ),
     Mutation(

@@ -159,9 +159,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="codes that wait are planned as keys and values",
-        file="kvpolicy/hf/plan.py",
-        old="held = held_codes if hold == CODES else None",
-        new="held = None",
+        file="kvpolicy/hf/build_plan.py",
+        old="in_codes = held_codes if coded else None",
+        new="in_codes = None",
         tests=("tests/planning/test_activations.py",),
     ),
     Mutation(
