@@ -48,6 +48,7 @@ class CodedPageBody:
         """Hold the pages of `layer`."""
         self._layer = layer
         self._codec = layer.spec.codec
+        self._traits = layer.spec.codec_traits
 
     @property
     def owner(self) -> Tensor:
@@ -90,9 +91,7 @@ class CodedPageBody:
             selected.chosen[..., coded:],
         ).trimmed()
         # By age: in the order of their positions, in which a trimmed batch is.
-        moved = demotion.demoted_counts(
-            loose.chosen.sum(-1), tensors.limits, self._layer.spec.codec_traits, pending.idle
-        )
+        moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._traits, pending.idle)
         order = torch.arange(loose.chosen.shape[-1], device=moved.device).expand_as(loose.chosen)
         buffer = token_batch.slots_after(loose, order, moved, 0, self._buffer_size())
         # At least one column, so that there is something to take the contents of empty slots from.
@@ -215,7 +214,7 @@ class CodedPageBody:
         slots = order[..., : self._layer.largest_block]
         batch = TokenBatch(tensors.keys, tensors.values, positions, state, occupied).take(slots)
         rank = torch.arange(slots.shape[-1], device=slots.device)
-        leaves = due[..., None] & (rank < row_block_of(tensors.limits, self._layer.spec.codec_traits))
+        leaves = due[..., None] & (rank < row_block_of(tensors.limits, self._traits))
         body = self._parts(tensors.positions)[0]
         owner = self.owner
         # Only a head without any code may have its parameters fitted again: codes are read with them.

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from kvpolicy.engine.editing import move_tokens
 from kvpolicy.engine.hidden_stats import CosineSum
 from kvpolicy.engine.host import on_host
+from kvpolicy.hf import history
 from kvpolicy.hf.attachment import attachment_of
 from kvpolicy.hf.cache_file import rank_path, write
 from kvpolicy.hf.cache_forward import CacheForward
 from kvpolicy.hf.edit_checks import check_rows, check_shift
 from kvpolicy.hf.forward_guard import ForwardGuard
+from kvpolicy.hf.history import History
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.mask_digest import extend_digest, remove_from_digest
 from kvpolicy.hf.model_spec import resolve_for
@@ -150,11 +152,11 @@ class PolicyCache(CacheForward):
             PIE (arXiv:2407.03157), positional integrity encoding. Difference: nothing is recomputed here; what replaces
             a removed span is passed to the model as further tokens.
         """
-        self.refuse_marked("shift()")
+        self.history.refuse_marked("shift()")
         check_shift(self, from_position, by)
         if not by:
             return
-        self.turns = []  # their columns are others now, so that a crop is refused
+        self.history.turns = []  # their columns are others now, so that a crop is refused
         with torch.no_grad():
             for layer in self.policy_layers:
                 layer.leave_inference_mode()
@@ -203,7 +205,7 @@ class PolicyCache(CacheForward):
             >>> loaded.layers[0].positions.tolist()
             [[[2, 3], [2, 3]]]
         """
-        self.refuse_marked("save()")
+        self.history.refuse_marked("save()")
         content = describe_cache(self, tokens)
         write(rank_path(path, *self.attachment.place), content, compress)
 
@@ -241,7 +243,8 @@ class PolicyCache(CacheForward):
     def unmanaged_bytes(self) -> dict[int, int]:
         """Bytes of the layers that the policy does not manage, by layer."""
         stock: list[tuple[int, Any]] = [(i, x) for i, x in enumerate(self.layers) if not isinstance(x, PolicyLayer)]
-        logged = (lambda _: 0) if self.held_mark is None else self.held_mark.nbytes
+        mark = self.history.mark
+        logged = (lambda _: 0) if mark is None else mark.nbytes
         held = {i: (x.keys, x.values) for i, x in stock if x.is_initialized}
         return {i: sum(t.untyped_storage().nbytes() for t in pair) + logged(i) for i, pair in held.items()}
 
@@ -256,9 +259,69 @@ class PolicyCache(CacheForward):
         for layer in self.policy_layers:
             self._make_room(layer)
 
+    @on_host
+    def mark(self, most: int = 8) -> None:
+        """Make the next decode steps undoable, so that a draft can be verified and its rejected tokens taken back.
+
+        A mark holds a log of what these steps overwrite, which counts in `nbytes` until the rollback. Blocks are
+        demoted, and slots added, when it is due; the layer is then copied before, and the copy counts too. A second
+        mark replaces the first, and keeps all tokens.
+
+        Args:
+            most: The most tokens to feed to each row until the rollback, one at a time.
+
+        Raises:
+            KVPolicyError: If `most` is no integer from 1.
+            KVPolicyStateError: If the cache holds no prompt yet, or one that waits for the rest of it.
+
+        Examples:
+            >>> import torch, kvpolicy
+            >>> model, _ = kvpolicy.tiny()
+            >>> with torch.no_grad(), kvpolicy.attach(model, "h2o@4"):
+            ...     cache = kvpolicy.PolicyCache(model)
+            ...     _ = model(torch.arange(5, 14)[None], past_key_values=cache)
+            ...     cache.mark(most=3)
+            ...     for token in (20, 21, 22):
+            ...         _ = model(torch.tensor([[token]]), past_key_values=cache)
+            ...     cache.rollback(1)
+            >>> cache.layers[0].length.tolist()
+            [10]
+        """
+        history.set_mark(self, most)
+
+    @on_host
+    def rollback(self, accepted: int) -> None:
+        """Keep the first tokens since the mark, and leave every tensor as if the others had never been fed.
+
+        The mark is gone afterwards, and its log is freed.
+
+        Args:
+            accepted: Tokens of each row to keep, padding included; all that were fed if none is to be undone.
+
+        Raises:
+            KVPolicyError: If more tokens are accepted than were fed.
+            KVPolicyStateError: If there is no mark.
+        """
+        history.roll_back(self, accepted)
+
+    @on_host
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens of every row, if nothing was evicted, merged or encoded.
+
+        Every tensor is then as if they had never been fed. Assisted decoding of transformers calls this. For what
+        evicts, see `mark`.
+
+        Args:
+            tokens_to_remove: Minus the number of columns to take back, padding included, as in transformers.
+
+        Raises:
+            KVPolicyError: If a part of the policy, or an eviction, cannot be undone; the message names it.
+        """
+        history.crop(self, tokens_to_remove)
+
     def expect(self, prompt: Tensor | Sequence[int] | int | None, new: int) -> None:
         """Announce a prompt and `new` more tokens: a growing cache makes room for them at once."""
-        self.refuse_marked("expect()")
+        self.history.refuse_marked("expect()")
         prompt, self.new = expected(prompt, new)
         self.prompt = longest(self.prompt, prompt)
         # `divide_budget` computes the end of the text only while none is known, and this announcement has another one.
@@ -289,6 +352,7 @@ class PolicyCache(CacheForward):
         """Pass keys and values to the layer."""
         self._check_attached()
         self.guard.check_update()
+        self.history.note_window(layer_idx, self.layers[layer_idx])
         states = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
         if not isinstance(layer, PolicyLayer):  # a sliding layer keeps a view of the whole prompt: release it
@@ -297,6 +361,7 @@ class PolicyCache(CacheForward):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take rows `indices` [B']."""
+        self.history.refuse_marked("batch_select_indices()")
         super().batch_select_indices(indices)
         self._map_rows(lambda t: t[indices.to(t.device)])
 
@@ -306,10 +371,12 @@ class PolicyCache(CacheForward):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
+        self.history.refuse_marked("batch_repeat_interleave()")
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def _map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.history.map_rows(fn)
         prompt = self.prompt
         if prompt is not None and prompt.dim():
             self.prompt = fn(prompt)
@@ -320,6 +387,7 @@ class PolicyCache(CacheForward):
     def reset(self) -> None:
         """Forget everything, what was announced too, so that the cache can be used for another prompt; see `expect`."""
         super().reset()
+        self.history = History()
         self.plan = None
         self.prompt = self.new = None
         self.guard = ForwardGuard()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.hidden_stats import CosineSum, massive_tokens, sum_cosines
@@ -19,12 +19,12 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.hf.attachment import CODES, HOLD, Attachment
 from kvpolicy.hf.division import Expected, divide_budget
 from kvpolicy.hf.forward_guard import ForwardGuard, refuse_gradients
+from kvpolicy.hf.history import History, note_forward
 from kvpolicy.hf.layer import PolicyLayer, make_store
 from kvpolicy.hf.replay import replay
 from kvpolicy.hf.running_forward import RunningForward
 from kvpolicy.hf.tiles import Tile
 from kvpolicy.hf.transcript import extended
-from kvpolicy.hf.undoing import UndoableCache
 from kvpolicy.planning.result import CachePlan
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import Forward, Ranks
@@ -33,7 +33,7 @@ from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.validation import at_least
 
 
-class CacheForward(UndoableCache):
+class CacheForward(Cache):
     """The layers of a cache under a policy, and the forward that runs on them. See `PolicyCache`.
 
     Attributes:
@@ -41,7 +41,8 @@ class CacheForward(UndoableCache):
         policy: The cache's policy.
         new: Tokens that will be generated; None if unknown.
         plan: The plan of the last prompt; None before it.
-        guard: The running forward.
+        guard: Refuses forwards that do not go through every layer, one at a time.
+        history: What the cache can take back.
     """
 
     def __init__(self, attachment: Attachment, policy: Policy) -> None:
@@ -54,6 +55,7 @@ class CacheForward(UndoableCache):
         self.new: int | None = None
         self.plan: CachePlan | None = None
         self.guard = ForwardGuard()
+        self.history = History()
         # Lists, not tensors, so that `nbytes` counts every tensor that outlives a forward.
         self._end: list[int] | None = None  # tokens of each row once the last is generated
         self._cosines: list[list[float]] | None = None  # the metric of each row and layer
@@ -72,6 +74,16 @@ class CacheForward(UndoableCache):
         board = None if chooser is None else self._boards.setdefault(chooser, Board())
         holds_codes = self.attachment.hold == CODES
         return PolicyLayer(lambda: make_store(policy, index, rope), board, holds_codes=holds_codes)
+
+    @property
+    def policy_layers(self) -> list[PolicyLayer]:
+        """The layers under the policy."""
+        return [layer for layer in self.layers if isinstance(layer, PolicyLayer)]
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether every layer holds a prompt that is compressed, and none waits for the rest of it."""
+        return all(layer.is_initialized and layer.pending is None for layer in self.policy_layers)
 
     @property
     def prompt(self) -> Tensor | None:
@@ -118,7 +130,7 @@ class CacheForward(UndoableCache):
         replays = (starts or holds or first.pending is not None) and self.policy.replay is not None
         if replays and not self.guard.running:
             transcript = extended(first.transcript, tokens, valid, position_ids, first.get_seq_length())
-        self.note_forward(new, one_token, seen, valid)
+        note_forward(self, new, one_token, seen, valid)
         self.guard.begin((layer.layer_idx for layer in self.policy_layers), new)
         self._forward = RunningForward(one_token=one_token, holds=replays or holds, rope_offset=offset)
         for layer in self.policy_layers:
@@ -143,7 +155,7 @@ class CacheForward(UndoableCache):
 
     def _begins_held(self, mask: Tensor | None) -> bool:
         """Whether a single token is the first chunk of an announced prompt that is held, and no generated token."""
-        if self.attachment.chunks != HOLD or self.held_mark is not None or not self._awaits:
+        if self.attachment.chunks != HOLD or self.history.mark is not None or not self._awaits:
             return False
         valid = mask[:, -1:].bool() if mask is not None and mask.dim() == 2 else None
         # Asked once after each prompt: the steps of a generation do not wait for the device.

@@ -95,7 +95,7 @@ def policy_obstacle(policy: Policy) -> str:
 
 
 def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
-    """The turn that is about to begin; see `UndoableCache.note_forward`."""
+    """The turn that is about to begin; see `kvpolicy.hf.history.note_forward`."""
     first = cache.policy_layers[0]
     digest = torch.zeros_like(seen) if first.mask_digest is None else first.mask_digest
     before = Rows(first.get_seq_length(), seen.tolist(), digest.tolist())
@@ -106,15 +106,15 @@ def make_turn(cache: Any, new: int, seen: Tensor, valid: Tensor | None) -> Turn:
 
 def remember(cache: Any, turn: Turn) -> None:
     """Note a turn, and forget the oldest one of too many."""
-    cache.turns = [*cache.turns, turn][-REMEMBERED:]
-    oldest = cache.turns[0].before.columns
-    if oldest and len(cache.turns) == REMEMBERED:
+    cache.history.turns = [*cache.history.turns, turn][-REMEMBERED:]
+    oldest = cache.history.turns[0].before.columns
+    if oldest and len(cache.history.turns) == REMEMBERED:
         for layer in cache.policy_layers:
             layer.store.contents.sizes.forget(oldest)
 
 
 def crop(cache: Any, tokens_to_remove: int) -> None:
-    """Take back the newest columns of a cache; see `UndoableCache.crop`."""
+    """Take back the newest columns of a cache; see `PolicyCache.crop`."""
     try:
         removed = -operator.index(tokens_to_remove)
     except TypeError:
@@ -130,7 +130,7 @@ def crop(cache: Any, tokens_to_remove: int) -> None:
             if _records(window) and window.is_initialized:
                 _crop_window(window, 0)
         return
-    cache.refuse_marked("crop()")
+    cache.history.refuse_marked("crop()")
     _check(cache, removed)
     first = cache.policy_layers[0]
     columns = first.get_seq_length() - removed
@@ -177,7 +177,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
     """Leave the layers under the policy with the first columns."""
     first = cache.policy_layers[0]
     now = Rows(first.get_seq_length(), first.length.tolist(), first.mask_digest.tolist())
-    turns: list[Turn] = list(cache.turns)
+    turns: list[Turn] = list(cache.history.turns)
     last = None
     while turns and turns[-1].before.columns >= columns:
         last = turns.pop()
@@ -221,7 +221,7 @@ def _crop_rows(cache: Any, columns: int) -> None:
         for layer in cache.policy_layers:
             layers.crop(layer.store, columns, layer.store.tensors.length.new_tensor(kept.length))
     first.mask_digest.copy_(first.mask_digest.new_tensor(kept.digest))
-    cache.turns = turns
+    cache.history.turns = turns
 
 
 def _shorten_turn(cache: Any, turn: Turn, kept: Rows) -> None:

@@ -73,6 +73,18 @@ class ForwardGuard:
                 "one to it, and to make its cache with kvpolicy.PolicyCache(model)."
             )
 
+    def check_idle(self, what: str) -> None:
+        """Refuse the call `what` while a forward runs.
+
+        Raises:
+            KVPolicyStateError: If one runs, or was interrupted.
+        """
+        if self.running:
+            raise KVPolicyStateError(
+                f"{what} must be called between two forwards, got a cache on which one runs or was interrupted; try a "
+                "new cache, or call its reset()."
+            )
+
     def note_attention(self, layer_idx: int) -> None:
         """Record that a layer attends.
 

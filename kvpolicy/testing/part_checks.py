@@ -339,7 +339,10 @@ def check_reading(part: Codec, layer: Any, keys: Tensor, values: Tensor) -> None
 
 def _check_products(part: Codec, layer: Any) -> None:
     """Check that `score` and `mix` are the products with what `keys` and `values` decode."""
-    coded = None if layer.slots is None else layer.slots.codes.view()
+    if layer.slots is None:
+        return
+    codes = layer.slots.codes
+    coded = codes.view()
     if coded is None:
         return
     starts = layer.layout.starts()
@@ -361,7 +364,7 @@ def _check_products(part: Codec, layer: Any) -> None:
         strict=True,
     )
     for stage, score, mixed, (keys, values), weights, occupied in results:
-        stored = part.stages[stage].keys(layer.slots.codes.stage_store(stage), slice(0, occupied.shape[-1]))
+        stored = part.stages[stage].keys(codes.stage_store(stage), slice(0, occupied.shape[-1]))
         for name, tensor in (("keys", stored), ("score", score), ("mix", mixed)):
             assert tensor.dtype == torch.float32, f"{part}: {name} must return float32, got {_describe(tensor)}"
         # A codec that searches hides tokens from a step by a score of -inf (`Traits.searches`).

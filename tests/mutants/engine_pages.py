@@ -138,8 +138,8 @@ MUTATIONS = (
     Mutation(
         name="an idle row codes its buffer",
         file="kvpolicy/engine/coded_pages.py",
-        old="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._layer.spec.codec_traits, pending.idle)",
-        new="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._layer.spec.codec_traits, None)",
+        old="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._traits, pending.idle)",
+        new="moved = demotion.demoted_counts(loose.chosen.sum(-1), tensors.limits, self._traits, None)",
         tests=("tests/engine/test_coded_pages.py",),
     ),
     Mutation(

@@ -70,14 +70,14 @@ MUTATIONS = (
     ),
     Mutation(
         name="what a cache remembers of its turns is not selected with the rows",
-        file="kvpolicy/hf/undoing.py",
-        old="        self._map_turns(lambda t: t[indices.to(t.device)])\n",
+        file="kvpolicy/hf/cache.py",
+        old="        self.history.map_rows(fn)\n",
         new="",
         tests=("tests/engine/test_cropping.py::test_after_rows_were_selected",),
     ),
     Mutation(
         name="a window under a mark is taken to be full one token late",
-        file="kvpolicy/hf/undoing.py",
+        file="kvpolicy/hf/history.py",
         old="full = keys.shape[2] >= layer.sliding_window - 1 and",
         new="full = keys.shape[2] >= layer.sliding_window and",
         tests=("tests/engine/test_rollback.py",),
@@ -129,8 +129,8 @@ MUTATIONS = (
     Mutation(
         name="rows that were measured are measured again with others",
         file="kvpolicy/hf/cache_forward.py",
-        old="return torch.where(self._unbegun.cpu()[:, None], new, held)",
-        new="return torch.where(self._unbegun.cpu()[:, None], new, new)",
+        old="return torch.where(unbegun.cpu()[:, None], new, held)",
+        new="return torch.where(unbegun.cpu()[:, None], new, new)",
         tests=(
             "tests/engine/test_announcements.py",
             "tests/robust/test_hybrid_metrics.py",
@@ -218,9 +218,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a rollback takes all columns since the mark from the host's count",
-        file="kvpolicy/hf/undoing.py",
-        old="self.guard.columns -= fed - accepted",
-        new="self.guard.columns -= fed",
+        file="kvpolicy/hf/history.py",
+        old="cache.guard.columns -= fed - accepted",
+        new="cache.guard.columns -= fed",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="an undone step stays in the length of a window",
-        file="kvpolicy/hf/undoing.py",
+        file="kvpolicy/hf/history.py",
         old="            layer.cumulative_length -= 1\n",
         new="",
         tests=("tests/engine/test_rollback.py::test_sliding_windows_take_tokens_back",),
@@ -275,7 +275,7 @@ MUTATIONS = (
     Mutation(
         name="a row has pins of a chunk in which another row begins",
         file="kvpolicy/hf/cache_forward.py",
-        old="found & self._first.to(found.device)[:, None]",
+        old="found & first.to(found.device)[:, None]",
         new="found",
         tests=("tests/engine/test_announcements.py",),
     ),
