@@ -1,4 +1,4 @@
-"""What pages of codes and pages in full precision have in common: how they are counted, evicted from and written."""
+"""Counts of, evictions from and writes to the pages of a layer, in full precision or with codes."""
 
 from __future__ import annotations
 

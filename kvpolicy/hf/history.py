@@ -1,4 +1,4 @@
-"""What a cache can take back: decode steps since a mark, and prompts and tokens that a crop removes."""
+"""History of a cache: decode steps since a mark, and prompts and tokens that a crop removes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Mark:
 
 
 class History:
-    """What a cache can take back: decode steps since a mark, and prompts and tokens behind them that a crop removes.
+    """History of a cache: decode steps since a mark, and prompts and tokens behind them that a crop removes.
 
     Attributes:
         mark: The mark that is held; None without.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ class PassingCache(Cache):
         """Whether a layer is under the policy."""
         return isinstance(self.held[layer_idx], PolicyLayer)
 
+    @abstractmethod
     def attend(
         self,
         layer_idx: int,
@@ -50,7 +52,7 @@ class PassingCache(Cache):
         forward: Forward | None = None,
     ) -> Tensor:
         """Attend from new tokens of a layer under the policy; see `PolicyCache.attend`. Nothing is stored."""
-        raise NotImplementedError
+        ...
 
 
 class _Passing(CacheLayerMixin):

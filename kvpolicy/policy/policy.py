@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 from kvpolicy.allocators.uniform import Uniform
 from kvpolicy.codecs.plain import Plain
@@ -72,6 +72,8 @@ class Policy:
     codec: Codec = field(default_factory=Plain)
     reader: Reader = field(default_factory=ReadAll)
     budget: Budget = _UNSET
+    differs_by_layer: ClassVar[bool] = False
+    """Whether its layers have policies of their own."""
 
     def __post_init__(self) -> None:
         """Set the default budget, and check that the parts fit it."""
@@ -256,25 +258,29 @@ class Policy:
     @property
     def replay(self) -> Replay | None:
         """How a prompt is run through the model once more; None if it is not."""
-        return self.selector.needs.replay
+        return self.at(0).selector.needs.replay  # layers that differ have the same
 
     @property
     def reads_part(self) -> bool:
-        """Whether a decode step may read only a part of what is kept."""
-        return not isinstance(self.reader, ReadAll)
+        """Whether a decode step may read only a part of what is kept, in any layer."""
+        return any(not isinstance(own.reader, ReadAll) for own in self.distinct)
 
     @property
     def decode(self) -> DecodeMode:
         """Whether generated tokens compete for the budget (`evict`) or are kept in addition to it (`grow`)."""
-        whole = isinstance(self.budget, float) and self.budget == 1.0
-        return "grow" if self._ranks and whole else self.selector.decode
+        own = self.at(0)  # layers that differ have the same
+        return "grow" if own._ranks and own._is_whole else own.selector.decode
 
     @property
     def undoes_rotation(self) -> Literal["", "codec", "selector"]:
-        """Which part undoes the model's rotary embedding: the codec for keys, the selector for queries, or none."""
-        if self.codec.traits.key_space == "unrotated":
+        """Which part undoes the model's rotary embedding: the codec for keys, the selector for queries, or none.
+
+        The codec, if layers have both kinds.
+        """
+        if any(own.codec.traits.key_space == "unrotated" for own in self.distinct):
             return "codec"
-        return "" if self.selector.needs.query_moments is None else "selector"
+        moments = [own.selector.needs.query_moments for own in self.distinct]
+        return "" if moments == [None] * len(moments) else "selector"
 
     @property
     def heads(self) -> HeadAllocator | None:
@@ -291,13 +297,19 @@ class Policy:
     @property
     def min_tokens(self) -> int:
         """The smallest budget of a layer, in tokens."""
-        return self.selector.min_tokens if self.heads is None else fewest_tokens(self.selector.min_tokens)
+        return min(
+            own.selector.min_tokens if own.heads is None else fewest_tokens(own.selector.min_tokens)
+            for own in self.distinct
+        )
 
     @property
     def keeps_whole(self) -> bool:
         """Whether every token of a prompt is kept, whatever the budget of all layers."""
-        whole = isinstance(self.budget, float) and self.budget == 1.0
-        return self._keeps_all or (self._ranks and whole)
+        return all(own._keeps_all or (own._ranks and own._is_whole) for own in self.distinct)
+
+    @property
+    def _is_whole(self) -> bool:
+        return isinstance(self.budget, float) and self.budget == 1.0
 
     @property
     def _ranks(self) -> bool:
@@ -314,7 +326,7 @@ class Policy:
                 f"The codec {self.codec} must be combined with a selector that ranks the tokens to store precisely, "
                 "got full, which ranks none; try h2o."
             )
-        if self._keeps_all and not (isinstance(budget, float) and budget == 1.0):
+        if self._keeps_all and not self._is_whole:
             raise KVPolicyError(
                 f"A policy with the budget {budget} must have a selector that evicts tokens, got full, which keeps "
                 "them all; try snapkv, or omit the budget."
@@ -330,37 +342,7 @@ class Policy:
         return f"{self.selector}" + ("" if self.heads is None else f" with {self.heads}")
 
 
-class PerLayerPolicy(Policy):
-    """A policy with the parts of its layers."""
-
-    __slots__ = ()
-
-    def _ask_layer(self) -> NoReturn:
-        raise KVPolicyError(
-            f"The parts of a policy that differs by layer must be asked of a layer, got {self}; try .at(0)."
-        )
-
-    allocator: Any = property(lambda self: self._ask_layer())
-    selector: Any = property(lambda self: self._ask_layer())
-    merger: Any = property(lambda self: self._ask_layer())
-    codec: Any = property(lambda self: self._ask_layer())
-    reader: Any = property(lambda self: self._ask_layer())
-    heads: Any = property(lambda self: self._ask_layer())
-
-    def __eq__(self, other: object) -> bool:
-        """Equal content, and an equal budget of the same type."""
-        return type(self) is type(other) and self._content == other._content  # pyright: ignore
-
-    def __hash__(self) -> int:
-        """The hash of the content."""
-        return hash(self._content)
-
-    @property
-    def _content(self) -> tuple[Any, ...]:
-        raise NotImplementedError
-
-
-class LayeredPolicy(PerLayerPolicy):
+class LayeredPolicy(Policy):
     """A policy for each layer of a model, under one budget in bytes; see `Policy.by_layer`.
 
     Args:
@@ -374,6 +356,7 @@ class LayeredPolicy(PerLayerPolicy):
     """
 
     __slots__ = ("_spec", "layers")
+    differs_by_layer: ClassVar[bool] = True
     layers: tuple[Policy, ...]
 
     def __init__(self, policies: Sequence[Policy | str], budget: Any, spec: str = "") -> None:
@@ -385,7 +368,7 @@ class LayeredPolicy(PerLayerPolicy):
             )
         object.__setattr__(self, "layers", tuple(map(Policy.of, policies)))
         for index, policy in enumerate(self.layers):
-            if isinstance(policy, PerLayerPolicy):
+            if policy.differs_by_layer:
                 raise KVPolicyError(
                     f"The policy of a layer must not differ by layer itself, got {policy} for layer {index}."
                 )
@@ -393,9 +376,29 @@ class LayeredPolicy(PerLayerPolicy):
         object.__setattr__(self, "_spec", spec)
         check_layers(self.layers)
 
+    def _ask_layer(self) -> NoReturn:
+        raise KVPolicyError(
+            f"The parts of a policy that differs by layer must be asked of a layer, got {self}; try .at(0)."
+        )
+
+    allocator: Any = property(_ask_layer)
+    selector: Any = property(_ask_layer)
+    merger: Any = property(_ask_layer)
+    codec: Any = property(_ask_layer)
+    reader: Any = property(_ask_layer)
+    heads: Any = property(_ask_layer)
+
     @property
     def _content(self) -> tuple[Any, ...]:
         return self.layers, self.budget, type(self.budget)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal layers, and an equal budget of the same type."""
+        return isinstance(other, LayeredPolicy) and self._content == other._content
+
+    def __hash__(self) -> int:
+        """The hash of the content."""
+        return hash(self._content)
 
     def __str__(self) -> str:
         """The spec of the file that it was made from; without one, an expression that creates it again."""
@@ -441,40 +444,9 @@ class LayeredPolicy(PerLayerPolicy):
         return content | ({"spec": self._spec} if self._spec else {})
 
     @property
-    def decode(self) -> DecodeMode:
-        """As of its layers, which have the same."""
-        return self.layers[0].decode
-
-    @property
     def layer_metric(self) -> str:
         """None: the shares of the layers are given."""
         return ""
-
-    @property
-    def replay(self) -> Replay | None:
-        """As of its layers, which have the same."""
-        return self.layers[0].replay
-
-    @property
-    def reads_part(self) -> bool:
-        """Whether a decode step may read only a part of what is kept, in any layer."""
-        return any(policy.reads_part for policy in self.distinct)
-
-    @property
-    def undoes_rotation(self) -> Literal["", "codec", "selector"]:
-        """Which part of any layer undoes the model's rotary embedding; the codec, if both kinds do."""
-        parts = {policy.undoes_rotation for policy in self.distinct}
-        return "codec" if "codec" in parts else "selector" if "selector" in parts else ""
-
-    @property
-    def min_tokens(self) -> int:
-        """The smallest budget of any layer, in tokens."""
-        return min(policy.min_tokens for policy in self.distinct)
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether every layer keeps every token."""
-        return all(policy.keeps_whole for policy in self.distinct)
 
     def check(self, model: ModelInfo) -> None:
         """Raise KVPolicyError if the model has another number of layers, or a part cannot be used with it."""

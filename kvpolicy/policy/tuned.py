@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 from kvpolicy.policy.html import by_layer_html
-from kvpolicy.policy.policy import DEFAULT_BUDGET, PerLayerPolicy, Policy
+from kvpolicy.policy.policy import DEFAULT_BUDGET, Policy
 from kvpolicy.protocols import ModelInfo
 from kvpolicy.spec import grammar
 from kvpolicy.spec.budget import Budget, check_budget
@@ -39,7 +39,7 @@ class TunedFile:
             raise KVPolicyError(f"length must be at least 1 token, got {self.length}.")
 
 
-class TunedPolicy(PerLayerPolicy):
+class TunedPolicy(Policy):
     """A policy by layer that is made from a file when the model is known: `tuned:file=plan.json@0.1`.
 
     `kvpolicy.attach` and `kvpolicy.plan` make a `LayeredPolicy` of it.
@@ -50,6 +50,7 @@ class TunedPolicy(PerLayerPolicy):
     """
 
     __slots__ = ("source",)
+    differs_by_layer: ClassVar[bool] = True
     OPTIONS: ClassVar = TunedFile
     """The options of a spec."""
     source: TunedFile
@@ -71,6 +72,14 @@ class TunedPolicy(PerLayerPolicy):
     @property
     def _content(self) -> tuple[Any, ...]:
         return self.source, self.budget, type(self.budget)
+
+    def __eq__(self, other: object) -> bool:
+        """The same file and options, and an equal budget of the same type."""
+        return isinstance(other, TunedPolicy) and self._content == other._content
+
+    def __hash__(self) -> int:
+        """The hash of the content."""
+        return hash(self._content)
 
     def __str__(self) -> str:
         """The spec."""
@@ -98,6 +107,12 @@ class TunedPolicy(PerLayerPolicy):
         """Not known before the model is."""
         self._ask_layer()
 
+    allocator: Any = property(_ask_layer)
+    selector: Any = property(_ask_layer)
+    merger: Any = property(_ask_layer)
+    codec: Any = property(_ask_layer)
+    reader: Any = property(_ask_layer)
+    heads: Any = property(_ask_layer)
     distinct: Any = property(_ask_layer)
     decode: Any = property(_ask_layer)
     reads_part: Any = property(_ask_layer)

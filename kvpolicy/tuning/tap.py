@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Generator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -174,8 +175,8 @@ class _Newest:
     def alloc(self, batch: int, heads: int, slots: int, device: torch.device | str) -> State:
         return ()
 
-    def observe(self, state: State, seen: Seen, view: View) -> State:
-        return state
+    @abstractmethod
+    def observe(self, state: State, seen: Seen, view: View) -> State: ...
 
     def step(self, state: State, row: Tensor, view: View) -> None:
         """No state."""
