@@ -32,6 +32,7 @@ from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.slot_writer import write_masked
 from kvpolicy.engine.state import join_states, map_slots, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData, TokenBatch
+from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import Calibration, Layout, State, View
 
 
@@ -140,28 +141,32 @@ class CodedPageBody:
         occupied = self.held_slots()[0] >= 0
         return Past(torch.cat([keys, tensors.keys], 2), torch.cat([values, tensors.values], 2), occupied)
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """Tensors that a step writes slots of, in the order of the writes, and the heads of each."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         tensors = self._layer.tensors
-        paged = [(flat_pages(target), self._heads) for target in (*slot_tensors(tensors.state), tensors.positions)]
-        emptied = [] if self._layer.spec.grows else [paged[-1]]
-        return [*emptied, (tensors.keys, 1), (tensors.values, 1), *paged]
+        heads = self._heads
+        # Before "positions": the slot of an evicted token is emptied before the new one is written.
+        emptied = {} if self._layer.spec.grows else {"emptied": (flat_pages(tensors.positions), heads)}
+        paged = {f"state.{n}": t for n, t in enumerate(slot_tensors(tensors.state))} | {"positions": tensors.positions}
+        pages = {name: (flat_pages(target), heads) for name, target in paged.items()}
+        return emptied | {"keys": (tensors.keys, 1), "values": (tensors.values, 1)} | pages
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write tokens to slots [B, H, n] of each head's buffer, in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        write_masked(tensors.keys, slots, data.keys, mask, undo)
-        write_masked(tensors.values, slots, data.values, mask, undo)
+        write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
+        write_masked("values", tensors.values, slots, data.values, mask, undo)
         slots = self._over_all_pages(slots)
-        for target, item in zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True):
-            write_flat(target, slots, item, mask, undo)
-        write_flat(tensors.positions, slots, data.positions, mask, undo)
+        pairs = zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True)
+        for number, (target, item) in enumerate(pairs):
+            write_flat(f"state.{number}", target, slots, item, mask, undo)
+        write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
 
     def _empty(self, slots: Tensor, mask: Tensor) -> None:
         """Empty slots counted over all pages, [B, H, n], where `mask` [B, H, n] is set."""
         nothing = torch.full_like(slots, -1, dtype=torch.int32)
-        write_flat(self._layer.tensors.positions, slots, nothing, mask, self._layer.undo)
+        write_flat("emptied", self._layer.tensors.positions, slots, nothing, mask, self._layer.undo)
 
     # a decode step
 

@@ -17,6 +17,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.selection import Selection
 from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.token_batch import BEYOND, SlotData
+from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import Layout, State, View
 
 
@@ -80,21 +81,23 @@ class ExactPageBody:
         table = page_table(self.owner, self._layer.shape.heads)
         return Past(table.slots(tensors.keys), table.slots(tensors.values), table.occupied(tensors.positions) >= 0)
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """Tensors that a step writes slots of, in the order of the writes, and the heads of each."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         tensors = self._layer.tensors
-        per_slot = (tensors.keys, tensors.values, tensors.positions, *slot_tensors(tensors.state))
-        return [(flat_pages(target), self._layer.shape.heads) for target in per_slot]
+        targets = {"keys": tensors.keys, "values": tensors.values, "positions": tensors.positions}
+        targets |= {f"state.{n}": t for n, t in enumerate(slot_tensors(tensors.state))}
+        return {name: (flat_pages(target), self._layer.shape.heads) for name, target in targets.items()}
 
     def write(self, slots: Tensor, data: SlotData, mask: Tensor | None) -> None:
         """Write tokens to slots counted over all pages [B, H, n], in place, where `mask` [B, H, n] is set."""
         tensors = self._layer.tensors
         undo = self._layer.undo
-        write_flat(tensors.keys, slots, data.keys, mask, undo)
-        write_flat(tensors.values, slots, data.values, mask, undo)
-        write_flat(tensors.positions, slots, data.positions, mask, undo)
-        for target, item in zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True):
-            write_flat(target, slots, item, mask, undo)
+        write_flat("keys", tensors.keys, slots, data.keys, mask, undo)
+        write_flat("values", tensors.values, slots, data.values, mask, undo)
+        write_flat("positions", tensors.positions, slots, data.positions, mask, undo)
+        pairs = zip(slot_tensors(tensors.state), slot_tensors(data.state), strict=True)
+        for number, (target, item) in enumerate(pairs):
+            write_flat(f"state.{number}", target, slots, item, mask, undo)
 
     # a decode step
 

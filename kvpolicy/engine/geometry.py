@@ -18,6 +18,7 @@ from kvpolicy.engine.merging import SlotMerge
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.token_batch import SlotData
+from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import LayerShape, Layout, View
 
 
@@ -88,8 +89,8 @@ class Geometry(Protocol):
 
     # taking steps back
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         ...
 
     def refresh(self, slots: Tensor) -> None:

@@ -24,6 +24,7 @@ from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import HeadBudgets, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
+from kvpolicy.engine.undo_log import Targets
 from kvpolicy.protocols import HeadAllocator, LayerShape, Layout, View
 
 
@@ -124,8 +125,8 @@ class PageGeometry:
         """Write new tokens to the slots that `free_slot` found, in place, where `mask` [B, H, 1] is set."""
         self._body.write(slots, data, mask)
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         return self._body.step_targets()
 
     def refresh(self, slots: Tensor) -> None:

@@ -44,10 +44,13 @@ def flat_pages(target: Tensor) -> Tensor:
     return target.view(target.shape[0], 1, -1, *target.shape[3:])
 
 
-def write_flat(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None) -> None:
+def write_flat(
+    name: str, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None
+) -> None:
     """Write data of each head to slots of its pages; see `write_masked`.
 
     Args:
+        name: The name of the tensor in the undo log.
         target: [B, NB, P, ...].
         slots: Slots counted over all pages, [B, H, n] int64.
         data: [B, H, n, ...].
@@ -56,4 +59,4 @@ def write_flat(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None,
     """
     # All pages of a row are written as one head. Its slots are distinct, as they must be: heads share no page.
     flat_mask = None if mask is None else mask.flatten(1, 2)[:, None]
-    write_masked(flat_pages(target), slots.flatten(1, 2)[:, None], data.flatten(1, 2)[:, None], flat_mask, undo)
+    write_masked(name, flat_pages(target), slots.flatten(1, 2)[:, None], data.flatten(1, 2)[:, None], flat_mask, undo)

@@ -95,16 +95,17 @@ def _make_room(layer: LayerContents, geometry: Geometry) -> None:
     layer.undo.make_room(geometry.step_targets(), copied_tensors(layer), digest)
 
 
-def copied_tensors(layer: LayerContents) -> list[Tensor]:
+def copied_tensors(layer: LayerContents) -> dict[str, State]:
     """Tensors that are copied before each step, since steps change them otherwise than by writing slots."""
+    tensors = layer.tensors
     needs = layer.spec.needs
-    copied = [layer.tensors.length, layer.tensors.columns]
+    copied: dict[str, State] = {"length": tensors.length, "columns": tensors.columns}
     if needs.decode_attn or needs.vectors:
-        copied += tensors(layer.tensors.state)
+        copied["state"] = tensors.state
     if layer.spec.merges_in_steps:
-        copied += tensors(layer.tensors.merged)
-    if layer.tensors.reads:
-        copied += tensors(layer.tensors.reads.choice)
+        copied["merged"] = tensors.merged
+    if tensors.reads:
+        copied["choice"] = tensors.reads.choice
     return copied
 
 

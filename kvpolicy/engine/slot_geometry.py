@@ -32,6 +32,7 @@ from kvpolicy.engine.slot_demoter import SlotDemoter, assign_slots
 from kvpolicy.engine.slot_writer import SlotWriter
 from kvpolicy.engine.state import map_slots, map_state, slot_tensors
 from kvpolicy.engine.token_batch import SlotData, TokenBatch
+from kvpolicy.engine.undo_log import Targets
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import LayerShape, Layout, State, Tokens, View
 
@@ -172,8 +173,8 @@ class SlotGeometry:
         """Write new tokens to slots of the full-precision buffer, in place; see `SlotWriter.write`."""
         self.writer.write(slots, data, mask)
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         return self.writer.step_targets()
 
     def refresh(self, slots: Tensor) -> None:

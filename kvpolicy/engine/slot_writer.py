@@ -10,7 +10,7 @@ from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.slot_codes import SlotCodes
 from kvpolicy.engine.state import slot_tensors
 from kvpolicy.engine.token_batch import SlotData
-from kvpolicy.engine.undo_log import UndoLog
+from kvpolicy.engine.undo_log import Targets, UndoLog
 from kvpolicy.kernels.slot_writes import gather_slots, write_slots
 
 
@@ -37,12 +37,13 @@ class SlotWriter:
         undo = layer.undo
         if data is None:
             slots = slots if stage is None else slots + self._codes.stage_slots(stage).start
-            write_masked(tensors.positions, slots, torch.full_like(slots, -1, dtype=torch.int32), mask, undo)
+            nothing = torch.full_like(slots, -1, dtype=torch.int32)
+            write_masked("emptied", tensors.positions, slots, nothing, mask, undo)
             self._index.refresh_slots(slots, stage)
             return
         if stage is None:
-            write_masked(tensors.keys, slots, data.keys, mask, undo)
-            write_masked(tensors.values, slots, data.values, mask, undo)
+            write_masked("keys", tensors.keys, slots, data.keys, mask, undo)
+            write_masked("values", tensors.values, slots, data.values, mask, undo)
         else:
             assert mask is not None
             at = self._codes.stage_slots(stage)
@@ -51,29 +52,32 @@ class SlotWriter:
             store = self._codes.stage_store(stage)
             layer.spec.stages[stage].write(store, data.keys, data.values, slots, mask, occupied)
             slots = slots + at.start
-        write_masked(tensors.positions, slots, data.positions, mask, undo)
-        targets = slot_tensors((tensors.state, tensors.counts))
-        for target, item in zip(targets, slot_tensors((data.state, data.counts)), strict=True):
-            write_masked(target, slots, item, mask, undo)
+        write_masked("positions", tensors.positions, slots, data.positions, mask, undo)
+        pairs = zip(slot_tensors((tensors.state, tensors.counts)), slot_tensors((data.state, data.counts)), strict=True)
+        for number, (target, item) in enumerate(pairs):
+            write_masked(f"state.{number}", target, slots, item, mask, undo)
         self._index.refresh_slots(slots, stage)
 
-    def step_targets(self) -> list[tuple[Tensor, int]]:
-        """The tensors that a decode step writes to, in this order, and the slots of each head."""
+    def step_targets(self) -> Targets:
+        """The tensors that a decode step writes to, by name, and the slots of each head; see `UndoLog.make_room`."""
         layer = self._layer
         tensors = layer.tensors
         written = 2 if layer.spec.merges_in_steps else 1
-        emptied = [(tensors.positions, 1)] if sum(layer.layout.coded) and not layer.spec.grows else []
-        per_slot = slot_tensors((tensors.state, tensors.counts))
-        return [
-            *emptied,
-            *((target, written) for target in (tensors.keys, tensors.values, tensors.positions, *per_slot)),
-        ]
+        targets = {"keys": tensors.keys, "values": tensors.values, "positions": tensors.positions}
+        targets |= {f"state.{n}": t for n, t in enumerate(slot_tensors((tensors.state, tensors.counts)))}
+        evicts = sum(layer.layout.coded) > 0 and not layer.spec.grows
+        # Before "positions": the slot of an evicted token is emptied before the new one is written.
+        emptied = {"emptied": (tensors.positions, 1)} if evicts else {}
+        return emptied | {name: (target, written) for name, target in targets.items()}
 
 
-def write_masked(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None) -> None:
+def write_masked(
+    name: str, target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | None, undo: UndoLog | None
+) -> None:
     """Write data to slots of a tensor, in place, after what they hold was recorded.
 
     Args:
+        name: The name of the tensor in the undo log.
         target: [B, H, S, ...].
         slots: Slots of each head, [B, H, n] int64.
         data: [B, H, n, ...].
@@ -86,5 +90,5 @@ def write_masked(target: Tensor, slots: Tensor, data: Tensor, mask: Tensor | Non
         written = mask.reshape(*mask.shape, *(1,) * (target.dim() - 3))
         data = torch.where(written, data, gather_slots(target, slots))
     if undo is not None and undo.has_room:  # block work is undone by a copy of the layer
-        undo.record(target, slots)
+        undo.record(name, target, slots)
     write_slots(target, slots, data)

@@ -7,7 +7,7 @@ are copied before each step: subtracting what was added would not give back the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,10 @@ UNDO_LOG = "undo log"
 """The kind of its bytes in reports."""
 
 TOO_MANY = "more steps than the mark allows: call cache.rollback(accepted)"
+
+
+Targets = Mapping[str, tuple[Tensor, int]]
+"""Tensors [B, H, S, ...] that a step writes to, by name, and how many slots of each head it writes."""
 
 
 class Overwritten(NamedTuple):
@@ -83,23 +87,23 @@ class UndoLog:
         self.below = below
         self.counters: list[tuple[Any, ...]] = [] if below is None else below.counters
         self.has_room = False
-        self._written: list[Overwritten] = []
-        self._copies: list[Tensor] = []
+        self._written: dict[str, Overwritten] = {}
+        self._copies: dict[str, list[Tensor]] = {}
         self._digests: Tensor | None = None
-        self._next = 0
 
-    def make_room(self, targets: Sequence[tuple[Tensor, int]], copied: Sequence[Tensor], digest: Tensor | None) -> None:
+    def make_room(self, targets: Targets, copied: Mapping[str, State], digest: Tensor | None) -> None:
         """Allocate the log.
 
         Args:
-            targets: The tensors [B, H, S, ...] that a step writes to, in this order, and the slots of each head.
-            copied: The tensors that are copied before each step.
+            targets: The tensors [B, H, S, ...] that a step writes to by name, and the slots of each head; of two writes
+                to one tensor, the first comes first.
+            copied: The tensors that are copied before each step, by name.
             digest: The digest of the mask, [B] int64, if the layer holds it.
         """
         # Outside inference mode, because only inference mode may change tensors that were made in it.
         with torch.inference_mode(False):
-            self._written = [
-                Overwritten(
+            self._written = {
+                name: Overwritten(
                     torch.zeros(self.most, *target.shape[:2], size, dtype=torch.int64, device=target.device),
                     torch.zeros(
                         self.most,
@@ -110,12 +114,12 @@ class UndoLog:
                         device=target.device,
                     ),
                 )
-                for target, size in targets
-            ]
-            self._copies = [_steps_of(self.most, t) for t in copied]
+                for name, (target, size) in targets.items()
+            }
+            self._copies = {name: [_steps_of(self.most, t) for t in tensors(part)] for name, part in copied.items()}
             self._digests = None if digest is None else _steps_of(self.most, digest)
-            device = targets[0][0].device
-            self.step = torch.zeros((), dtype=torch.int64, device=device)
+            first, _ = next(iter(targets.values()))
+            self.step = torch.zeros((), dtype=torch.int64, device=first.device)
         self.has_room = True
 
     @property
@@ -126,8 +130,9 @@ class UndoLog:
     @property
     def nbytes(self) -> int:
         """Bytes of all logs since the mark, and of the copies of the layer."""
-        own = [part for written in self._written for part in written]
-        own += [*self._copies, *([] if self._digests is None else [self._digests])]
+        own = [part for written in self._written.values() for part in written]
+        own += [part for copies in self._copies.values() for part in copies]
+        own += [] if self._digests is None else [self._digests]
         own += [self.step] if self.has_room else []
         copied = [] if self.before is None else [t for part in self.before.parts.values() for t in tensors(part)]
         below = 0 if self.below is None else self.below.nbytes
@@ -135,21 +140,19 @@ class UndoLog:
 
     # a decode step, traceable
 
-    def begin(self, copied: Sequence[Tensor]) -> None:
+    def begin(self, copied: Mapping[str, State]) -> None:
         """Begin a step, before it changes anything; `copied` as in `make_room`."""
         assert_async(self.step < self.most, TOO_MANY)
         # The counter stays on the device: read as a number, it would wait for the device and break a compiled graph.
-        for steps, tensor in zip(self._copies, copied, strict=True):
-            steps.index_copy_(0, self.step[None], tensor[None])
-        self._next = 0
+        for name, part in copied.items():
+            for steps, tensor in zip(self._copies[name], tensors(part), strict=True):
+                steps.index_copy_(0, self.step[None], tensor[None])
 
-    def record(self, target: Tensor, slots: Tensor) -> None:
-        """Keep what slots [B, H, n] of a tensor hold, before they are written."""
-        # Matched by order: every step writes the same tensors, in the order of `step_targets`, whether traced or not.
-        written = self._written[self._next]
+    def record(self, name: str, target: Tensor, slots: Tensor) -> None:
+        """Keep what slots [B, H, n] of a tensor hold, before they are written; `name` as in `make_room`."""
+        written = self._written[name]
         written.slots.index_copy_(0, self.step[None], slots[None])
         written.held.index_copy_(0, self.step[None], gather_slots(target, slots)[None])
-        self._next += 1
 
     def end(self) -> None:
         """End a step."""
@@ -162,7 +165,7 @@ class UndoLog:
 
     # undoing
 
-    def undo(self, keep: int, targets: Sequence[tuple[Tensor, int]], copied: Sequence[Tensor]) -> list[Tensor]:
+    def undo(self, keep: int, targets: Targets, copied: Mapping[str, State]) -> list[Tensor]:
         """Undo all steps of this log but the first `keep`.
 
         Args:
@@ -171,18 +174,20 @@ class UndoLog:
             copied: As in `make_room`.
 
         Returns:
-            For each step that was undone, the slots [B, H, n] that it wrote last.
+            For each step that was undone, the slots [B, H, n] whose positions it wrote last.
         """
         undone = range(int(self.step) - 1, keep - 1, -1)
         # Backwards: a slot may have been written by several steps, or twice in one, and the first knows what it held.
         for step in undone:
-            for written, (target, _) in zip(reversed(self._written), reversed(targets), strict=True):
-                write_slots(target, written.slots[step], written.held[step])
+            for name in reversed(self._written):
+                written = self._written[name]
+                write_slots(targets[name][0], written.slots[step], written.held[step])
         # Copy `keep` was taken before step `keep`. If that step never ran, there is no such copy.
         if undone:
-            for steps, tensor in zip(self._copies, copied, strict=True):
-                tensor.copy_(steps[keep])
-        return [self._written[-1].slots[step] for step in undone]
+            for name, part in copied.items():
+                for steps, tensor in zip(self._copies[name], tensors(part), strict=True):
+                    tensor.copy_(steps[keep])
+        return [self._written["positions"].slots[step] for step in undone]
 
     def digest(self, keep: int, later: Tensor | None) -> Tensor | None:
         """The digest of the mask after the first `keep` steps of this log; `later` if these are all its steps.

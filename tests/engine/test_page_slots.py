@@ -16,7 +16,7 @@ def test_slots_of_all_pages_are_counted_in_one_row() -> None:
     target = torch.zeros(1, 3, 4, 2)
     slots = torch.tensor([[[1], [6], [11]]])
     data = torch.tensor([1.0, 2.0, 3.0]).view(1, 3, 1, 1).expand(-1, -1, -1, 2)
-    write_flat(target, slots, data, torch.tensor([[[True], [False], [True]]]), None)
+    write_flat("keys", target, slots, data, torch.tensor([[[True], [False], [True]]]), None)
     assert flat_pages(target)[0, 0, :, 0].nonzero().flatten().tolist() == [1, 11]
     assert flat_pages(target).shape == (1, 1, 12, 2)
 

@@ -211,5 +211,7 @@ def test_tensors_of_inference_mode_are_replaced() -> None:
 def test_a_masked_write_leaves_what_the_slot_holds() -> None:
     target = torch.arange(12.0).view(1, 2, 6)
     slots = torch.tensor([[[0, 3], [5, 1]]])
-    write_masked(target, slots, torch.full((1, 2, 2), -1.0), torch.tensor([[[True, False], [False, True]]]), None)
+    write_masked(
+        "keys", target, slots, torch.full((1, 2, 2), -1.0), torch.tensor([[[True, False], [False, True]]]), None
+    )
     assert target.tolist() == [[[-1, 1, 2, 3, 4, 5], [6, -1, 8, 9, 10, 11]]]

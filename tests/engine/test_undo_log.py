@@ -19,8 +19,8 @@ def steps(log: UndoLog, target: Tensor, copied: Tensor, count: int) -> list[tupl
     for _ in range(count):
         slots = torch.randint(0, target.shape[2], (*target.shape[:2], 1), generator=dice)
         slots = torch.cat([slots, slots], -1)  # twice, as a merge that merges nothing
-        log.begin([copied])
-        log.record(target, slots)
+        log.begin({"copied": copied})
+        log.record("positions", target, slots)
         data = torch.randn(*target.shape[:2], 1, *target.shape[3:], generator=dice)
         write_slots(target, slots, torch.cat([data, data], 2))
         copied.add_(1.7)
@@ -33,21 +33,21 @@ def steps(log: UndoLog, target: Tensor, copied: Tensor, count: int) -> list[tupl
 def test_undone_steps_leave_no_trace(keep: int) -> None:
     target, copied = torch.randn(2, 3, 2, 5), torch.randn(2)
     log = UndoLog(STEPS)
-    log.make_room([(target, 2)], [copied], None)
+    log.make_room({"positions": (target, 2)}, {"copied": copied}, None)
     seen = steps(log, target, copied, STEPS)
-    assert len(log.undo(keep, [(target, 2)], [copied])) == STEPS - keep
+    assert len(log.undo(keep, {"positions": (target, 2)}, {"copied": copied})) == STEPS - keep
     assert torch.equal(target, seen[keep][0]) and torch.equal(copied, seen[keep][1])
 
 
 def test_a_chain_counts_all_its_bytes() -> None:
     target = torch.zeros(1, 1, 3, 2)
     first = UndoLog(2)
-    first.make_room([(target, 1)], [], None)
+    first.make_room({"positions": (target, 1)}, {}, None)
     # Slots and vectors of two steps, and the counter.
     assert first.nbytes == 2 * (8 + 8) + 8
     second = UndoLog(2, 1, 1, Content({"keys": torch.zeros(5), "codes": ((torch.zeros(2),),)}, {"capacity": 3}), first)
     assert second.nbytes == first.nbytes + 20 + 8
-    second.make_room([(target, 1)], [], torch.zeros(4, dtype=torch.int64))
+    second.make_room({"positions": (target, 1)}, {}, torch.zeros(4, dtype=torch.int64))
     assert second.nbytes == 2 * first.nbytes + 28 + 2 * 4 * 8
     assert second.fed == 1
 
@@ -55,8 +55,8 @@ def test_a_chain_counts_all_its_bytes() -> None:
 def test_a_full_log_takes_no_step() -> None:
     target = torch.zeros(1, 1, 3, 2)
     log = UndoLog(1)
-    log.make_room([(target, 1)], [], None)
-    log.begin([])
+    log.make_room({"positions": (target, 1)}, {}, None)
+    log.begin({})
     log.end()
     with pytest.raises(RuntimeError, match="more steps than the mark allows"):
-        log.begin([])
+        log.begin({})

@@ -180,7 +180,7 @@ MUTATIONS = (
     Mutation(
         name="the state of a merger is not undone",
         file="kvpolicy/engine/rollback.py",
-        old="        copied += tensors(layer.tensors.merged)\n",
+        old='        copied["merged"] = tensors.merged\n',
         new="        pass\n",
         tests=("tests/engine/test_rollback.py",),
     ),
@@ -313,8 +313,8 @@ MUTATIONS = (
     Mutation(
         name="writes of a step are undone in their order",
         file="kvpolicy/engine/undo_log.py",
-        old="zip(reversed(self._written), reversed(targets), strict=True)",
-        new="zip(self._written, targets, strict=True)",
+        old="for name in reversed(self._written):",
+        new="for name in self._written:",
         tests=("tests/engine/test_undo_log.py", "tests/engine/test_rollback.py"),
     ),
     Mutation(
@@ -355,7 +355,7 @@ MUTATIONS = (
     Mutation(
         name="what a layer chose in an undone step stays",
         file="kvpolicy/engine/rollback.py",
-        old="    if layer.tensors.reads:\n        copied += tensors(layer.tensors.reads.choice)\n",
+        old='    if tensors.reads:\n        copied["choice"] = tensors.reads.choice\n',
         new="",
         tests=("tests/engine/test_rollback.py",),
     ),

@@ -22,15 +22,15 @@ MUTATIONS = (
     Mutation(
         name="layers read a part only if all of them do",
         file="kvpolicy/policy/policy.py",
-        old="return any(policy.reads_part for policy in self.distinct)",
-        new="return all(policy.reads_part for policy in self.distinct)",
+        old="return any(not isinstance(own.reader, ReadAll) for own in self.distinct)",
+        new="return all(not isinstance(own.reader, ReadAll) for own in self.distinct)",
         tests=("tests/test_policy.py",),
     ),
     Mutation(
         name="the smallest budget of layers is that of the largest selector",
         file="kvpolicy/policy/policy.py",
-        old="return min(policy.min_tokens for policy in self.distinct)",
-        new="return max(policy.min_tokens for policy in self.distinct)",
+        old="return min(\n            own.selector",
+        new="return max(\n            own.selector",
         tests=("tests/test_policy.py",),
     ),
     Mutation(
