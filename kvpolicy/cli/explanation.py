@@ -14,6 +14,7 @@ from kvpolicy.engine.accounting import bytes_by_kind
 from kvpolicy.engine.reading import chooses, read_shape
 from kvpolicy.engine.row_limits import buffer_slots
 from kvpolicy.planning.planner import divide
+from kvpolicy.planning.tokens import tokens_of
 from kvpolicy.policy import Policy
 from kvpolicy.protocols import SMALLEST_HEAD, Needs, Traits, View, alloc_state, traits_for
 from kvpolicy.selectors.kvcrush import KVCrush
@@ -68,7 +69,7 @@ def of_budget(case: Case) -> list[str]:
     elif isinstance(budget, float) and budget == 1.0:
         text = f"The whole prompt is kept: {_tokens(case.prompt)} in each of {counted(layers, 'layer')}."
     else:
-        per_layer = budget if isinstance(budget, int) else max(int(case.prompt * budget + 1e-9), 1)
+        per_layer = int(tokens_of(budget, torch.tensor([case.prompt])))
         fraction = "" if isinstance(budget, int) else f"{budget} of {_tokens(case.prompt)} is "
         text = f"{fraction}{_tokens(per_layer)} per layer on average, {per_layer * layers:,} in {layers} layers."
         if per_layer >= case.prompt:

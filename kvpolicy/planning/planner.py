@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpolicy.planning.by_layer import divide_by_layer
 from kvpolicy.planning.layer_plans import plan_layers
-from kvpolicy.planning.tokens import EPSILON, INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens
+from kvpolicy.planning.tokens import INITIAL_SLOTS, Tokens, expect_tokens, largest, most_tokens, tokens_of
 from kvpolicy.policy import LayeredPolicy, Policy
 from kvpolicy.protocols import LayerShape
 from kvpolicy.spec.budget import bytes_of
@@ -48,10 +48,7 @@ def divide(
     if isinstance(policy.budget, str):
         return _divide_bytes(policy, metrics, prompt, end, shapes, unmanaged_nbytes, indices)
     floor = policy.min_tokens
-    if isinstance(policy.budget, int):
-        base = torch.full_like(prompt, min(policy.budget, MAX_SIZE))
-    else:
-        base = (prompt.double() * policy.budget + EPSILON).long().clamp_min(1)
+    base = tokens_of(policy.budget, prompt)
     # A prompt that the selector's minimum covers is kept whole, so a smaller fraction of it is no error.
     base = torch.where(prompt <= floor, base.clamp_min(floor), base)
     _check_floor(policy, base, prompt)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpolicy.engine.capacity import growth
 from kvpolicy.policy import Policy
+from kvpolicy.spec.validation import MAX_SIZE
 
 INITIAL_SLOTS = 4096
 """Slots allocated beyond the prompt if the number of new tokens is unknown; a larger budget is reached by extension."""
@@ -17,6 +18,22 @@ INITIAL_SLOTS = 4096
 
 EPSILON = 1e-9
 """Added before rounding down, so that a fraction such as 0.29 of 100 tokens is 29, and not 28.999..."""
+
+
+def tokens_of(budget: float | int, prompt: Tensor) -> Tensor:
+    """Tokens of each row that a layer keeps on average, [B] int64.
+
+    Args:
+        budget: A number of tokens, or a fraction of each row's prompt.
+        prompt: Tokens of each row's prompt, [B] int64.
+
+    Examples:
+        >>> tokens_of(0.29, torch.tensor([100, 1])).tolist(), tokens_of(7, torch.tensor([100, 1])).tolist()
+        ([29, 1], [7, 7])
+    """
+    if isinstance(budget, int):
+        return torch.full_like(prompt, min(budget, MAX_SIZE))
+    return (prompt.double() * budget + EPSILON).long().clamp_min(1)
 
 
 class Tokens(NamedTuple):

@@ -17,11 +17,12 @@ from kvpolicy.hf.widths import widths_of
 from kvpolicy.planning.activations import Prefill, Widths
 from kvpolicy.planning.layer_plans import pages_of
 from kvpolicy.planning.memory import prefill_peak
-from kvpolicy.planning.tokens import Tokens
+from kvpolicy.planning.tokens import Tokens, tokens_of
 from kvpolicy.planning.tuned import lengths, resolve
 from kvpolicy.policy import TunedPolicy
 from kvpolicy.policy.tuned import TunedFile
 from kvpolicy.protocols import LayerShape, ModelInfo
+from kvpolicy.spec.validation import MAX_SIZE
 from tests.conformance.models import build
 from tests.planning.test_tuned import draw_curves, save_curves
 
@@ -161,3 +162,11 @@ def test_the_first_rank_holds_what_does_not_divide() -> None:
         for width in (16, 17, 18)
     ]
     assert each[0].sharded < each[1].sharded == each[2].sharded
+
+
+@pytest.mark.parametrize(
+    ("budget", "prompt", "tokens"),
+    [(0.29, 100, 29), (0.07, 100, 7), (0.001, 100, 1), (1.0, 100, 100), (64, 100, 64), (2**50, 3, MAX_SIZE)],
+)
+def test_tokens_of_a_budget(budget: float | int, prompt: int, tokens: int) -> None:
+    assert tokens_of(budget, torch.tensor([prompt, prompt])).tolist() == [tokens] * 2
