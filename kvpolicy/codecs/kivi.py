@@ -13,6 +13,8 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
 from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
 from kvpolicy.codecs.packing import pack, unpack_float
+from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.fused_read import mix_channel_groups, score_token_groups
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -148,10 +150,18 @@ class KIVI(SingleStage):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
+        codes: KIVICodes = store.codes
+        if rope is None and is_compiled(codes.keys):
+            bounds = widen(codes.key_scale), widen(codes.key_zero)
+            return call(score_token_groups, codes.keys, *bounds, queries.float(), bits=self.bits)
+        return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes: KIVICodes = store.codes
+        if is_compiled(codes.values):
+            bounds = widen(codes.value_scale), widen(codes.value_zero)
+            return call(mix_channel_groups, codes.values, *bounds, weights.float(), bits=self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
     def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:

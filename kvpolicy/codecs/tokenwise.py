@@ -22,6 +22,8 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
 from kvpolicy.codecs.packing import packed_width, round_to_half
+from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -174,11 +176,26 @@ class TokenWise(SingleStage):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+        codes: TokenWiseCodes = store.codes
+        if rope is not None or not self._is_fused(codes.keys, queries.shape[-1]):
+            return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
+        queries = queries.float()
+        scaled = queries * widen(codes.channel_scale) if self.normalize else queries
+        bounds = widen(codes.key_scale), widen(codes.key_zero)
+        scores = call(score_channel_groups, codes.keys, *bounds, scaled, bits=self._code_bits())
+        return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, weights)
+        codes: TokenWiseCodes = store.codes
+        if not self._is_fused(codes.values, codes.channel_scale.shape[-1]):
+            return mix_by_chunks(self.values, store, weights)
+        bounds = widen(codes.value_scale), widen(codes.value_zero)
+        return call(mix_channel_groups, codes.values, *bounds, weights.float(), bits=self._code_bits())
+
+    def _is_fused(self, codes: Tensor, head_dim: int) -> bool:
+        """Whether codes [B, H, C, bytes] are summed as they are: integers that fill their bytes."""
+        return self.bits in (2, 4, 8) and head_dim * self.bits == 8 * codes.shape[-1] and is_compiled(codes)
 
     def _code_bits(self) -> int:
         """Bits per code."""

@@ -1,0 +1,142 @@
+"""Functions that are compiled once and called from eager code, where most models run.
+
+A function is compiled when it is first called with enough slots, for its options and for the shapes and dtypes that its
+loops depend on. Each of these has a code object of its own: after a few compilations of one, `torch.compile` would run
+it uncompiled, with a warning only. Within a step that is compiled as a whole, the plain function is traced, so that it
+fuses with what is around it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SWITCH = "KVPOLICY_KERNELS"
+"""The environment variable that switches compiled functions off if it is 0."""
+
+MIN_SLOTS = 2048
+"""Slots of a head from which a compilation pays: below, a step without it takes about as long as its other parts."""
+
+SLOW_COMPILATION = 2.0
+"""Seconds from which a compilation is logged with its duration."""
+
+BACKEND = "inductor"
+"""The backend of `torch.compile`."""
+
+_LOG = logging.getLogger(__name__)
+_LOCK = threading.Lock()
+_compiled: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+
+
+_is_on = os.environ.get(SWITCH, "1") != "0"
+_failures: list[str] = []
+
+
+@cache
+def _has_compiler() -> bool:
+    # As inductor looks for one, without importing it: a process that compiles nothing need not pay for that.
+    found = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
+    if not found:
+        _LOG.warning("No C++ compiler was found: codes are decoded before they are read, which is slower; try g++.")
+    return found
+
+
+def obstacle() -> str:
+    """What keeps functions from being compiled on a CPU, as a clause; empty if nothing does."""
+    if not _is_on:
+        return f"{SWITCH} is 0"
+    if _failures:
+        return _failures[0]
+    return "" if _has_compiler() else "no C++ compiler was found"
+
+
+def is_compiled(t: Tensor) -> bool:
+    """Whether a compiled function reads a tensor of slots [B, H, C, ...]; its first call compiles it.
+
+    On a CPU only, since nothing else was measured. It depends on the number of slots alone, so that two runs of one
+    prompt give the same numbers.
+    """
+    if t.shape[2] < MIN_SLOTS or t.device.type != "cpu":
+        return False
+    return _is_on if torch.compiler.is_compiling() else not obstacle()
+
+
+def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+    """Call a function that is compiled for its options and for the shapes of its tensors without rows and slots.
+
+    Args:
+        function: A plain function of tensors [B, H, C or another number, ...] and options.
+        *tensors: Its tensors.
+        **options: Its options; integers and strings.
+    """
+    if torch.compiler.is_compiling():
+        return function(*tensors, **options)
+    # Rows and slots may vary: the second number of either makes `torch.compile` generate code for any number.
+    shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
+    key = (function, tuple(options.items()), shapes)
+    # Every gradient mode and autocast would be compiled for anew, and so would two threads at once.
+    with _LOCK, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        known = _compiled.get(key)
+        if known is not None:
+            return known(*tensors)
+        _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
+        begun = time.perf_counter()
+        try:
+            kernel = torch.compile(_copy(function, options), backend=BACKEND)
+            out = kernel(*tensors)
+        except Exception as error:  # a compiler that is there may not work, and the plain function always does
+            _failures.append(f"{function.__name__} could not be compiled")
+            _LOG.warning("%s: codes are decoded before they are read (%s).", _failures[0], error)
+            return function(*tensors, **options)
+        _compiled[key] = kernel
+        seconds = time.perf_counter() - begun
+        if seconds >= SLOW_COMPILATION:
+            _LOG.warning(
+                "Compiled %s for %s in %.1f s, once for such a cache; later processes start from the cache on disk.",
+                function.__name__,
+                options,
+                seconds,
+            )
+        return out
+
+
+def widen(t: Tensor) -> Tensor:
+    """A small tensor in fp32, written to memory before the loop that reads it, also in compiled code."""
+    if t.dtype == torch.float32:
+        return t
+    return torch.ops.kvpolicy.widen(t) if torch.compiler.is_compiling() else t.float()
+
+
+@torch.library.custom_op("kvpolicy::widen", mutates_args=())
+def _widen(t: Tensor) -> Tensor:
+    return t.float()
+
+
+@_widen.register_fake
+def _(t: Tensor) -> Tensor:
+    return t.new_empty(t.shape, dtype=torch.float32)
+
+
+def _copy(function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+    """A function of tensors alone with the options given, and a code object of its own."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{len(_compiled)}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+
+    def kernel(*tensors: Tensor) -> Tensor:
+        return own(*tensors, **options)
+
+    # A frame of `kernel` is what dynamo compiles, and all of these frames would share its code object.
+    return FunctionType(
+        kernel.__code__.replace(co_name=code.co_name), kernel.__globals__, code.co_name, None, kernel.__closure__
+    )

@@ -1,0 +1,132 @@
+"""Attention to codes without decoding them: scales and zeros are folded out of the sums.
+
+A decode step reads every code once. To decode a chunk of slots first writes and reads fp32 numbers that are many times
+as large as the codes, so that these functions multiply the unpacked codes elementwise, sum, and scale the sums.
+
+They are written for inductor, which makes one loop over the bytes of each of them:
+
+- The codes of each place of a byte are products of their own, since joined bytes would be written out.
+- The query heads of a group are unrolled: as one broadcast, each of them would convert every byte again.
+- Sums over channels are products and `sum`, not a matrix product, which would be a library call on a decoded tensor.
+- Scales and zeros come in fp32: on a CPU, inductor (torch 2.13) converts fp16 so slowly that it takes most of the time.
+
+`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels, `D'` = D * bits / 8 bytes of codes.
+See `kvpolicy.codecs.packing.pack` for the order of codes in bytes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def places(codes: Tensor, bits: int) -> list[Tensor]:
+    """The codes at each place of the bytes [..., D'], the lowest first, [..., D'] fp32 each; `bits` divides 8."""
+    if bits == 8:
+        return [codes.float()]
+    mask = 2**bits - 1
+    last = 8 - bits
+    wide = codes.int()  # inductor (torch 2.13) shifts bytes one by one on a CPU
+    middle = [(wide >> shift) & mask for shift in range(bits, last, bits)]
+    return [part.float() for part in (wide & mask, *middle, wide >> last)]
+
+
+def score_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
+    """Products of queries with codes that have a scale and a zero for each group of channels of a token.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        scale: [B, H, C, groups] fp32.
+        zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
+        queries: [B, H, G, D] fp32.
+        bits: Bits per code, a divisor of 8.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
+    groups = scale.shape[-1]
+    width = codes.shape[-1]
+    size = queries.shape[-1] // groups
+    run = math.gcd(width, size)  # neighboring channels at one place of the bytes that are in one group
+    parts = [part.unflatten(-1, (-1, run)) for part in places(codes, bits)]
+    scores: list[Tensor] = []
+    for g in range(queries.shape[2]):
+        query = queries[:, :, g, None]
+        total: Tensor | None = None
+        for place, part in enumerate(parts):
+            own = query[..., place * width : (place + 1) * width].unflatten(-1, (-1, run))
+            sums = (part * own).sum(-1)
+            first = place * width
+            for number in range(sums.shape[-1]):
+                term = sums[..., number] * scale[..., (first + number * run) // size]
+                total = term if total is None else total + term
+        assert total is not None
+        if zero.shape[-1]:
+            total = total + (zero * query.unflatten(-1, (groups, size)).sum(-1)).sum(-1)
+        scores.append(total)
+    return torch.stack(scores, 2)
+
+
+def score_token_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
+    """Products of queries with codes that have a scale and a zero for each channel of a group of tokens.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        scale: [B, H, C / size, D] fp32.
+        zero: [B, H, C / size, D] fp32.
+        queries: [B, H, G, D] fp32.
+        bits: Bits per code, a divisor of 8.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
+    groups = scale.shape[2]
+    width = codes.shape[-1]
+    parts = [part.unflatten(2, (groups, -1)) for part in places(codes, bits)]
+    scores: list[Tensor] = []
+    for g in range(queries.shape[2]):
+        query = queries[:, :, g, None]
+        scaled = (scale * query)[:, :, :, None]
+        total = (zero * query).sum(-1)[..., None]
+        for place, part in enumerate(parts):
+            total = total + (part * scaled[..., place * width : (place + 1) * width]).sum(-1)
+        scores.append(total.flatten(2))
+    return torch.stack(scores, 2)
+
+
+def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Weighted sums of codes that have a scale and a zero for each group of channels of a token.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        scale: [B, H, C, groups] fp32.
+        zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
+        weights: [B, H, G, C] fp32.
+        bits: Bits per code, a divisor of 8.
+
+    Returns:
+        [B, H, G, D] fp32.
+    """
+    groups = scale.shape[-1]
+    width = codes.shape[-1]
+    size = width * 8 // bits // groups
+    run = math.gcd(width, size)
+    parts = [part.unflatten(-1, (-1, run)) for part in places(codes, bits)]
+    mixed: list[Tensor] = []
+    for g in range(weights.shape[2]):
+        own = weights[:, :, g, :, None]
+        scaled = own * scale
+        sums: list[Tensor] = []
+        for place, part in enumerate(parts):
+            group = [(place * width + number * run) // size for number in range(width // run)]
+            each = scaled[..., group[0] : group[-1] + 1]
+            if each.shape[-1] != len(group):  # several runs of one group
+                each = each.repeat_interleave(len(group) // each.shape[-1], -1)
+            sums.append((part * each[..., None]).sum(2).flatten(2))
+        out = torch.cat(sums, -1)
+        if zero.shape[-1]:
+            out = out + (own * zero).sum(2).repeat_interleave(size, -1)
+        mixed.append(out)
+    return torch.stack(mixed, 2)

@@ -1,0 +1,121 @@
+"""Functions that are compiled once: how often, when, and what happens if they cannot be."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels import compiled
+from kvpolicy.kernels.compiled import MIN_SLOTS, call, is_compiled, widen
+
+
+def scaled(t: Tensor, by: Tensor, power: int) -> Tensor:
+    return t.float() * by**power
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet, and dynamo alone compiles: what it does is tested, and not what inductor makes of it."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "_compiled", {})
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_is_on", True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_many_shapes_are_compiled_each_and_none_falls_back() -> None:
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for heads in range(1, 6):
+            for power in range(1, 5):
+                t = torch.randn(1, heads, 7, 2)
+                by = torch.randn(1, heads, 7, 2)
+                assert torch.equal(call(scaled, t, by, power=power), scaled(t, by, power))
+    assert graphs() == len(compiled._compiled) == 20
+
+
+def test_any_number_of_slots_needs_two_graphs() -> None:
+    for slots in (5, 9, 13, 17, 40, 41, 5):
+        t = torch.randn(2, 3, slots, 4)
+        assert torch.equal(call(scaled, t, t, power=2), scaled(t, t, 2))
+    assert graphs() == 2 and len(compiled._compiled) == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_modes_of_the_caller_compile_nothing_anew(mode: Any) -> None:
+    t = torch.randn(1, 2, 5, 4)
+    call(scaled, t, t, power=2)
+    before = graphs()
+    with mode():
+        out = call(scaled, t, t, power=2)
+    assert graphs() == before and out.dtype == torch.float32
+
+
+def test_tensors_of_inference_mode_are_read() -> None:
+    t = torch.randn(1, 2, 5, 4)
+    wanted = call(scaled, t, t, power=2)
+    with torch.inference_mode():
+        assert torch.equal(call(scaled, t.clone(), t.clone(), power=2), wanted)
+
+
+def test_threads_share_what_is_compiled() -> None:
+    t = torch.randn(1, 2, 5, 4)
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(call(scaled, t, t, power=3))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and all(torch.equal(out, scaled(t, t, 3)) for out in found)
+    assert len(compiled._compiled) == 1
+
+
+def test_only_many_slots_on_a_cpu_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_compiled(torch.empty(1, 2, MIN_SLOTS, 4)) == (not compiled.obstacle())
+    assert not is_compiled(torch.empty(1, 2, MIN_SLOTS - 1, 4))
+    assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4, device="meta"))
+    monkeypatch.setattr(compiled, "_is_on", False)
+    assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4)) and compiled.obstacle() == "KVPOLICY_KERNELS is 0"
+
+
+def test_a_compiler_that_is_missing_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    compiled._has_compiler.cache_clear()
+    try:
+        for _ in range(3):
+            assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4))
+        assert compiled.obstacle() == "no C++ compiler was found"
+    finally:
+        compiled._has_compiler.cache_clear()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_compiler_that_fails_is_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(module: Any, inputs: Any) -> Any:
+        raise RuntimeError("no linker")
+
+    monkeypatch.setattr(compiled, "BACKEND", broken)
+    t = torch.randn(1, 2, 5, 4)
+    assert torch.equal(call(scaled, t, t, power=2), scaled(t, t, 2))
+    assert "no linker" in caplog.text and compiled.obstacle() == "scaled could not be compiled"
+    assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4))
+
+
+def test_small_tensors_are_widened_in_compiled_code_too() -> None:
+    half = torch.randn(2, 3).half()
+    assert torch.equal(widen(half), half.float()) and widen(half.float()).dtype == torch.float32
+    inside = torch.compile(lambda t: widen(t) * 2, backend="eager", fullgraph=True)
+    assert torch.equal(inside(half), half.float() * 2)
