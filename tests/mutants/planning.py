@@ -94,9 +94,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="a fraction of the prompt is computed in single precision",
-        file="kvpolicy/planning/planner.py",
-        old="(prompt.double() * policy.budget + EPSILON)",
-        new="(prompt.float() * policy.budget + EPSILON)",
+        file="kvpolicy/planning/tokens.py",
+        old="(prompt.double() * budget + EPSILON)",
+        new="(prompt.float() * budget + EPSILON)",
         tests=("tests/planning/test_division.py",),
     ),
     Mutation(

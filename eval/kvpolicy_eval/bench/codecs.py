@@ -55,14 +55,15 @@ class Case:
         tokens: Number of tokens.
         folder: Folder for random calibrated tensors.
         device: Device of the tensors.
+        group: Query heads of each KV head.
     """
 
-    def __init__(self, codec: str, tokens: int, folder: Path, device: str = "cpu") -> None:
+    def __init__(self, codec: str, tokens: int, folder: Path, device: str = "cpu", group: int = GROUP) -> None:
         """Encode the tokens."""
         generator = torch.Generator().manual_seed(0)
         self.codec: Codec = with_random_calibration(Policy.parse(with_ranking(codec)).codec, folder, HEADS, DIM)
         self.keys, self.values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(device) for _ in range(2))
-        self.query = torch.randn(1, HEADS, GROUP, DIM, generator=generator).to(device)
+        self.query = torch.randn(1, HEADS, group, DIM, generator=generator).to(device)
         self.rope = _rope()
         self.layer = self.encode()
         coded = None if self.layer.slots is None else self.layer.slots.codes.view()
@@ -72,7 +73,7 @@ class Case:
 
     def _weights(self) -> Tensor:
         """Random attention weights over the encoded tokens."""
-        shape = (1, HEADS, GROUP, sum(self.coded.sizes))
+        shape = (1, HEADS, self.query.shape[2], sum(self.coded.sizes))
         return torch.softmax(torch.randn(shape, generator=torch.Generator().manual_seed(1)), -1).to(self.keys)
 
     def encode(self) -> LayerStore:
@@ -121,10 +122,10 @@ class Dense:
         return weights @ self.values[:, :, : weights.shape[-1]]
 
 
-def measure(codec: str, tokens: int, rounds: int, compiled: bool) -> list[str]:
+def measure(codec: str, tokens: int, rounds: int, compiled: bool, group: int) -> list[str]:
     """The row of one codec: time to encode all tokens, then score and mix."""
     with TemporaryDirectory() as folder, torch.inference_mode():
-        case = Case(codec, tokens, Path(folder))
+        case = Case(codec, tokens, Path(folder), group=group)
         dense = [Dense(case, dtype) for dtype in (torch.float32, torch.bfloat16)]
         encode_s = compare(lambda: None, case.encode, rounds).ours
         row = [f"`{codec}`", f"{tokens:,}", f"{1000 * encode_s:.0f}"]
@@ -143,16 +144,19 @@ def main() -> None:
     )
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS, help="numbers of tokens in the cache")
     parser.add_argument("--rounds", type=int, default=5, help="repetitions of each timing")
+    parser.add_argument("--group", type=int, default=GROUP, help="query heads of each KV head")
     parser.add_argument("--compile", action="store_true", help="apply torch.compile to score and mix")
     add_threads_argument(parser)
     add_fill_argument(parser, "speed")
     args = parser.parse_args()
     set_threads(args.threads)
     rows = collect(
-        measure(codec, tokens, args.rounds, args.compile) for tokens in args.lengths for codec in args.codecs
+        measure(codec, tokens, args.rounds, args.compile, args.group)
+        for tokens in args.lengths
+        for codec in args.codecs
     )
     mode = "compiled" if args.compile else "eager"
-    text = f"{table(COLUMNS, rows)}\n\n{HEADS} KV heads x {GROUP} query heads of {DIM}, {mode}, {torch_note()}."
+    text = f"{table(COLUMNS, rows)}\n\n{HEADS} KV heads x {args.group} query heads of {DIM}, {mode}, {torch_note()}."
     publish(text, "speed", args.fill)
 
 
