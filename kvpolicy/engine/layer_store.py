@@ -50,7 +50,7 @@ class LayerStore:
         self.layer_idx = spec.layer_idx
         self.contents = LayerContents(spec)
         self.slots = SlotGeometry(self.contents) if spec.heads is None else None
-        self.geometry: Geometry = self.slots or PageGeometry(self.contents, spec.heads)
+        self.geometry: Geometry = self.slots or PageGeometry(self.contents)
 
     def initialize(self, keys: Tensor, ranks: Ranks = SINGLE_RANK, group: int = 1) -> None:
         """Allocate a layer without slots, like `keys` [B, H, P, D], the first, with `group` query heads for each."""

@@ -25,7 +25,7 @@ from kvpolicy.engine.row_limits import RowBudget
 from kvpolicy.engine.selection import HeadBudgets, select_tokens
 from kvpolicy.engine.token_batch import BEYOND, SlotData
 from kvpolicy.engine.undo_log import Targets
-from kvpolicy.protocols import HeadAllocator, LayerShape, Layout, View
+from kvpolicy.protocols import LayerShape, Layout, View
 
 
 class PageGeometry:
@@ -34,8 +34,9 @@ class PageGeometry:
     The layer's head allocator divides the pages of a row among its heads, after each prompt.
     """
 
-    def __init__(self, layer: LayerContents, heads: HeadAllocator | None) -> None:
-        """Arrange the slots of `layer`, whose pages `heads` divides."""
+    def __init__(self, layer: LayerContents) -> None:
+        """Arrange the slots of `layer`, which has a head allocator."""
+        heads = layer.spec.heads
         assert heads is not None, "a layer without a head allocator has no pages"
         self._layer = layer
         self._spec = layer.spec

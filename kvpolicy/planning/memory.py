@@ -96,7 +96,7 @@ def paged_bytes(policy: Policy, batch: int, shape: LayerShape, pages: Pages, buf
     """
     layer = LayerContents(layer_spec(policy, 0))
     layer.tensors = LayerTensors.of_pages(layer.spec, batch, shape, pages, buffer, "meta")
-    return LayerBytes(layer.tensors.nbytes_by_kind(), step_nbytes(PageGeometry(layer, layer.spec.heads)))
+    return LayerBytes(layer.tensors.nbytes_by_kind(), step_nbytes(PageGeometry(layer)))
 
 
 @lru_cache(maxsize=4096)
