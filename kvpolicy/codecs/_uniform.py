@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kvpolicy.codecs._common import is_empty_head
 from kvpolicy.codecs.packing import pack, round_to_half, unpack_float
+from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
 
 FP16 = torch.finfo(torch.float16).max
 """The largest number of fp16."""
@@ -75,6 +77,35 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
     """
     grouped = unpack_float(codes, bits, width).unflatten(-1, (scale.shape[-1], -1))
     return grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
+
+
+def is_fused(codes: Tensor, bits: int, width: int) -> bool:
+    """Whether `score_fused` and `mix_fused` read codes [B, H, C, bytes] of `width` channels.
+
+    They must be many, and fill their bytes.
+    """
+    return 8 % bits == 0 and width * bits == 8 * codes.shape[-1] and is_compiled(codes)
+
+
+def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
+    """Products of queries with what `dequantize` makes of codes, without decoding them.
+
+    Args:
+        codes: [B, H, C, bytes] uint8.
+        scale: [B, H, C, groups].
+        zero: [B, H, C, groups], or [B, H, C, 0] if there is none.
+        queries: [B, H, G, D].
+        bits: Bits per code.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
+    return call(score_channel_groups, codes, widen(scale), widen(zero), queries.float(), bits=bits)
+
+
+def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Sums of what `dequantize` makes of codes, weighted by [B, H, G, C], as `score_fused`; [B, H, G, D] fp32."""
+    return call(mix_channel_groups, codes, widen(scale), widen(zero), weights.float(), bits=bits)
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

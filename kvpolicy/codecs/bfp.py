@@ -21,7 +21,7 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._uniform import FP16
+from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
 from kvpolicy.codecs.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -169,12 +169,28 @@ class BFP(SingleStage):
         """Products of queries with the key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
         # A dot product does not depend on the order of the channels, and there are fewer queries to sort than keys.
-        queries = queries.gather(-1, store.codes.order.long().expand_as(queries))
+        codes: BFPCodes = store.codes
+        queries = queries.gather(-1, codes.order.long().expand_as(queries))
+        if self._is_fused(codes.keys, codes.key_scale, queries.shape[-1]):
+            return score_fused(codes.keys, *self._bounds(codes.key_scale), queries, self.mantissa)
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes: BFPCodes = store.codes
+        if not self.exact_values and self._is_fused(codes.values, codes.value_scale, codes.order.shape[-1]):
+            return mix_fused(codes.values, *self._bounds(codes.value_scale), weights, self.mantissa)
         return mix_by_chunks(self.values, store, weights)
+
+    def _is_fused(self, codes: Tensor, exponents: Tensor, head_dim: int) -> bool:
+        """Whether mantissas are summed without decoding them: those in blocks of equal size."""
+        whole = exponents.shape[-1] * min(self.block_channels, head_dim) == head_dim
+        return whole and is_fused(codes, self.mantissa, head_dim)
+
+    def _bounds(self, exponents: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale and the zero of each block, as of uniform codes, [B, H, C, n] fp32 each."""
+        step = self._step(exponents.int())
+        return step, step * -(2 ** (self.mantissa - 1))
 
     def _sorted_keys(self, store: StageStore, at: At) -> Tensor:
         codes: BFPCodes = store.codes

@@ -11,10 +11,18 @@ from torch import Tensor
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
-from kvpolicy.codecs._uniform import dequantize, encode, largest_divisor, quantize, scale_and_zero
+from kvpolicy.codecs._uniform import (
+    dequantize,
+    encode,
+    is_fused,
+    largest_divisor,
+    mix_fused,
+    quantize,
+    scale_and_zero,
+)
 from kvpolicy.codecs.packing import pack, unpack_float
 from kvpolicy.kernels.compiled import call, is_compiled, widen
-from kvpolicy.kernels.fused_read import mix_channel_groups, score_token_groups
+from kvpolicy.kernels.fused_read import score_token_groups
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -159,9 +167,8 @@ class KIVI(SingleStage):
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: KIVICodes = store.codes
-        if is_compiled(codes.values):
-            bounds = widen(codes.value_scale), widen(codes.value_zero)
-            return call(mix_channel_groups, codes.values, *bounds, weights.float(), bits=self.bits)
+        if is_fused(codes.values, self.bits, codes.key_scale.shape[-1]):
+            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
     def _write_keys(self, codes: KIVICodes, keys: Tensor, slots: Tensor, write_mask: Tensor, occupied: Tensor) -> None:

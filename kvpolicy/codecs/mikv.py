@@ -11,8 +11,19 @@ from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, largest_divisor, quantize
+from kvpolicy.codecs._uniform import (
+    FP16,
+    channel_absmax,
+    dequantize,
+    freeze_scale,
+    is_fused,
+    largest_divisor,
+    mix_fused,
+    quantize,
+    score_fused,
+)
 from kvpolicy.codecs.packing import packed_width, round_to_half
+from kvpolicy.kernels.compiled import widen
 from kvpolicy.protocols import (
     At,
     Codec,
@@ -102,8 +113,7 @@ class MiKVStage(Stage):
         codes: MiKVCodes = store.codes
         code, scale, zero = (take(t, at) for t in (codes.keys, codes.key_scale, codes.key_zero))
         balanced = dequantize(code, scale, zero, self.bits, codes.channel_scale.shape[-1])
-        balancer = codes.channel_scale.float()
-        return balanced / balancer.masked_fill(balancer == 0, 1)  # 0 before the first write
+        return balanced / _factors(codes)
 
     def values(self, store: StageStore, at: At) -> Tensor:
         """Values of the slots `at`, [B, H, n, D] fp32."""
@@ -113,11 +123,24 @@ class MiKVStage(Stage):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+        codes: MiKVCodes = store.codes
+        if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
+            queries = queries.float() / _factors(codes)
+            return score_fused(codes.keys, codes.key_scale, codes.key_zero, queries, self.bits)
+        return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes: MiKVCodes = store.codes
+        if is_fused(codes.values, self.bits, codes.channel_scale.shape[-1]):
+            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
         return mix_by_chunks(self.values, store, weights)
+
+
+def _factors(codes: MiKVCodes) -> Tensor:
+    """The factor of each key channel, [B, H, 1, D] fp32, 1 before the first write."""
+    balancer = widen(codes.channel_scale)
+    return balancer.masked_fill(balancer == 0, 1)
 
 
 @named_options

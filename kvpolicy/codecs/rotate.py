@@ -18,8 +18,9 @@ from kvpolicy.codecs._common import (
     take,
 )
 from kvpolicy.codecs._rotation import mix, mixing, unmix
-from kvpolicy.codecs._uniform import FP16, largest_divisor
+from kvpolicy.codecs._uniform import FP16, is_fused, largest_divisor, mix_fused
 from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack_float
+from kvpolicy.kernels.compiled import widen
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -175,7 +176,12 @@ class RotateKV(SingleStage):
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots, of which only the sum is unmixed; see `Stage.mix`."""
-        return unmix(mix_by_chunks(self._mixed_values, store, weights))
+        codes: RotateCodes = store.codes
+        if not is_fused(codes.values, self.bits, codes.place.shape[-1]):
+            return unmix(mix_by_chunks(self._mixed_values, store, weights))
+        # A code stands for scale * (code - zero).
+        scale = widen(codes.value_scale)
+        return unmix(mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits))
 
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes

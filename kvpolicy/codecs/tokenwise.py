@@ -20,10 +20,9 @@ from kvpolicy.codecs._common import (
     take,
     token_ranges,
 )
-from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
+from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
 from kvpolicy.codecs.packing import packed_width, round_to_half
-from kvpolicy.kernels.compiled import call, is_compiled, widen
-from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
+from kvpolicy.kernels.compiled import widen
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min
@@ -181,8 +180,7 @@ class TokenWise(SingleStage):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
         queries = queries.float()
         scaled = queries * widen(codes.channel_scale) if self.normalize else queries
-        bounds = widen(codes.key_scale), widen(codes.key_zero)
-        scores = call(score_channel_groups, codes.keys, *bounds, scaled, bits=self._code_bits())
+        scores = score_fused(codes.keys, codes.key_scale, codes.key_zero, scaled, self._code_bits())
         return scores + (queries * widen(codes.channel_zero)).sum(-1, keepdim=True) if self.normalize else scores
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -190,12 +188,10 @@ class TokenWise(SingleStage):
         codes: TokenWiseCodes = store.codes
         if not self._is_fused(codes.values, codes.channel_scale.shape[-1]):
             return mix_by_chunks(self.values, store, weights)
-        bounds = widen(codes.value_scale), widen(codes.value_zero)
-        return call(mix_channel_groups, codes.values, *bounds, weights.float(), bits=self._code_bits())
+        return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self._code_bits())
 
     def _is_fused(self, codes: Tensor, head_dim: int) -> bool:
-        """Whether codes [B, H, C, bytes] are summed as they are: integers that fill their bytes."""
-        return self.bits in (2, 4, 8) and head_dim * self.bits == 8 * codes.shape[-1] and is_compiled(codes)
+        return self.bits != "fp8" and is_fused(codes, self.bits, head_dim)
 
     def _code_bits(self) -> int:
         """Bits per code."""

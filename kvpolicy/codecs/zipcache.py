@@ -11,8 +11,18 @@ from torch import Tensor
 
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import mix_by_chunks, put, score_by_chunks, take
-from kvpolicy.codecs._uniform import FP16, channel_absmax, dequantize, freeze_scale, quantize
+from kvpolicy.codecs._uniform import (
+    FP16,
+    channel_absmax,
+    dequantize,
+    freeze_scale,
+    is_fused,
+    mix_fused,
+    quantize,
+    score_fused,
+)
 from kvpolicy.codecs.packing import packed_width, round_to_half
+from kvpolicy.kernels.compiled import widen
 from kvpolicy.protocols import (
     At,
     Codec,
@@ -98,10 +108,16 @@ class ZipCacheStage(Stage):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
-        return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2])
+        codes, scale, zero, channels = store.codes[:4]
+        if rope is None and is_fused(codes, self.bits, queries.shape[-1]):
+            return score_fused(codes, scale, zero, queries.float() * widen(channels), self.bits)
+        return score_by_chunks(self.keys, store, queries, rope, codes.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes, scale, zero, channels = store.codes[4:]
+        if is_fused(codes, self.bits, channels.shape[-1]):
+            return mix_fused(codes, scale, zero, weights, self.bits) * widen(channels)
         return mix_by_chunks(self.values, store, weights)
 
     def _read(self, parts: tuple[Tensor, ...], at: At) -> Tensor:

@@ -121,9 +121,12 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
         sums: list[Tensor] = []
         for place, part in enumerate(parts):
             group = [(place * width + number * run) // size for number in range(width // run)]
-            each = scaled[..., group[0] : group[-1] + 1]
-            if each.shape[-1] != len(group):  # several runs of one group
-                each = each.repeat_interleave(len(group) // each.shape[-1], -1)
+            if len({*group}) == 1:
+                each = scaled[..., group[0], None]
+            elif len({*group}) == len(group):
+                each = scaled[..., group[0] : group[-1] + 1]
+            else:  # several runs of a group, and of some groups more than of others
+                each = torch.stack([scaled[..., number] for number in group], -1)
             sums.append((part * each[..., None]).sum(2).flatten(2))
         out = torch.cat(sums, -1)
         if zero.shape[-1]:

@@ -5,31 +5,54 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("transformers")
+
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
 from kvpolicy import Policy
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
+from kvpolicy.engine.rotary import Rope
 from kvpolicy.kernels import compiled
 
-CODECS = [
-    "kivi:bits=2",
-    "kivi:bits=4",
-    "kivi:bits=8:group_size=16",
-    "tokenwise:bits=2",
-    "tokenwise:bits=4:group_size=32",
-    "tokenwise:bits=8",
-    "tokenwise:bits=4:normalize=false",
-    "tokenwise:bits=3",
-    "tokenwise:bits=fp8",
-]
-NOT_FUSED = CODECS[-2:]
+CODECS = {
+    "kivi:bits=2": 2,
+    "kivi:bits=4": 2,
+    "kivi:bits=8:group_size=16": 2,
+    "tokenwise:bits=2": 2,
+    "tokenwise:bits=4:group_size=32": 2,
+    "tokenwise:bits=8": 2,
+    "tokenwise:bits=4:normalize=false": 2,
+    "tokenwise:bits=3": 0,
+    "tokenwise:bits=fp8": 0,
+    "staircase:tokens_8bit=32:tokens_4bit=32": 6,
+    "zipcache": 4,
+    "zipcache:bits=3": 2,
+    "mikv": 2,
+    "mikv:high_bits=8:group_size=8": 4,
+    "rotate:bits=4": 1,
+    "bfp:block_channels=16": 2,
+    "bfp:block_channels=12": 0,
+    "bfp:mantissa=8:block_channels=8": 2,
+    "bfp:mantissa=5": 0,
+    "bfp:exact_values=true:block_channels=16": 1,
+}
+"""Codecs, and how many of their reads are compiled: a score and a mix of each stage, but for keys without rotation."""
+
+
+RANKED = ("zipcache", "mikv")
 
 
 def view(codec: str, dim: int, dtype: torch.dtype = torch.float32, tokens: int = 160) -> CodecView:
     """A layer of two rows that keeps all tokens."""
     generator = torch.Generator().manual_seed(dim)
+    config = LlamaConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=4096)
+    rope = Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
     keys, values = (torch.randn(2, 3, tokens, dim, generator=generator) for _ in range(2))
     keys[..., 1] *= 20
-    store = coded_store(Policy.parse(f"full+{codec}").codec, keys.to(dtype), values.to(dtype))
+    policy = Policy.parse(f"{'h2o' if codec.startswith(RANKED) else 'full'}+{codec}@1.0")
+    store = coded_store(policy.codec, keys.to(dtype), values.to(dtype), rope=rope)
     assert store.slots is not None
     found = store.slots.codes.view()
     assert found is not None
@@ -44,10 +67,11 @@ def test_fused_reads_are_those_of_decoding(
 ) -> None:
     coded = view(codec, dim, dtype)
     queries = torch.randn(2, 3, 2, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
-    slots = sum(coded.sizes)
-    weights = [torch.randn(2, 3, 2, slots, generator=torch.Generator().manual_seed(2)).softmax(-1).to(dtype)]
-    wanted = coded.score(queries)[0], coded.mix(weights)[0]
-    (decoded,) = coded.read(torch.float32)
+    weights = [torch.randn(2, 3, 2, size, generator=torch.Generator().manual_seed(2)) for size in coded.sizes]
+    weights = [each.softmax(-1).to(dtype) for each in weights]
+    wanted = [*coded.score(queries), *coded.mix(weights)]
+    largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
+    largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
     called: list[str] = []
     plain = compiled.call
 
@@ -60,14 +84,14 @@ def test_fused_reads_are_those_of_decoding(
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
     monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
-    for module in ("kivi", "tokenwise"):
+    for module in ("kivi", "_uniform"):
         monkeypatch.setattr(f"kvpolicy.codecs.{module}.call", counted)
-    found = coded.score(queries)[0], coded.mix(weights)[0]
-    assert len(called) == (0 if codec in NOT_FUSED else 2)
-    exact = dtype == torch.float32
-    for got, want, largest in zip(found, wanted, (wanted[0].abs().max(), decoded[1].abs().max()), strict=True):
+    found = [*coded.score(queries), *coded.mix(weights)]
+    assert len(called) == CODECS[codec]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want, most in zip(found, wanted, largest, strict=True):
         assert got.dtype == torch.float32 and got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=0, atol=float(largest) * (1e-5 if exact else 2e-2))
+        torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own

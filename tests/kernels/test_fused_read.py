@@ -11,7 +11,7 @@ from kvpolicy.codecs.packing import pack, unpack_float
 from kvpolicy.kernels.fused_read import mix_channel_groups, places, score_channel_groups, score_token_groups
 
 B, H, C = 2, 3, 24
-WIDTHS = [(16, 16), (16, 4), (64, 32), (80, 32), (128, 128)]
+WIDTHS = [(16, 16), (16, 4), (64, 32), (80, 32), (80, 8), (96, 32), (128, 128)]
 """Channels, and the most channels of a group; groups may be larger or smaller than what a place of the bytes holds."""
 
 
