@@ -24,7 +24,7 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
-from kvpolicy.codecs._uniform import FP16, dequantize, largest_divisor, quantize
+from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
 from kvpolicy.codecs.packing import pack, packed_width, unpack
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -173,6 +173,9 @@ class TurboQuant(SingleStage):
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes: TurboQuantCodes = store.codes
+        if is_fused(codes.values, self.bits, self._width(codes)):
+            return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
         return mix_by_chunks(self.values, store, weights)
 
     def _width(self, codes: TurboQuantCodes) -> int:

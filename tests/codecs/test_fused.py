@@ -32,6 +32,7 @@ CODECS = {
     "mikv": 2,
     "mikv:high_bits=8:group_size=8": 4,
     "rotate:bits=4": 1,
+    "turboquant:bits=4": 1,
     "bfp:block_channels=16": 2,
     "bfp:block_channels=12": 0,
     "bfp:mantissa=8:block_channels=8": 2,
