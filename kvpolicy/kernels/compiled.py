@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -85,29 +86,35 @@ def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> T
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
     key = (function, tuple(options.items()), shapes)
     # Every gradient mode and autocast would be compiled for anew, and so would two threads at once.
-    with _LOCK, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-        known = _compiled.get(key)
-        if known is not None:
-            return known(*tensors)
-        _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
-        begun = time.perf_counter()
+    with _LOCK, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch's own, which are errors where a program makes them so
         try:
-            kernel = torch.compile(_copy(function, options), backend=BACKEND)
-            out = kernel(*tensors)
+            kernel = _compiled.get(key)
+            return _first_call(key, function, tensors, options) if kernel is None else kernel(*tensors)
         except Exception as error:  # a compiler that is there may not work, and the plain function always does
             _failures.append(f"{function.__name__} could not be compiled")
             _LOG.warning("%s: codes are decoded before they are read (%s).", _failures[0], error)
             return function(*tensors, **options)
-        _compiled[key] = kernel
-        seconds = time.perf_counter() - begun
-        if seconds >= SLOW_COMPILATION:
-            _LOG.warning(
-                "Compiled %s for %s in %.1f s, once for such a cache; later processes start from the cache on disk.",
-                function.__name__,
-                options,
-                seconds,
-            )
-        return out
+
+
+def _first_call(
+    key: tuple[Any, ...], function: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> Tensor:
+    """Compile a function, call it, and say so if it takes long."""
+    _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
+    begun = time.perf_counter()
+    kernel = torch.compile(_copy(function, options), backend=BACKEND)
+    out = kernel(*tensors)
+    _compiled[key] = kernel
+    seconds = time.perf_counter() - begun
+    if seconds >= SLOW_COMPILATION:
+        _LOG.warning(
+            "Compiled %s for %s in %.1f s, once for such a cache; later processes start from the cache on disk.",
+            function.__name__,
+            options,
+            seconds,
+        )
+    return out
 
 
 def widen(t: Tensor) -> Tensor:

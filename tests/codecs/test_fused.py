@@ -95,10 +95,10 @@ def test_fused_reads_are_those_of_decoding(
         torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are summed in compiled code")
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "tokenwise:bits=4"])
 def test_compiled_reads_are_those_of_decoding(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_failures", [])
     coded = view(codec, 32, tokens=compiled.MIN_SLOTS + 200)
     queries = torch.randn(2, 3, 2, 32, generator=torch.Generator().manual_seed(1))
     weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]

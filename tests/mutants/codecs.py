@@ -281,9 +281,30 @@ MUTATIONS = (
     Mutation(
         name="keys are divided by a balancer that was never fitted",
         file="kvpolicy/codecs/mikv.py",
-        old="balanced / balancer.masked_fill(balancer == 0, 1)",
-        new="balanced / balancer",
+        old="return balancer.masked_fill(balancer == 0, 1)",
+        new="return balancer",
         tests=("tests/codecs/test_mikv.py",),
         equivalent="Keys of slots that were never written are masked wherever they are read.",
+    ),
+    Mutation(
+        name="blocks of unequal size are summed as if they were equal",
+        file="kvpolicy/codecs/bfp.py",
+        old="whole = exponents.shape[-1] * min(self.block_channels, head_dim) == head_dim",
+        new="whole = head_dim % exponents.shape[-1] == 0",
+        tests=("tests/codecs/test_fused.py",),
+    ),
+    Mutation(
+        name="the divisors of value channels are left out of their sums",
+        file="kvpolicy/codecs/zipcache.py",
+        old="return mix_fused(codes, scale, zero, weights, self.bits) * widen(channels)",
+        new="return mix_fused(codes, scale, zero, weights, self.bits)",
+        tests=("tests/codecs/test_fused.py",),
+    ),
+    Mutation(
+        name="the zero of a rotated value is not scaled",
+        file="kvpolicy/codecs/rotate.py",
+        old="mix_fused(codes.values, scale, -scale * codes.value_zero, weights, self.bits)",
+        new="mix_fused(codes.values, scale, -codes.value_zero.float(), weights, self.bits)",
+        tests=("tests/codecs/test_fused.py",),
     ),
 )
