@@ -53,7 +53,7 @@ def _has_compiler() -> bool:
 
 
 def obstacle() -> str:
-    """What keeps functions from being compiled on a CPU, as a clause; empty if nothing does."""
+    """Reason why functions are not compiled on a CPU, as a clause; empty if they are."""
     if not _is_on:
         return f"{SWITCH} is 0"
     if _failures:
