@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 SWITCH = "KVPOLICY_KERNELS"
 """The environment variable that switches compiled functions off if it is 0."""
@@ -69,7 +70,10 @@ def is_compiled(t: Tensor) -> bool:
     """
     if t.shape[2] < MIN_SLOTS or t.device.type != "cpu":
         return False
-    return _is_on if torch.compiler.is_compiling() else not obstacle()
+    if torch.compiler.is_compiling():
+        return _is_on
+    # Under a mode that sees every operation, such as a counter of FLOPs, `torch.compile` runs functions uncompiled.
+    return not obstacle() and _get_current_dispatch_mode() is None
 
 
 def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:

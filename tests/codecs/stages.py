@@ -99,9 +99,11 @@ def check_ways_to_read(stage: Stage, slots: int, dim: int, group_size: int = 1) 
     part = slice(group_size, 2 * group_size)
     assert torch.equal(stage.keys(store, part), keys[:, :, part])
     assert torch.equal(stage.values(store, part), values[:, :, part])
-    queries, weights = torch.randn(B, H, G, dim), torch.rand(B, H, G, slots)
+    queries = torch.randn(B, H, G, dim)
+    weights = torch.rand(B, H, G, slots)
+    weights /= weights.sum(-1, keepdim=True)  # as attention has them: the error of a sum grows with what is added
     torch.testing.assert_close(stage.score(store, queries, None), queries @ keys.mT, atol=1e-3, rtol=1e-5)
-    torch.testing.assert_close(stage.mix(store, weights), weights @ values, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(stage.mix(store, weights), weights @ values, atol=1e-5, rtol=1e-5)
     low = stage.score(store, queries.bfloat16(), None), stage.mix(store, weights.bfloat16())
     assert all(x.dtype == torch.float32 for x in low)
 

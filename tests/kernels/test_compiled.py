@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from kvpolicy.kernels import compiled
 from kvpolicy.kernels.compiled import MIN_SLOTS, call, is_compiled, widen
@@ -85,6 +86,11 @@ def test_only_many_slots_on_a_cpu_are_compiled(monkeypatch: pytest.MonkeyPatch) 
     assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4, device="meta"))
     monkeypatch.setattr(compiled, "_is_on", False)
     assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4)) and compiled.obstacle() == "KVPOLICY_KERNELS is 0"
+
+
+def test_a_mode_that_sees_every_operation_sees_decoding() -> None:
+    with FlopCounterMode(display=False):
+        assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4))
 
 
 def test_a_compiler_that_is_missing_is_told_once(
