@@ -21,7 +21,7 @@ from kvpolicy.codecs._uniform import (
     scale_and_zero,
 )
 from kvpolicy.codecs.packing import pack, unpack_float
-from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import score_token_groups
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -159,7 +159,7 @@ class KIVI(SingleStage):
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: KIVICodes = store.codes
-        if rope is None and is_compiled(codes.keys):
+        if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
             bounds = widen(codes.key_scale), widen(codes.key_zero)
             return call(score_token_groups, codes.keys, *bounds, queries.float(), bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)

@@ -242,7 +242,7 @@ class LayerStore:
             with undoable(self.contents, self.geometry):
                 while self.geometry.is_full():
                     self.geometry.demote()
-        self.contents.free_steps = self.geometry.count_free_steps()
+        self.recount()
 
     def rerank(self) -> None:
         """Rank all slots together in the rows where it is time; see `Needs.rerank_every`."""
