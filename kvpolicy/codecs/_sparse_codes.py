@@ -11,7 +11,7 @@ from kvpolicy.codecs import _sparse
 from kvpolicy.codecs._common import is_empty_head, put, take
 from kvpolicy.codecs._pursuit import Solver, pursue
 from kvpolicy.codecs._sparse import Dictionary, reconstruct, unit
-from kvpolicy.codecs.packing import pack, round_to_half, unpack
+from kvpolicy.kernels.packing import pack, round_to_half, unpack
 from kvpolicy.protocols import At
 
 _FP16 = torch.finfo(torch.float16).max

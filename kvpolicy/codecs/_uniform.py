@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import is_empty_head
-from kvpolicy.codecs.packing import pack, round_to_half, unpack_float
 from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
+from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
 
 FP16 = torch.finfo(torch.float16).max
 """The largest number of fp16."""
@@ -84,7 +84,7 @@ def is_fused(codes: Tensor, bits: int, width: int) -> bool:
 
     They must be many, and fill their bytes.
     """
-    return 8 % bits == 0 and width * bits == 8 * codes.shape[-1] and is_compiled(codes)
+    return fills_bytes(codes, bits, width) and is_compiled(codes)
 
 
 def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ from kvpolicy.codecs._common import (
     token_ranges,
 )
 from kvpolicy.codecs._uniform import FP16, is_fused, mix_fused, score_fused
-from kvpolicy.codecs.packing import pack, packed_width, unpack_float
+from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError

@@ -14,7 +14,7 @@ from kvpolicy.codecs._dictionaries import dictionary, key_dictionary, size, valu
 from kvpolicy.codecs._files import check_model, load
 from kvpolicy.codecs._pursuit import Solver
 from kvpolicy.codecs._sparse_codes import SparseCodes
-from kvpolicy.codecs.packing import packed_width
+from kvpolicy.kernels.packing import packed_width
 from kvpolicy.kernels.products import products
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options

@@ -11,15 +11,20 @@ from torch import Tensor
 from kvpolicy.codecs._blocks import Blocks, blocks_of
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take, to_groups
+from kvpolicy.codecs._gear_read import mix_gear, score_gear
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
-from kvpolicy.codecs._uniform import FP16, dequantize, encode, largest_divisor, quantize, scale_and_zero
-from kvpolicy.codecs.packing import pack, packed_width, unpack_float
+from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
+from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
+
+_UNROLLED = 12
+"""The most outliers and ranks together that are unrolled: more take longer to compile than they save."""
 
 
 class GEARCodes(NamedTuple):
@@ -215,11 +220,23 @@ class GEAR(SingleStage):
 
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
+        codes: GEARCodes = store.codes
+        if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
+            tensors = map(widen, codes[1:3] + codes[5:7] + codes[3:5])
+            return call(score_gear, codes.keys, *tensors, queries.float(), bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
+        codes: GEARCodes = store.codes
+        if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
+            tensors = map(widen, codes[8:10] + codes[12:14] + codes[10:12])
+            return call(mix_gear, codes.values, *tensors, weights.float(), bits=self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
+
+    def _is_fused(self, codes: Tensor, outliers: int, head_dim: int) -> bool:
+        """Whether codes are decoded in registers: with few terms for each number, since all of them are unrolled."""
+        return outliers + self.rank <= _UNROLLED and is_fused(codes, self.bits, head_dim)
 
     def _value_group(self, head_dim: int) -> int:
         """The number of channels of a value group."""

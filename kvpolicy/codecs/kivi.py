@@ -20,9 +20,9 @@ from kvpolicy.codecs._uniform import (
     quantize,
     scale_and_zero,
 )
-from kvpolicy.codecs.packing import pack, unpack_float
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_read import score_token_groups
+from kvpolicy.kernels.packing import pack, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError

@@ -12,7 +12,7 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError

@@ -19,8 +19,8 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, is_fused, largest_divisor, mix_fused
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.kernels.compiled import widen
+from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError

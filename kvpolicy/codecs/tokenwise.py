@@ -21,8 +21,8 @@ from kvpolicy.codecs._common import (
     token_ranges,
 )
 from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize, score_fused
-from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.kernels.compiled import widen
+from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import At, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.parameters import check_choice, check_min

@@ -25,7 +25,7 @@ from kvpolicy.codecs._common import (
 from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
-from kvpolicy.codecs.packing import pack, packed_width, unpack
+from kvpolicy.kernels.packing import pack, packed_width, unpack
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError

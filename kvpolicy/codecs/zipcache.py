@@ -21,8 +21,8 @@ from kvpolicy.codecs._uniform import (
     quantize,
     score_fused,
 )
-from kvpolicy.codecs.packing import packed_width, round_to_half
 from kvpolicy.kernels.compiled import widen
+from kvpolicy.kernels.packing import packed_width, round_to_half
 from kvpolicy.protocols import (
     At,
     Codec,

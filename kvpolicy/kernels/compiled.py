@@ -17,11 +17,13 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 SWITCH = "KVPOLICY_KERNELS"
 """The environment variable that switches compiled functions off if it is 0."""
@@ -35,9 +37,17 @@ SLOW_COMPILATION = 2.0
 BACKEND = "inductor"
 """The backend of `torch.compile`."""
 
+INDUCTOR_OPTIONS: dict[str, Any] = {
+    "realize_opcount_threshold": 1000,
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+}
+"""Decoding stays in the loop that sums, however long it is; by default, its result would be written to memory."""
+
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 _compiled: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+_apart: dict[str, Callable[..., Tensor]] = {}
 
 
 _is_on = os.environ.get(SWITCH, "1") != "0"
@@ -82,9 +92,12 @@ def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> T
     Args:
         function: A plain function of tensors [B, H, C or another number, ...] and options.
         *tensors: Its tensors.
-        **options: Its options; integers and strings.
+        **options: Its options; integers, and also strings if the function is not marked by `apart`.
     """
     if torch.compiler.is_compiling():
+        name = function.__name__
+        if _apart.get(name) is function:
+            return torch.ops.kvpolicy.apart(name, tensors, ",".join(options), list(options.values()))
         return function(*tensors, **options)
     # Rows and slots may vary: the second number of either makes `torch.compile` generate code for any number.
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
@@ -107,7 +120,8 @@ def _first_call(
     """Compile a function, call it, and say so if it takes long."""
     _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
     begun = time.perf_counter()
-    kernel = torch.compile(_copy(function, options), backend=BACKEND)
+    own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
+    kernel = torch.compile(_copy(function, options), backend=BACKEND, options=own)
     out = kernel(*tensors)
     _compiled[key] = kernel
     seconds = time.perf_counter() - begun
@@ -119,6 +133,27 @@ def _first_call(
             seconds,
         )
     return out
+
+
+def apart(function: F) -> F:
+    """Mark a function that decodes so much that a step that is compiled as a whole calls it as one operation.
+
+    Traced, it would be compiled with the options of the step, which are not `INDUCTOR_OPTIONS`. Names are unique.
+    """
+    assert function.__name__ not in _apart
+    _apart[function.__name__] = function
+    return function
+
+
+@torch.library.custom_op("kvpolicy::apart", mutates_args=())
+def _call_apart(name: str, tensors: list[Tensor], options: str, values: list[int]) -> Tensor:
+    return call(_apart[name], *tensors, **dict(zip(options.split(","), values, strict=True)))
+
+
+@_call_apart.register_fake
+def _(name: str, tensors: list[Tensor], options: str, values: list[int]) -> Tensor:
+    out = _apart[name](*tensors, **dict(zip(options.split(","), values, strict=True)))
+    return out.new_empty(out.shape)
 
 
 def widen(t: Tensor) -> Tensor:

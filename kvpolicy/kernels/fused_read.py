@@ -11,7 +11,7 @@ They are written for inductor, which makes one loop over the bytes of each of th
 - Scales and zeros come in fp32: on a CPU, inductor (torch 2.13) converts fp16 so slowly that it takes most of the time.
 
 `B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels, `D'` = D * bits / 8 bytes of codes.
-See `kvpolicy.codecs.packing.pack` for the order of codes in bytes.
+See `kvpolicy.kernels.packing.pack` for the order of codes in bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ import math
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.packing import unpack_places
+
 
 def places(codes: Tensor, bits: int) -> list[Tensor]:
-    """The codes at each place of the bytes [..., D'], the lowest first, [..., D'] fp32 each; `bits` divides 8."""
-    if bits == 8:
-        return [codes.float()]
-    mask = 2**bits - 1
-    last = 8 - bits
-    wide = codes.int()  # inductor (torch 2.13) shifts bytes one by one on a CPU
-    middle = [(wide >> shift) & mask for shift in range(bits, last, bits)]
-    return [part.float() for part in (wide & mask, *middle, wide >> last)]
+    """`kvpolicy.kernels.packing.unpack_places` in fp32."""
+    return [code.float() for code in unpack_places(codes, bits)]
 
 
 def score_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
@@ -41,26 +37,30 @@ def score_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Te
         scale: [B, H, C, groups] fp32.
         zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
         queries: [B, H, G, D] fp32.
-        bits: Bits per code, a divisor of 8.
+        bits: Bits per code.
 
     Returns:
         [B, H, G, C] fp32.
     """
     groups = scale.shape[-1]
-    width = codes.shape[-1]
     size = queries.shape[-1] // groups
-    run = math.gcd(width, size)  # neighboring channels at one place of the bytes that are in one group
-    parts = [part.unflatten(-1, (-1, run)) for part in places(codes, bits)]
+    parts = places(codes, bits)
+    width = parts[0].shape[-1]
+    run = math.gcd(width, size)  # neighboring channels of a part that are in one group
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
         query = queries[:, :, g, None]
-        total: Tensor | None = None
+        # Products of parts in the same groups are added before they are summed over channels, which is slower.
+        products: dict[tuple[int, ...], Tensor] = {}
         for place, part in enumerate(parts):
-            own = query[..., place * width : (place + 1) * width].unflatten(-1, (-1, run))
-            sums = (part * own).sum(-1)
-            first = place * width
-            for number in range(sums.shape[-1]):
-                term = sums[..., number] * scale[..., (first + number * run) // size]
+            group = tuple((place * width + first) // size for first in range(0, width, run))
+            own = (part * query[..., place * width : (place + 1) * width]).unflatten(-1, (-1, run))
+            products[group] = products[group] + own if group in products else own
+        total: Tensor | None = None
+        for group, product in products.items():
+            sums = product.sum(-1)
+            for number, each in enumerate(group):
+                term = sums[..., number] * scale[..., each]
                 total = term if total is None else total + term
         assert total is not None
         if zero.shape[-1]:
@@ -77,22 +77,21 @@ def score_token_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tens
         scale: [B, H, C / size, D] fp32.
         zero: [B, H, C / size, D] fp32.
         queries: [B, H, G, D] fp32.
-        bits: Bits per code, a divisor of 8.
+        bits: Bits per code.
 
     Returns:
         [B, H, G, C] fp32.
     """
     groups = scale.shape[2]
-    width = codes.shape[-1]
     parts = [part.unflatten(2, (groups, -1)) for part in places(codes, bits)]
+    width = parts[0].shape[-1]
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
         query = queries[:, :, g, None]
         scaled = (scale * query)[:, :, :, None]
-        total = (zero * query).sum(-1)[..., None]
-        for place, part in enumerate(parts):
-            total = total + (part * scaled[..., place * width : (place + 1) * width]).sum(-1)
-        scores.append(total.flatten(2))
+        products = [part * scaled[..., n * width : (n + 1) * width] for n, part in enumerate(parts)]
+        # Added before they are summed over channels, which is slower.
+        scores.append((sum(products[1:], products[0]).sum(-1) + (zero * query).sum(-1)[..., None]).flatten(2))
     return torch.stack(scores, 2)
 
 
@@ -104,23 +103,24 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
         scale: [B, H, C, groups] fp32.
         zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
         weights: [B, H, G, C] fp32.
-        bits: Bits per code, a divisor of 8.
+        bits: Bits per code.
 
     Returns:
         [B, H, G, D] fp32.
     """
     groups = scale.shape[-1]
-    width = codes.shape[-1]
-    size = width * 8 // bits // groups
+    size = codes.shape[-1] * 8 // bits // groups
+    parts = places(codes, bits)
+    width = parts[0].shape[-1]
     run = math.gcd(width, size)
-    parts = [part.unflatten(-1, (-1, run)) for part in places(codes, bits)]
+    parts = [part.unflatten(-1, (-1, run)) for part in parts]
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
         own = weights[:, :, g, :, None]
         scaled = own * scale
         sums: list[Tensor] = []
         for place, part in enumerate(parts):
-            group = [(place * width + number * run) // size for number in range(width // run)]
+            group = [(place * width + first) // size for first in range(0, width, run)]
             if len({*group}) == 1:
                 each = scaled[..., group[0], None]
             elif len({*group}) == len(group):

@@ -24,19 +24,24 @@ CODECS = {
     "tokenwise:bits=4:group_size=32": 2,
     "tokenwise:bits=8": 2,
     "tokenwise:bits=4:normalize=false": 2,
-    "tokenwise:bits=3": 0,
+    "tokenwise:bits=3": 2,
     "tokenwise:bits=fp8": 0,
     "staircase:tokens_8bit=32:tokens_4bit=32": 6,
     "zipcache": 4,
-    "zipcache:bits=3": 2,
+    "zipcache:bits=3": 4,
     "mikv": 2,
     "mikv:high_bits=8:group_size=8": 4,
     "rotate:bits=4": 1,
     "turboquant:bits=4": 1,
+    "gear:group_size=32": 2,
+    "gear:bits=4:rank=4:sparse=0.1": 2,
+    "gear:bits=8:rank=0:sparse=0": 2,
+    "gear:sparse=0.9": 0,
+    "gear:backbone=kcvt:group_size=16": 2,
     "bfp:block_channels=16": 2,
     "bfp:block_channels=12": 0,
     "bfp:mantissa=8:block_channels=8": 2,
-    "bfp:mantissa=5": 0,
+    "bfp:mantissa=5:block_channels=16": 2,
     "bfp:exact_values=true:block_channels=16": 1,
 }
 """Codecs, and how many of their reads are compiled: a score and a mix of each stage, but for keys without rotation."""
@@ -85,7 +90,7 @@ def test_fused_reads_are_those_of_decoding(
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
     monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
-    for module in ("kivi", "_uniform"):
+    for module in ("kivi", "_uniform", "gear"):
         monkeypatch.setattr(f"kvpolicy.codecs.{module}.call", counted)
     found = [*coded.score(queries), *coded.mix(weights)]
     assert len(called) == CODECS[codec]
@@ -109,3 +114,20 @@ def test_compiled_reads_are_those_of_decoding(codec: str, monkeypatch: pytest.Mo
     for got, want, largest in zip(found, wanted, (wanted[0].abs().max(), decoded[1].abs().max()), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(largest))
     assert not torch.equal(found[0], wanted[0]), "they are summed in another order"
+
+
+@pytest.mark.parametrize("codec", ["gear", "kivi:bits=4"])
+def test_a_compiled_step_reads_as_an_eager_one(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced, or called as one operation that compiles its own code."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+    coded = view(codec, 16)
+    queries = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(1))
+    weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]
+    wanted = [*coded.score(queries), *coded.mix(weights)]
+    step = torch.compile(lambda q, w: [*coded.score(q), *coded.mix(w)], backend="aot_eager", fullgraph=True)
+    for got, want in zip(step(queries, weights), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-5)

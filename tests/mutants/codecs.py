@@ -147,10 +147,10 @@ MUTATIONS = (
     ),
     Mutation(
         name="small subnormal numbers of fp16 are rounded like normal ones",
-        file="kvpolicy/codecs/packing.py",
+        file="kvpolicy/kernels/packing.py",
         old="x.abs() < 2.0**-14,",
         new="x.abs() < 2.0**-15,",
-        tests=("tests/codecs/test_packing.py",),
+        tests=("tests/kernels/test_packing.py",),
     ),
     Mutation(
         name="masked tokens count in the order of mixed channels",

@@ -86,6 +86,44 @@ def unpack_float(packed: Tensor, bits: int, width: int | None = None) -> Tensor:
     return torch.cat([part.float() for part in _split_bytes(packed.int(), bits)], -1)[..., :width]
 
 
+def fills_bytes(packed: Tensor, bits: int, width: int) -> bool:
+    """Whether each width that `bits` is a sum of fills its bytes, so that `unpack_places` splits the codes."""
+    return bits <= 8 and packed.shape[-1] * 8 == width * bits and all(width * part % 8 == 0 for part in _parts(bits))
+
+
+def unpack_places(packed: Tensor, bits: int) -> list[Tensor]:
+    """Codes of equally many neighboring channels, the first ones first, which are not joined.
+
+    Where `bits` divides 8, these are the codes at one place of the bytes.
+
+    Args:
+        packed: The output of `pack`, [..., bytes] uint8, of codes that fill their bytes; see `fills_bytes`.
+        bits: 1 to 8.
+
+    Returns:
+        As many codes in each as the narrowest part of a code has bytes; uint8 if there are 8 bits, else int32.
+
+    >>> [codes.tolist() for codes in unpack_places(torch.tensor([49, 66], dtype=torch.uint8), 4)]
+    [[1, 2], [3, 4]]
+    """
+    if bits == 8:
+        return [packed]
+    parts = _parts(bits)
+    per_bit = packed.shape[-1] // bits  # bytes
+    size = per_bit * min(parts)
+    packed = packed.int()  # inductor (torch 2.13) shifts bytes one by one on a CPU
+    codes: list[Tensor] = []
+    start = 0
+    shift = 0
+    for part in parts:
+        end = start + per_bit * part
+        split = [codes for place in _split_bytes(packed[..., start:end], part) for codes in place.split(size, -1)]
+        codes = [low | (high << shift) for low, high in zip(codes, split, strict=True)] if codes else split
+        start = end
+        shift += part
+    return codes
+
+
 def _parts(bits: int) -> list[int]:
     """Widths that divide 8 and sum to `bits`, the largest first."""
     assert 1 <= bits <= 16, "codes have 1 to 16 bits"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpolicy.codecs.packing import pack, packed_width, round_to_half, unpack, unpack_float
+from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack, unpack_float
 from tests.sampling import product
 
 

@@ -1,0 +1,78 @@
+"""Attention to codes whose numbers are decoded one by one, in registers.
+
+Levels, outliers and low-rank terms cannot be folded out of a sum. Here they become elementwise operations on the codes,
+and inductor makes one loop of them and of the sum, so that no decoded number is written to memory.
+
+Masks compare fp32 numbers: on a CPU, inductor (torch 2.13) converts masks of integers and of bytes slowly.
+
+`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels. The parts of decoded vectors are
+[B, H, *S, W] each, where S are the slots C, or blocks of slots, and the channels of the first part come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.packing import unpack_places
+
+
+def score_elements(parts: Sequence[Tensor], queries: Tensor) -> Tensor:
+    """Products of queries [B, H, G, D] fp32 with decoded keys, [B, H, G, C] fp32."""
+    width = parts[0].shape[-1]
+    scores: list[Tensor] = []
+    for g in range(queries.shape[2]):
+        query = queries[:, :, g].reshape(*queries.shape[:2], *[1] * (parts[0].dim() - 3), -1)
+        products = [part * query[..., n * width : (n + 1) * width] for n, part in enumerate(parts)]
+        # Added before they are summed over channels, which is slower.
+        scores.append(sum(products[1:], products[0]).sum(-1).flatten(2))
+    return torch.stack(scores, 2)
+
+
+def mix_elements(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Sums of decoded values, weighted by [B, H, G, C] fp32, [B, H, G, D] fp32."""
+    slots = parts[0].shape[2:-1]
+    mixed: list[Tensor] = []
+    for g in range(weights.shape[2]):
+        own = weights[:, :, g].unflatten(2, slots)[..., None]
+        mixed.append(torch.cat([(part * own).flatten(2, -2).sum(2) for part in parts], -1))
+    return torch.stack(mixed, 2)
+
+
+def level_places(codes: Tensor, levels: Sequence[float | Tensor], bits: int) -> list[Tensor]:
+    """Levels of the codes at each place of the bytes, [..., W] fp32 each; see `unpack_places`.
+
+    Args:
+        codes: [..., D'] uint8.
+        levels: The level of each code, numbers or fp32 scalars.
+        bits: Bits per code, 1 to 4.
+    """
+    # By bits and not by index: inductor would read each level from memory by itself.
+    return [_select(code, levels, bits) for code in unpack_places(codes, bits)]
+
+
+def _select(code: Tensor, levels: Sequence[float | Tensor], bits: int) -> Tensor:
+    chosen = list(levels)
+    for bit in range(bits):
+        is_set = (code & 2**bit).float() != 0
+        chosen = [torch.where(is_set, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)]
+    out = chosen[0]
+    assert isinstance(out, Tensor)
+    return out
+
+
+def replace_channels(part: Tensor, first: int, channels: Tensor, outliers: Tensor) -> Tensor:
+    """Decoded vectors with their outliers.
+
+    Args:
+        part: [B, H, C, W] fp32.
+        first: The channel that the part begins with.
+        channels: Channels of the outliers, [B, H, C, m] fp32, distinct within a vector.
+        outliers: [B, H, C, m] fp32.
+    """
+    own = torch.arange(first, first + part.shape[-1], device=part.device).float()
+    for number in range(channels.shape[-1]):
+        part = torch.where(channels[..., number, None] == own, outliers[..., number, None], part)
+    return part
