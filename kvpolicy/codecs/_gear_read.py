@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.fused_elements import mix_elements, replace_channels, score_elements
-from kvpolicy.kernels.fused_read import places
+from kvpolicy.kernels.fused_read import places, spread
 
 
 @apart
@@ -92,7 +92,7 @@ def mix_gear(
     for n, code in enumerate(places(codes, bits)):
         first = n * code.shape[-1]
         group = [channel // size for channel in range(first, first + code.shape[-1])]
-        own_scale, own_zero = (_spread(t, group) for t in (scale, zero))
+        own_scale, own_zero = (spread(t, group) for t in (scale, zero))
         part = (code * own_scale + own_zero).unflatten(2, (blocks, -1))
         part = _add_error(part, left, right[..., first : first + code.shape[-1]]).flatten(2, 3)
         parts.append(replace_channels(part, first, channels, outliers))
@@ -104,11 +104,3 @@ def _add_error(part: Tensor, left: Tensor, right: Tensor) -> Tensor:
     for rank in range(left.shape[-1]):
         part = part + left[..., rank, None] * right[:, :, :, rank, None]
     return part
-
-
-def _spread(t: Tensor, group: list[int]) -> Tensor:
-    """The numbers [..., groups] of the group of each channel, [..., W], or [..., 1] if it is the same one."""
-    numbers = sorted({*group})
-    if len(numbers) == 1:
-        return t[..., numbers[0], None]
-    return torch.cat([t[..., number, None].expand(*t.shape[:-1], group.count(number)) for number in numbers], -1)

@@ -16,15 +16,13 @@ from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
 from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
 from kvpolicy.spec.parameters import check_choice, check_min, check_range
 from kvpolicy.spec.validation import AutoInt, check_fields
-
-_UNROLLED = 12
-"""The most outliers and ranks together that are unrolled: more take longer to compile than they save."""
 
 
 class GEARCodes(NamedTuple):
@@ -236,7 +234,7 @@ class GEAR(SingleStage):
 
     def _is_fused(self, codes: Tensor, outliers: int, head_dim: int) -> bool:
         """Whether codes are decoded in registers: with few terms for each number, since all of them are unrolled."""
-        return outliers + self.rank <= _UNROLLED and is_fused(codes, self.bits, head_dim)
+        return outliers + self.rank <= UNROLLED and is_fused(codes, self.bits, head_dim)
 
     def _value_group(self, head_dim: int) -> int:
         """The number of channels of a value group."""

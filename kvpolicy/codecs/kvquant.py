@@ -12,6 +12,9 @@ from kvpolicy.codecs import _files
 from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
+from kvpolicy.codecs._uniform import is_fused
+from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.fused_elements import UNROLLED, decode_levels, mix_levels
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -212,6 +215,11 @@ class KVQuant(SingleStage):
         """Keys of the slots `at` before the rotary embedding, [B, H, n, D] fp32."""
         codes: KVQuantCodes = store.codes
         calibration: KVQuantCalibration = store.calibration
+        if self._is_fused(codes.keys, calibration):
+            key = take(codes.keys, at), calibration.key_decoded[None, None]
+            bounds = calibration.key_range, calibration.key_offset
+            outliers = (take(t, at).float() for t in (codes.key_places, codes.key_outliers))
+            return call(decode_levels, *key, *bounds, *outliers, bits=self.bits)
         code = unpack(take(codes.keys, at), self.bits, calibration.key_offset.shape[-1])
         # Not `code` itself: as an index, a uint8 tensor would be a mask.
         x = calibration.key_decoded[code.int()] * calibration.key_range + calibration.key_offset
@@ -232,7 +240,19 @@ class KVQuant(SingleStage):
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
-        return mix_by_chunks(self.values, store, weights)
+        codes: KVQuantCodes = store.codes
+        calibration: KVQuantCalibration = store.calibration
+        if not self._is_fused(codes.values, calibration):
+            return mix_by_chunks(self.values, store, weights)
+        parts = (widen(t) for t in codes[4:])
+        return call(
+            mix_levels, codes.values, calibration.value_decoded[None, None], *parts, weights.float(), bits=self.bits
+        )
+
+    def _is_fused(self, codes: Tensor, calibration: KVQuantCalibration) -> bool:
+        """Whether codes are decoded in compiled loops: with few outliers, since all of them are unrolled."""
+        width = calibration.key_offset.shape[-1]
+        return outlier_count(self.outliers, width) <= UNROLLED and is_fused(codes, self.bits, width)
 
     def _calibrated(self, name: str, layer_idx: int) -> Tensor:
         """A calibrated tensor of a layer, fp32."""

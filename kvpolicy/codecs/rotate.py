@@ -19,7 +19,8 @@ from kvpolicy.codecs._common import (
 )
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, is_fused, largest_divisor, mix_fused
-from kvpolicy.kernels.compiled import widen
+from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.fused_read import decode_channel_groups
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -169,8 +170,16 @@ class RotateKV(SingleStage):
         # product does it.
         matrix = mixing(queries.shape[-1], None, queries.device)
 
+        codes: RotateCodes = store.codes
+        decodes = is_fused(codes.keys, self.bits, queries.shape[-1])
+
         def keys(store: StageStore, at: At) -> Tensor:
-            return self._mixed_keys(store, at) @ matrix
+            if not decodes:
+                return self._mixed_keys(store, at) @ matrix
+            scale = take(codes.key_scale, at).float()
+            zero = -scale * take(codes.key_zero, at)
+            mixed = call(decode_channel_groups, take(codes.keys, at), scale, zero, bits=self.bits)
+            return self._in_order(codes, mixed) @ matrix
 
         return score_by_chunks(keys, store, queries, rope, store.codes.keys.shape[2])
 
@@ -186,9 +195,13 @@ class RotateKV(SingleStage):
     def _mixed_keys(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes
         mixed = self._read((codes.keys, codes.key_scale, codes.key_zero), at, codes.place.shape[-1])
-        if codes.key_scale.shape[-1] > 1:
-            mixed = mixed.gather(-1, codes.place.long().expand_as(mixed))
-        return mixed
+        return self._in_order(codes, mixed)
+
+    def _in_order(self, codes: RotateCodes, mixed: Tensor) -> Tensor:
+        """Mixed keys [B, H, n, D], of which the channels are sorted, in the order in which they are unmixed."""
+        if codes.key_scale.shape[-1] == 1:
+            return mixed
+        return mixed.gather(-1, codes.place.long().expand_as(mixed))
 
     def _mixed_values(self, store: StageStore, at: At) -> Tensor:
         codes: RotateCodes = store.codes

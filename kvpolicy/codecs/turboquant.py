@@ -25,6 +25,8 @@ from kvpolicy.codecs._common import (
 from kvpolicy.codecs._constants import constant, constant_result
 from kvpolicy.codecs._rotation import mix, mixing, unmix
 from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor, mix_fused, quantize
+from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
@@ -169,6 +171,11 @@ class TurboQuant(SingleStage):
         """Products of mixed queries with the mixed key of every slot; see `Stage.score`."""
         assert rope is None, "keys are encoded as attention sees them"
         mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
+        codes: TurboQuantCodes = store.codes
+        if is_fused(codes.keys, self.bits, self._width(codes)):
+            levels = _levels(operator.index(self.bits), codes.keys.device)[None, None]
+            scores = call(score_levels, codes.keys, levels, mixed, bits=self.bits)
+            return scores * (widen(codes.key_scale) * self._width(codes) ** -0.5).mT
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvpolicy.kernels.compiled import call, is_compiled
+from kvpolicy.kernels.rotation import rotate_halves
 from kvpolicy.protocols import At
 from kvpolicy.spec.errors import KVPolicyError
 
@@ -34,7 +36,9 @@ class Rope:
         self._layer_type = layer_type
         prefix = "" if layer_type is None else f"{layer_type}_"
         self.scaling: float = float(getattr(tables, f"{prefix}attention_scaling", 1.0))
-        self._angles: int = getattr(tables, f"{prefix}inv_freq", torch.empty(0)).numel()
+        self._frequencies_name = f"{prefix}inv_freq"
+        self._angles: int = getattr(tables, self._frequencies_name, torch.empty(0)).numel()
+        self._rotates_halves: bool | None = None  # None: not tried yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
         """Copies of a cache share the model's embedding."""
@@ -51,7 +55,30 @@ class Rope:
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of keys [B, H, n, D] at positions [B, H, n] (or [B, 1, n]), fp32."""
+        if self._rotates_halves is None and not torch.compiler.is_compiling():
+            self._rotates_halves = self._try_halves()
         return self._rotate(keys, positions, undo=True)
+
+    def frequencies(self, head_dim: int) -> Tensor | None:
+        """Radians per position of each channel pair, [1, 1, 1, D / 2] fp32, as `rotate_halves` takes them.
+
+        None if the embedding is another one, or if it is not known yet since no key was unrotated.
+        """
+        if not self._rotates_halves or 2 * self._angles != head_dim:
+            return None
+        return getattr(self._tables, self._frequencies_name).float()[None, None, None]
+
+    def _try_halves(self) -> bool:
+        """Whether the embedding is `rotate_halves`, times the scaling; its frequencies never change."""
+        frequencies = getattr(self._tables, self._frequencies_name, None)
+        if not isinstance(frequencies, Tensor) or frequencies.is_meta or self._apply_pairs is None:
+            return False
+        # Tried, and not concluded from names: models may pair other channels, or rotate the other way round.
+        positions = torch.tensor([0, 1, 7, 300, 5000], device=frequencies.device)[None]
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(1, 1, 5, 2 * self._angles, generator=generator).to(frequencies.device)
+        wanted = rotate_halves(vectors, positions[:, None], frequencies.float()[None, None, None]) * self.scaling
+        return torch.allclose(self.rotate(vectors, positions[:, None]), wanted, atol=1e-5)
 
     def unrotate_rows(self, vectors: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of vectors [B, Hq, n, D] with the same positions [B, n] in all heads, fp32."""
@@ -118,7 +145,11 @@ class SlotRotary:
     def keys(self, keys: Tensor, at: At) -> Tensor:
         """Rotate keys of the slots `at` to their positions, fp32; see `RotaryView.keys`."""
         positions = self._positions[..., at] if isinstance(at, slice) else self._positions.gather(-1, at)
-        return self._rope.rotate(keys, positions)
+        frequencies = self._rope.frequencies(keys.shape[-1]) if is_compiled(self._positions) else None
+        if frequencies is None:
+            return self._rope.rotate(keys, positions)
+        rotated = call(rotate_halves, keys, positions.clamp_min(0), frequencies)
+        return rotated if self._rope.scaling == 1 else rotated * self._rope.scaling
 
     def queries(self, queries: Tensor, distance: int) -> Tensor:
         """Rotate the newest token's queries as if it stood `distance` tokens after unrotated keys."""

@@ -16,7 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.packing import unpack_places
+
+UNROLLED = 12
+"""The most outliers and low-rank terms of a number together that codecs decode so: the code of each is repeated."""
 
 
 def score_elements(parts: Sequence[Tensor], queries: Tensor) -> Tensor:
@@ -61,6 +65,72 @@ def _select(code: Tensor, levels: Sequence[float | Tensor], bits: int) -> Tensor
     out = chosen[0]
     assert isinstance(out, Tensor)
     return out
+
+
+@apart
+def score_levels(codes: Tensor, levels: Tensor, queries: Tensor, bits: int) -> Tensor:
+    """Products of queries with the levels of codes.
+
+    Args:
+        codes: [B, H, C, D'] uint8.
+        levels: The level of each code, [1, 1, 2^bits] fp32.
+        queries: [B, H, G, D] fp32.
+        bits: Bits per code, 1 to 4.
+
+    Returns:
+        [B, H, G, C] fp32.
+    """
+    return score_elements(level_places(codes, levels[0, 0].unbind(), bits), queries)
+
+
+@apart
+def decode_levels(
+    codes: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, channels: Tensor, outliers: Tensor, bits: int
+) -> Tensor:
+    """Vectors of which the codes are levels, scaled, with outliers in full.
+
+    Args:
+        codes: [B, H, n, D'] uint8.
+        levels: The level of each code, [1, 1, 2^bits] fp32.
+        scale: [B, H, n, 1], or [1, H or 1, 1, D], fp32.
+        zero: Like `scale`.
+        channels: Channels of the outliers, [B, H, n, m] fp32, distinct within a vector.
+        outliers: [B, H, n, m] fp32.
+        bits: Bits per code, 1 to 4.
+
+    Returns:
+        [B, H, n, D] fp32.
+    """
+    return torch.cat(_level_parts(codes, levels, scale, zero, channels, outliers, bits), -1)
+
+
+@apart
+def mix_levels(
+    codes: Tensor,
+    levels: Tensor,
+    scale: Tensor,
+    zero: Tensor,
+    channels: Tensor,
+    outliers: Tensor,
+    weights: Tensor,
+    bits: int,
+) -> Tensor:
+    """Sums of what `decode_levels` decodes, weighted by [B, H, G, C] fp32, [B, H, G, D] fp32."""
+    return mix_elements(_level_parts(codes, levels, scale, zero, channels, outliers, bits), weights)
+
+
+def _level_parts(
+    codes: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, channels: Tensor, outliers: Tensor, bits: int
+) -> list[Tensor]:
+    parts: list[Tensor] = []
+    first = 0
+    for part in level_places(codes, levels[0, 0].unbind(), bits):
+        width = part.shape[-1]
+        at = slice(first, first + width) if scale.shape[-1] > 1 else slice(None)
+        part = part * scale[..., at] + zero[..., at]
+        parts.append(replace_channels(part, first, channels, outliers))
+        first += width
+    return parts
 
 
 def replace_channels(part: Tensor, first: int, channels: Tensor, outliers: Tensor) -> Tensor:

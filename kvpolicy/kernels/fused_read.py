@@ -69,6 +69,36 @@ def score_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Te
     return torch.stack(scores, 2)
 
 
+def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes that have a scale and a zero for each group of channels of a token, decoded in one pass.
+
+    Args:
+        codes: [B, H, n, D'] uint8.
+        scale: [B, H, n, groups] fp32.
+        zero: [B, H, n, groups] fp32.
+        bits: Bits per code.
+
+    Returns:
+        [B, H, n, D] fp32.
+    """
+    size = codes.shape[-1] * 8 // bits // scale.shape[-1]
+    decoded: list[Tensor] = []
+    first = 0
+    for part in places(codes, bits):
+        group = [channel // size for channel in range(first, first + part.shape[-1])]
+        decoded.append(part * spread(scale, group) + spread(zero, group))
+        first += part.shape[-1]
+    return torch.cat(decoded, -1)
+
+
+def spread(t: Tensor, group: list[int]) -> Tensor:
+    """The numbers [..., groups] of the group of each channel, [..., W], or [..., 1] if it is the same one."""
+    numbers = sorted({*group})
+    if len(numbers) == 1:
+        return t[..., numbers[0], None]
+    return torch.cat([t[..., number, None].expand(*t.shape[:-1], group.count(number)) for number in numbers], -1)
+
+
 def score_token_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Products of queries with codes that have a scale and a zero for each channel of a group of tokens.
 

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Lla
 from kvpolicy.engine.rotary import Rope, SlotRotary, rope_offset
 from kvpolicy.hf.discovery import find_sites
 from kvpolicy.hf.rotary_lookup import _ROTATES, rope_of
+from kvpolicy.kernels.rotation import rotate_halves
 from tests.conformance.models import FAMILIES, UNNAMED, VOCABULARY, build
 
 LENGTH = 17
@@ -66,6 +67,23 @@ def places(keys: Tensor) -> Tensor:
     """Positions of cached keys: a sliding layer has the newest alone."""
     batch, heads, count, _ = keys.shape
     return torch.arange(LENGTH - count, LENGTH).expand(batch, heads, -1)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])
+def test_one_pass_over_keys_rotates_as_the_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where frequencies are constant and halves are rotated; elsewhere there are no frequencies."""
+    model = scaled(family) if family in ("yarn", "linear") else build(family)
+    found: list[bool] = []
+    for before, after, rope in keys_before_and_after(model, monkeypatch):
+        assert rope.frequencies(after.shape[-1]) is None, "it is not known yet"
+        rope.unrotate(after, places(after))
+        frequencies = rope.frequencies(after.shape[-1])
+        found.append(frequencies is not None)
+        if frequencies is not None:
+            rotated = rotate_halves(before, places(after), frequencies) * rope.scaling
+            assert torch.allclose(rotated, after, atol=2e-6)
+    expected = {"llama": True, "qwen3": True, "yarn": True, "linear": True, "opt": False, "gpt_neox": False}
+    assert all(each == expected.get(family, each) for each in found)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *UNNAMED, "yarn", "linear"])

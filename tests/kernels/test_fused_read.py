@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._uniform import dequantize, largest_divisor, quantize
-from kvpolicy.kernels.packing import pack, unpack_float
 from kvpolicy.kernels.fused_read import mix_channel_groups, places, score_channel_groups, score_token_groups
+from kvpolicy.kernels.packing import pack, unpack_float
 
 B, H, C = 2, 3, 24
 WIDTHS = [(16, 16), (16, 4), (64, 32), (80, 32), (80, 8), (96, 32), (128, 128)]

@@ -1,0 +1,60 @@
+"""Codes that are decoded within the loop that sums give what decoding each number gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels.fused_elements import decode_levels, mix_levels, score_levels
+from kvpolicy.kernels.packing import pack
+from kvpolicy.kernels.rotation import rotate_halves
+
+B, H, C, D = 2, 3, 24, 16
+
+
+def decode_by_number(
+    codes: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, channels: Tensor, outliers: Tensor
+) -> Tensor:
+    """Every number by itself, in Python."""
+    out = levels.flatten()[codes.long()] * scale + zero
+    for row in range(B):
+        for head in range(H):
+            for slot in range(C):
+                for channel, outlier in zip(channels[row, head, slot], outliers[row, head, slot], strict=True):
+                    out[row, head, slot, int(channel)] = outlier
+    return out
+
+
+@pytest.mark.parametrize("outliers", [0, 1, 3, D])
+@pytest.mark.parametrize("by", ["token", "channel"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_levels(bits: int, by: str, outliers: int) -> None:
+    generator = torch.Generator().manual_seed(bits)
+    codes = torch.randint(0, 2**bits, (B, H, C, D), generator=generator)
+    levels = torch.randn(1, 1, 2**bits, generator=generator)
+    shape = (B, H, C, 1) if by == "token" else (1, H, 1, D)
+    scale, zero = (torch.randn(shape, generator=generator) for _ in range(2))
+    channels = torch.rand(B, H, C, D, generator=generator).argsort(-1)[..., :outliers]
+    extreme = 100 * torch.randn(B, H, C, outliers, generator=generator)
+    wanted = decode_by_number(codes, levels, scale, zero, channels, extreme)
+    given = pack(codes, bits), levels, scale, zero, channels.float(), extreme
+    assert torch.equal(decode_levels(*given, bits=bits), wanted)
+    weights = torch.rand(B, H, 2, C, generator=generator)
+    torch.testing.assert_close(mix_levels(*given, weights, bits=bits), weights @ wanted, rtol=1e-5, atol=1e-3)
+    queries = torch.randn(B, H, 2, D, generator=generator)
+    of_levels = levels.flatten()[codes]
+    torch.testing.assert_close(score_levels(given[0], levels, queries, bits), queries @ of_levels.mT)
+
+
+def test_a_rotation_turns_each_pair_of_channels() -> None:
+    keys = torch.randn(1, 2, 3, 4, generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([[[0, 5, 7], [2, 1, 900]]])
+    rotated = rotate_halves(keys, positions, torch.tensor([1.0, 0.25])[None, None, None])
+    for head in range(2):
+        for slot in range(3):
+            for pair, frequency in enumerate((1.0, 0.25)):
+                angle = torch.tensor(float(positions[0, head, slot]) * frequency)
+                wanted = complex(*keys[0, head, slot, pair::2]) * complex(float(angle.cos()), float(angle.sin()))
+                found = complex(*rotated[0, head, slot, pair::2])
+                assert abs(found - wanted) < 1e-5
