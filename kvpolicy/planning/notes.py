@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from kvpolicy.kernels.compiled import MIN_SLOTS, obstacle
 from kvpolicy.planning.result import LayerPlan
 from kvpolicy.policy import Policy
 
@@ -45,6 +46,7 @@ def plan_notes(
         even,
         _mostly_exact(policy, layers),
         _held_prompts(policy, coded),
+        _decoded_codes(policy, layers),
     )
     return "; ".join(filter(None, notes))
 
@@ -115,6 +117,14 @@ def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:
     if exact <= MAX_EXACT:
         return ""
     return f"the codec's full-precision buffer, whose length its parameters set, takes {exact:.0%} of the bytes"
+
+
+def _decoded_codes(policy: Policy, layers: Sequence[LayerPlan]) -> str:
+    """Codes that would be read by compiled functions if these could be compiled."""
+    coded = [sum(layer.layout.coded) for layer in layers if policy.at(layer.layer_idx).codec.stages]
+    if max(coded, default=0) < MIN_SLOTS or not obstacle():
+        return ""
+    return f"on a CPU, codes are decoded before they are read, which is slower, since {obstacle()}"
 
 
 def _rows(flags: Tensor) -> str:

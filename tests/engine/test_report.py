@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpolicy
+from kvpolicy.kernels import compiled
 from tests.conformance.models import build
 
 
@@ -54,6 +55,25 @@ def test_a_codec_that_codes_little_is_remarked_on(words: str, told: str) -> None
         after = handle.report().note
     assert before == after
     assert (told in before) if told else not before
+
+
+@pytest.mark.parametrize(
+    ("words", "compiler", "told"),
+    [
+        ("window+tokenwise@4096", "", True),
+        ("window+tokenwise@4096", "g++", False),
+        ("window+tokenwise@1024", "", False),
+        ("window@4096", "", False),
+    ],
+)
+def test_many_codes_without_a_compiler_are_remarked_on(
+    words: str, compiler: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_has_compiler", lambda: bool(compiler))
+    note = kvpolicy.plan(build("llama").config, words, prompt=8192).note
+    assert ("codes are decoded before they are read, which is slower, since no C++ compiler was found" in note) == told
 
 
 @pytest.mark.parametrize(("words", "told"), [("window@0.2", True), ("window@0.5", False), ("window@4", False)])
