@@ -42,7 +42,14 @@ def quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     >>> dequantize(codes, scale, zero, 2, 4).tolist()
     [-1.0, 2.0, 5.0, 5.0]
     """
-    grouped = x.unflatten(-1, (-1, size))
+    if x.dim() == 4 and is_compiled(x):  # the same numbers in one pass
+        codes, scale, zero = call(_quantize, x, bits=bits, size=size)
+        return codes, scale, zero
+    return _quantize(x, bits, size)
+
+
+def _quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    grouped = x.float().unflatten(-1, (-1, size))
     least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
     scale, zero = scale_and_zero(least, most, bits)
     code = encode(grouped, scale, zero, bits)
@@ -58,8 +65,8 @@ def scale_and_zero(least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tens
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
     """Codes of `x` under a stored scale and zero, uint8, clipped to [0, 2**bits); 0 where the scale is 0."""
     flat = scale == 0
-    code = ((x - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**bits - 1)
-    return code.masked_fill(flat, 0).to(torch.uint8)
+    code = ((x - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**bits - 1).masked_fill(flat, 0)
+    return code.to(torch.int32 if torch.compiler.is_compiling() else torch.uint8)
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int) -> Tensor:

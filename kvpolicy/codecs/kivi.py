@@ -20,9 +20,10 @@ from kvpolicy.codecs._uniform import (
     quantize,
     scale_and_zero,
 )
-from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import score_token_groups
 from kvpolicy.kernels.packing import pack, unpack_float
+from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -175,18 +176,36 @@ class KIVI(SingleStage):
         # The codes of occupied slots refer to the scale of their group, so it can only be fitted to an empty group.
         blocks = blocks_of(slots, write_mask, occupied, self.group_size)
         # The bounds of a block to which nothing is written are infinite. It is not new, so nothing of it is stored.
-        scale, zero = scale_and_zero(*_bounds(keys, blocks, slots, write_mask), self.bits)
+        is_long = is_compiled(keys)
+        bounds = call(_block_bounds, keys, blocks.tokens()) if is_long else _bounds(keys, blocks, slots, write_mask)
+        scale, zero = scale_and_zero(*bounds, self.bits)
         put(codes.key_scale, scale.half(), blocks.which, blocks.is_new)
         put(codes.key_zero, zero.half(), blocks.which, blocks.is_new)
         # Read back, since a token may also go to an older group, which keeps its scale and zero.
-        group = to_groups(slots, self.group_size)
-        scale, zero = (take(t, group).float() for t in (codes.key_scale, codes.key_zero))
-        put(codes.keys, pack(encode(keys, scale, zero, self.bits), self.bits), slots, write_mask)
+        group = slots.div(self.group_size, rounding_mode="floor")
+        if is_long:
+            encoded = call(_encode_keys, keys, group, widen(codes.key_scale), widen(codes.key_zero), bits=self.bits)
+        else:
+            encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits)
+        put(codes.keys, encoded, slots, write_mask)
 
     def _write_values(self, codes: KIVICodes, values: Tensor, slots: Tensor, write_mask: Tensor) -> None:
         parts = quantize(values, self.bits, values.shape[-1] // codes.value_scale.shape[-1])
         for target, part in zip(codes[3:], parts, strict=True):
             put(target, part, slots, write_mask)
+
+
+def _encode_keys(keys: Tensor, group: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes of keys [B, H, n, D] in groups [B, H, n] that have the scales and zeros [B, H, X, D]."""
+    scale, zero = (gather_slots(t, group).float() for t in (scale, zero))
+    return pack(encode(keys, scale, zero, bits), bits)
+
+
+def _block_bounds(keys: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """`_bounds` of blocks to which the tokens [B, H, F, size] are written, -1 for none, in one pass."""
+    grouped = gather_slots(keys, token.clamp_min(0).flatten(2)).unflatten(2, token.shape[2:])
+    absent = (token < 0)[..., None]
+    return grouped.masked_fill(absent, torch.inf).amin(3), grouped.masked_fill(absent, -torch.inf).amax(3)
 
 
 def _bounds(keys: Tensor, blocks: Blocks, slots: Tensor, write_mask: Tensor) -> tuple[Tensor, Tensor]:

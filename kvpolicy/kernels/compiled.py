@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
 
 F = TypeVar("F", bound=Callable[..., Tensor])
+T = TypeVar("T")
 
 SWITCH = "KVPOLICY_KERNELS"
 """The environment variable that switches compiled functions off if it is 0."""
 
 MIN_SLOTS = 2048
-"""Slots of a head from which a compilation pays: below, a step without it takes about as long as its other parts."""
+"""Slots or tokens of a head from which a compilation pays: a step with fewer takes about as long as its other parts."""
 
 SLOW_COMPILATION = 2.0
 """Seconds from which a compilation is logged with its duration."""
@@ -46,7 +47,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 
 _LOG = logging.getLogger(__name__)
 _LOCK = threading.Lock()
-_compiled: dict[tuple[Any, ...], Callable[..., Tensor]] = {}
+_compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _apart: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -73,7 +74,7 @@ def obstacle() -> str:
 
 
 def is_compiled(t: Tensor) -> bool:
-    """Whether a compiled function reads a tensor of slots [B, H, C, ...]; its first call compiles it.
+    """Whether a compiled function reads a tensor of slots, or of tokens, [B, H, C, ...]; its first call compiles it.
 
     On a CPU only, since nothing else was measured. It depends on the number of slots alone, so that two runs of one
     prompt give the same numbers.
@@ -86,11 +87,11 @@ def is_compiled(t: Tensor) -> bool:
     return not obstacle() and _get_current_dispatch_mode() is None
 
 
-def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
     """Call a function that is compiled for its options and for the shapes of its tensors without rows and slots.
 
     Args:
-        function: A plain function of tensors [B, H, C or another number, ...] and options.
+        function: A plain function of tensors [B, H, C or another number, ...] and options; it returns tensors.
         *tensors: Its tensors.
         **options: Its options; integers, and also strings if the function is not marked by `apart`.
     """
@@ -115,13 +116,13 @@ def call(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> T
 
 
 def _first_call(
-    key: tuple[Any, ...], function: Callable[..., Tensor], tensors: tuple[Tensor, ...], options: dict[str, Any]
-) -> Tensor:
+    key: tuple[Any, ...], function: Callable[..., T], tensors: tuple[Tensor, ...], options: dict[str, Any]
+) -> T:
     """Compile a function, call it, and say so if it takes long."""
     _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
     begun = time.perf_counter()
     own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
-    kernel = torch.compile(_copy(function, options), backend=BACKEND, options=own)
+    kernel: Callable[..., Any] = torch.compile(_copy(function, options), backend=BACKEND, options=own)
     out = kernel(*tensors)
     _compiled[key] = kernel
     seconds = time.perf_counter() - begun
@@ -173,13 +174,13 @@ def _(t: Tensor) -> Tensor:
     return t.new_empty(t.shape, dtype=torch.float32)
 
 
-def _copy(function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+def _copy(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """A function of tensors alone with the options given, and a code object of its own."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{len(_compiled)}")
     own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
 
-    def kernel(*tensors: Tensor) -> Tensor:
+    def kernel(*tensors: Tensor) -> Any:
         return own(*tensors, **options)
 
     # A frame of `kernel` is what dynamo compiles, and all of these frames would share its code object.

@@ -36,9 +36,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     """
     packed: list[Tensor] = []
     shift = 0
+    dtype = torch.int32 if _in_compiled_cpu_code(codes) else torch.uint8
     for part in _parts(bits):
         part_codes = codes if part == bits else (codes >> shift) & (2**part - 1)
-        packed.append(_pack_part(part_codes.to(torch.uint8), part))
+        packed.append(_pack_part(part_codes.to(dtype), part).to(torch.uint8))
         shift += part
     return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
 
@@ -131,7 +132,7 @@ def _parts(bits: int) -> list[int]:
 
 
 def _pack_part(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 1, 2, 4 or 8 bits, [..., D] uint8."""
+    """Pack codes of 1, 2, 4 or 8 bits, [..., D] of an integer type."""
     per_byte = 8 // bits
     if codes.shape[-1] % per_byte:
         codes = F.pad(codes, (0, -codes.shape[-1] % per_byte))

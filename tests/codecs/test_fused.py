@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("transformers")
 
@@ -13,10 +15,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
+from kvpolicy.codecs._common import SingleStage
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.rotary import Rope
 from kvpolicy.kernels import compiled
+from kvpolicy.protocols import Codes, StageStore
 from kvpolicy_eval.common.synthetic import with_random_calibration
 
 CODECS = {
@@ -98,11 +102,7 @@ def test_fused_reads_are_those_of_decoding(
         called.append(getattr(function, "__name__", ""))
         return plain(function, *given, **options)  # pyright: ignore
 
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "_is_on", True)
-    monkeypatch.setattr(compiled, "_failures", [])
-    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+    compile_all(monkeypatch)
     for module in (
         "codecs.kivi",
         "codecs._uniform",
@@ -119,6 +119,60 @@ def test_fused_reads_are_those_of_decoding(
     for got, want, most in zip(found, wanted, largest, strict=True):
         assert got.dtype == torch.float32 and got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
+
+
+def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None:
+    """Compile functions for any number of slots."""
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+
+
+def write_twice(codec: SingleStage, mask: Tensor, slots: Tensor) -> Codes:
+    """Codes of 24 slots of which the first write fills some, and the second one overwrites some and fills others."""
+    generator = torch.Generator().manual_seed(0)
+    codes = codec.alloc(2, 3, 24, 16, "cpu")
+    occupied = torch.zeros(2, 3, 24, dtype=torch.bool)
+    for own in mask:
+        keys, values = (torch.randn(2, 3, slots.shape[-1], 16, generator=generator) for _ in range(2))
+        keys[:, :, ::5] = 1.0  # equal elements
+        keys[:, :, 1] *= 1e6
+        codec.write(StageStore(codes, ()), keys, values, slots, own, occupied)
+        occupied = occupied.scatter(2, slots, own | occupied.gather(2, slots))
+    return codes
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=4:group_size=8", "kivi:bits=2:group_size=4", "tokenwise", "turboquant"])
+@pytest.mark.parametrize("written", ["all", "some", "one", "none"])
+def test_encoding_in_compiled_code_makes_the_same_codes(
+    spec: str, written: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.rand(2, 2, 3, 12, generator=generator)
+    mask = {"all": draws >= 0, "some": draws > 0.5, "none": draws < 0}.get(written, draws == draws.amax())
+    slots = torch.rand(2, 3, 24, generator=generator).argsort(-1)[..., :12]
+    codec: Any = Policy.parse(f"full+{spec}").codec
+    wanted = write_twice(codec, mask, slots)
+    compile_all(monkeypatch)
+    for found, want in zip(write_twice(codec, mask, slots), wanted, strict=True):
+        assert torch.equal(found, want)
+
+
+@pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are made in compiled code")
+@pytest.mark.parametrize("spec", ["kivi:bits=4", "tokenwise:bits=3"])
+def test_inductor_makes_the_same_codes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec: Any = Policy.parse(f"full+{spec}").codec
+    keys = torch.randn(1, 2, compiled.MIN_SLOTS + 64, 32, generator=torch.Generator().manual_seed(0))
+    keys[:, :, 5] = 3.0
+    keys[:, 0, 6:90] *= 1e-6
+    keys[:, 1, 7] *= 1e6
+    found = coded_store(codec, keys, keys)
+    monkeypatch.setattr(compiled, "_is_on", False)
+    wanted = coded_store(codec, keys, keys)
+    for got, want in zip(found.tensors.codes[0], wanted.tensors.codes[0], strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are summed in compiled code")
@@ -140,11 +194,7 @@ def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("codec", ["gear", "kivi:bits=4", "kvquant", "turboquant", "rotate"])
 def test_a_compiled_step_reads_as_an_eager_one(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced, or called as one operation that compiles its own code."""
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "_failures", [])
-    monkeypatch.setattr(compiled, "_is_on", True)
-    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+    compile_all(monkeypatch)
     coded = view(codec, 16, tmp_path)
     queries = torch.randn(2, 3, 2, 16, generator=torch.Generator().manual_seed(1))
     weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]
