@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.kernels.products import matmul, products
+from kvpolicy.kernels.row_sums import row_sums
 
 TILE_ELEMENTS = 1 << 20
 """Scores in one tile: 4 MiB of fp32, so that a tile stays in a processor's cache."""
@@ -417,3 +418,35 @@ def attend_slots(
         # Added in fp32 and rounded once.
         mixed = sum(coded.mix(others), mixed.float()).to(values.dtype)
     return mixed.flatten(1, 2).unsqueeze(2), weights
+
+
+def attend_in_place(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    occupied: Tensor,
+    transform: ScoreTransform,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend from one token per row to some slots, whose values are not copied; see `sums_in_place`.
+
+    Args:
+        q: [B, Hq, 1, D].
+        keys: Keys of these slots, [B, H, n, D].
+        values: Values of all slots, [B, H, S, D] fp32.
+        slots: [B, H, n] int64.
+        occupied: Which of these slots are attended to, [B, H, n] bool.
+        transform: From products to attention weights.
+        counts: Logarithm of the number of tokens that each of these slots stands for, [B, H, n] fp32, or None.
+
+    Returns:
+        The output [B, Hq, 1, D], and the attention weights [B, H, G, n] fp32; 0 in a head without a slot.
+    """
+    score = transform.scores(q.squeeze(2).unflatten(1, (values.shape[1], -1)), keys)
+    if counts is not None:
+        score = score + counts[:, :, None]
+    hidden = ~occupied[:, :, None]
+    # Masked again, since the softmax of nothing is NaN.
+    weights = transform.weights(score.masked_fill(hidden, -torch.inf)).masked_fill(hidden, 0)
+    return row_sums(weights, values, slots).flatten(1, 2).unsqueeze(2), weights

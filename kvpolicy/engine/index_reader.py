@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpolicy.engine.attention import ScoreTransform, attend_slots
+from kvpolicy.engine.attention import ScoreTransform, attend_in_place, attend_slots
 from kvpolicy.engine.codec_view import ChosenSlots, CodecView
 from kvpolicy.engine.layer_contents import LayerContents
 from kvpolicy.engine.layer_tensors import alloc_index
@@ -39,6 +39,7 @@ from kvpolicy.engine.state import map_slots, slot_tensors
 from kvpolicy.engine.state import tensors as all_tensors
 from kvpolicy.engine.token_batch import BEYOND
 from kvpolicy.kernels.products import products
+from kvpolicy.kernels.row_sums import sums_in_place
 from kvpolicy.protocols import LoadsSalience, Needs
 
 REBUILD_SLOTS = 8192
@@ -89,16 +90,33 @@ class IndexReader:
             self._link.whole((exact, tensors.codes) if scanned is None else unscanned(exact, codes))
             occupied = tensors.positions >= 0
             return attend_slots(q, exact, coded, occupied, transform, want_weights, tensors.log_counts, scanned)
-        if coded is None:
-            buffer = self._link.rows(tensors.keys, chosen.slots), self._link.rows(tensors.values, chosen.slots)
-            part = None
-        else:
-            buffer = tensors.keys, tensors.values
-            part = self._decode_chosen(coded, chosen.slots, self.shape)
         occupied = (self._of_read(tensors.positions, chosen) >= 0) & self._of_read(None, chosen)
         counts = None if tensors.log_counts is None else self._of_read(tensors.log_counts, chosen)
-        out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
-        return out, None if weights is None else self._to_slots(weights, chosen)
+        if coded is not None:
+            part = self._decode_chosen(coded, chosen.slots, self.shape)
+            buffer = tensors.keys, tensors.values
+            out, weights = attend_slots(q, buffer, part, occupied, transform, want_weights, counts)
+        else:
+            out, weights = self._attend_rows(q, chosen.slots, occupied, transform, want_weights, counts)
+        return out, self._to_slots(weights, chosen) if want_weights and weights is not None else None
+
+    def _attend_rows(
+        self,
+        q: Tensor,
+        slots: Tensor,
+        occupied: Tensor,
+        transform: ScoreTransform,
+        want_weights: bool,
+        counts: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to slots [B, H, n] in full precision, as `attend_slots` does."""
+        tensors = self._layer.tensors
+        keys = self._link.rows(tensors.keys, slots)
+        if sums_in_place(q.shape[1] // slots.shape[1], tensors.values):
+            self._link.count_rows(tensors.values, slots.shape[-1])
+            return attend_in_place(q, keys, tensors.values, slots, occupied, transform, counts)
+        values = self._link.rows(tensors.values, slots)
+        return attend_slots(q, (keys, values), None, occupied, transform, want_weights, counts)
 
     def _read(self, q: Tensor, transform: ScoreTransform) -> tuple[Chosen | None, Tensor | None]:
         """Choose the slots that a step reads, and show the choice to the layers behind this one.
@@ -161,6 +179,8 @@ class IndexReader:
             tensors.length,
             self._spec.reader_traits.recent,
             self._layer.ranks,
+            # Slots that lie together are copied together. The layers behind this one need the order of need, however.
+            in_slots_order=not reads.choice,
         )
 
     def _products(self, queries: Tensor) -> Tensor:

@@ -10,18 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpolicy.engine.token_batch import BEYOND
+from kvpolicy.kernels.in_memory import in_memory
+from kvpolicy.kernels.largest import largest
 from kvpolicy.protocols import Codec, Index, Layout, Ranks, Reader
 
-_INF_BITS = 0x7F800000
-"""The bits of fp32's inf, read as an integer: above those of every number."""
+_NEWEST = 3.0
+_FIRST = 2.0
+_RECENT = 1.0
+"""How much entries are needed that are always read, by what they hold; of too many, the newest token's comes first.
 
-_HIDDEN = -(2**31)
-"""Below the bits of every number."""
-
-_NEWEST = 3
-_FIRST = 2
-_RECENT = 1
-"""Entries that are always read, by what they hold; of too many, the newest token's comes first."""
+It is more than the logarithm of any weight.
+"""
 
 
 class ReadShape(NamedTuple):
@@ -283,7 +282,8 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
     Returns:
         The logarithm of the weight, [B, H, X] fp32; undefined for empty entries.
     """
-    score = score.masked_fill(~live[:, :, None], -torch.inf)
+    # In memory, as are the needs below: what reads numbers of fp32 takes a fraction of what reads positions.
+    score = in_memory(score.masked_fill(~live[:, :, None], -torch.inf))
     # Logarithms rank like the weights, and do not underflow to equal zeros.
     need = (score - score.logsumexp(-1, keepdim=True)).amax(2)
     need = ranks.largest(need)
@@ -293,7 +293,14 @@ def need_of(score: Tensor, live: Tensor, ranks: Ranks) -> Tensor:
 
 
 def choose(
-    shape: ReadShape, limit: Tensor, score: Tensor, positions: Tensor, length: Tensor, recent: int, ranks: Ranks
+    shape: ReadShape,
+    limit: Tensor,
+    score: Tensor,
+    positions: Tensor,
+    length: Tensor,
+    recent: int,
+    ranks: Ranks,
+    in_slots_order: bool = False,
 ) -> Chosen:
     """The slots of the entries that are needed most; ties go to the earlier position.
 
@@ -305,28 +312,27 @@ def choose(
         length: Tokens that each row has seen, [B] int64.
         recent: The newest tokens whose entries are always read.
         ranks: The ranks that hold the other query heads of these KV heads.
+        in_slots_order: Whether to return the slots in their order in memory, and not the most needed entry first.
     """
     held = by_entry(shape, positions)
     newest = within_entries(torch.amax, held)
     earliest = within_entries(torch.amin, torch.where(held >= 0, held, BEYOND))
     live = newest >= 0
     need = need_of(score, live, ranks)
-    bits = (need + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
-    # Numbers of fp32 are ordered like their bits, but negative ones the other way round.
-    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     outside = positions[..., : shape.parts[0][0]]  # a codec's full-precision buffer; parts reach to the last slot
     first = torch.cat([earliest, torch.where(outside >= 0, outside, BEYOND)], -1).amin(-1, keepdim=True)
     last = length.int()[:, None, None] - 1
-    rank = torch.where(newest > last - recent, _INF_BITS + _RECENT, rank)
-    rank = torch.where(earliest == first, _INF_BITS + _FIRST, rank)
+    need = torch.where(newest > last - recent, _RECENT, need)
+    need = torch.where(earliest == first, _FIRST, need)
     # Masked last: in a row without any token, `last` is -1, as is the `newest` of its empty entries.
-    rank = torch.where(newest == last, _INF_BITS + _NEWEST, rank).masked_fill(~live, _HIDDEN)
-    # `topk` leaves open which of equal entries it returns, so the order of positions takes the low bits.
-    # A rank has 32 bits and a position 31, so that both fit into int64 side by side.
-    top = ((rank.long() << 31) | (BEYOND - earliest)).topk(shape.chosen, -1)
+    need = in_memory(torch.where(newest == last, _NEWEST, need).masked_fill(~live, -torch.inf))
+    entries = largest(need, earliest, shape.chosen)
     within = torch.arange(shape.chosen, device=limit.device) < limit[:, None, None]
-    kept = within & (top.values >= (_HIDDEN + 1) << 31)
-    slots, inside = entry_slots(shape, top.indices)
+    kept = within & (need.gather(-1, entries) > -torch.inf)
+    if in_slots_order:
+        entries, order = entries.sort(-1)
+        kept = kept.gather(-1, order)
+    slots, inside = entry_slots(shape, entries)
     return Chosen(slots.flatten(2), (inside & kept[..., None]).flatten(2))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs import _files
+from kvpolicy.kernels.in_memory import in_memory
 from kvpolicy.kernels.products import thin_products
 from kvpolicy.kernels.slot_writes import write_slots
 from kvpolicy.protocols import ALL_HEADS, ModelInfo, ReaderTraits
@@ -148,4 +149,4 @@ class DoubleSparsity(TokenReader):
     def score(self, index: Labels, queries: Tensor, products: Callable[[Tensor], Tensor]) -> Tensor:
         """The products in the channels of the labels, [B, H, G, X] fp32."""
         channels = index.channels.long()[:, :, None].expand(-1, -1, queries.shape[2], -1)
-        return thin_products(queries.gather(-1, channels), index.labels)
+        return thin_products(in_memory(queries.gather(-1, channels)), index.labels)

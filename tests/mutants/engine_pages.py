@@ -251,10 +251,24 @@ MUTATIONS = (
     ),
     Mutation(
         name="of equal entries the later one is read",
+        file="kvpolicy/kernels/largest.py",
+        old="return (rank.long() << 31) | (_LAST - order)",
+        new="return (rank.long() << 31) | order",
+        tests=("tests/kernels/test_largest.py", "tests/engine/test_reading.py", "tests/readers/test_readers.py"),
+    ),
+    Mutation(
+        name="slots in their order keep the limits of the order of need",
         file="kvpolicy/engine/reading.py",
-        old="((rank.long() << 31) | (BEYOND - earliest))",
-        new="((rank.long() << 31) | earliest)",
-        tests=("tests/engine/test_reading.py", "tests/readers/test_readers.py"),
+        old="        kept = kept.gather(-1, order)\n",
+        new="",
+        tests=("tests/engine/test_choosing.py",),
+    ),
+    Mutation(
+        name="a layer does not show the most needed tokens first",
+        file="kvpolicy/engine/index_reader.py",
+        old="in_slots_order=not reads.choice,",
+        new="in_slots_order=True,",
+        tests=("tests/readers/test_reuse.py",),
     ),
     Mutation(
         name="a row reads one entry too many",

@@ -27,6 +27,27 @@ MUTATIONS = (
         tests=("tests/kernels/test_products.py",),
     ),
     Mutation(
+        name="of equal blocks one is taken by a number that is not its largest",
+        file="kvpolicy/kernels/largest.py",
+        old=".maximum(behind).amin(-2)",
+        new=".amin(-2)",
+        tests=("tests/kernels/test_largest.py",),
+    ),
+    Mutation(
+        name="numbers that are in no block are not found",
+        file="kvpolicy/kernels/largest.py",
+        old="    if ends == total:\n",
+        new="    if ends <= total:\n",
+        tests=("tests/kernels/test_largest.py",),
+    ),
+    Mutation(
+        name="query heads take the weights of another one",
+        file="kvpolicy/kernels/row_sums.py",
+        old="per_sample_weights=weights.flatten(0, 2)",
+        new="per_sample_weights=weights.flip(2).flatten(0, 2)",
+        tests=("tests/kernels/test_row_sums.py",),
+    ),
+    Mutation(
         name="compiled products of one row mix heads and rows",
         file="kvpolicy/kernels/products.py",
         old="return product.unflatten(0, rows.shape[:2])",
