@@ -263,3 +263,14 @@ def test_specs_are_written_as_they_are_read() -> None:
     policy = Policy(reader=Reuse(base=ExactTopK(read=256), layers="2_13"))
     assert str(policy) == "reuse:layers=2_13/exact:read=256"
     assert Policy.parse(str(policy)) == policy
+
+
+def test_what_is_shown_begins_with_the_most_needed_tokens() -> None:
+    """A layer behind may read fewer of them."""
+    layer = Layer("full+reuse:every=2:dense=0:full=false/exact:read=6", [20], new=3, board=Board())
+    layer.prompt(*draw(20, 1))
+    for step in range(3):
+        layer.step(*draw(1, 30 + step))
+        reads: Any = layer.store.tensors.reads
+        assert reads.choice.positions[..., :2].tolist() == [[[20 + step, 0]] * HEADS]
+        layer.between()

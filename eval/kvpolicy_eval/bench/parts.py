@@ -53,7 +53,7 @@ STEP_CASES = {
         Case("uniform/adakv+snapkv", "snapkv", 1.4, (8192,)),
     ],
     "mergers": [Case("h2o+merge", "h2o", 1.3), Case("h2o+d2o", "h2o"), Case("h2o+compensate", "h2o")],
-    "readers": [_reading("quest", 0.25), _reading("labels"), _reading("exact")],
+    "readers": [_reading("quest", 0.25), _reading("labels", 0.35), _reading("exact")],
 }
 """Steps of one layer."""
 
