@@ -445,7 +445,7 @@ def attend_in_place(
     """
     score = transform.scores(q.squeeze(2).unflatten(1, (values.shape[1], -1)), keys)
     if counts is not None:
-        score = score + counts[:, :, None]
+        score += counts[:, :, None]
     hidden = ~occupied[:, :, None]
     # Masked again, since the softmax of nothing is NaN.
     weights = transform.weights(score.masked_fill(hidden, -torch.inf)).masked_fill(hidden, 0)
