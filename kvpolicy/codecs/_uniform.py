@@ -86,12 +86,12 @@ def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, width: int
     return grouped.mul_(scale.float()[..., None]).add_(zero.float()[..., None]).flatten(-2)
 
 
-def is_fused(codes: Tensor, bits: int, width: int) -> bool:
+def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None) -> bool:
     """Whether `score_fused` and `mix_fused` read codes [B, H, C, bytes] of `width` channels.
 
-    They must be many, and fill their bytes.
+    They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
-    return fills_bytes(codes, bits, width) and is_compiled(codes)
+    return fills_bytes(codes, bits, width) and is_compiled(codes, page_slots)
 
 
 def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:

@@ -171,21 +171,21 @@ class BFP(SingleStage):
         # A dot product does not depend on the order of the channels, and there are fewer queries to sort than keys.
         codes: BFPCodes = store.codes
         queries = queries.gather(-1, codes.order.long().expand_as(queries))
-        if self._is_fused(codes.keys, codes.key_scale, queries.shape[-1]):
+        if self._is_fused(codes.keys, codes.key_scale, store, queries.shape[-1]):
             return score_fused(codes.keys, *self._bounds(codes.key_scale), queries, self.mantissa)
         return score_by_chunks(self._sorted_keys, store, queries, None, store.codes.keys.shape[2])
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: BFPCodes = store.codes
-        if not self.exact_values and self._is_fused(codes.values, codes.value_scale, codes.order.shape[-1]):
+        if not self.exact_values and self._is_fused(codes.values, codes.value_scale, store, codes.order.shape[-1]):
             return mix_fused(codes.values, *self._bounds(codes.value_scale), weights, self.mantissa)
         return mix_by_chunks(self.values, store, weights)
 
-    def _is_fused(self, codes: Tensor, exponents: Tensor, head_dim: int) -> bool:
+    def _is_fused(self, codes: Tensor, exponents: Tensor, store: StageStore, head_dim: int) -> bool:
         """Whether mantissas are summed without decoding them: those in blocks of equal size."""
         whole = exponents.shape[-1] * min(self.block_channels, head_dim) == head_dim
-        return whole and is_fused(codes, self.mantissa, head_dim)
+        return whole and is_fused(codes, self.mantissa, head_dim, store.page_slots)
 
     def _bounds(self, exponents: Tensor) -> tuple[Tensor, Tensor]:
         """The scale and the zero of each block, as of uniform codes, [B, H, C, n] fp32 each."""

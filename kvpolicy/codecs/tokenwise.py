@@ -176,7 +176,7 @@ class TokenWise(SingleStage):
     def score(self, store: StageStore, queries: Tensor, rope: RotaryView | None) -> Tensor:
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: TokenWiseCodes = store.codes
-        if rope is not None or not self._is_fused(codes.keys, queries.shape[-1]):
+        if rope is not None or not self._is_fused(codes.keys, queries.shape[-1], store.page_slots):
             return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2])
         queries = queries.float()
         scaled = queries * widen(codes.channel_scale) if self.normalize else queries
@@ -186,12 +186,12 @@ class TokenWise(SingleStage):
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TokenWiseCodes = store.codes
-        if not self._is_fused(codes.values, codes.channel_scale.shape[-1]):
+        if not self._is_fused(codes.values, codes.channel_scale.shape[-1], store.page_slots):
             return mix_by_chunks(self.values, store, weights)
         return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self._code_bits())
 
-    def _is_fused(self, codes: Tensor, head_dim: int) -> bool:
-        return self.bits != "fp8" and is_fused(codes, self.bits, head_dim)
+    def _is_fused(self, codes: Tensor, head_dim: int, page_slots: int | None) -> bool:
+        return self.bits != "fp8" and is_fused(codes, self.bits, head_dim, page_slots)
 
     def _code_bits(self) -> int:
         """Bits per code."""

@@ -172,7 +172,7 @@ class TurboQuant(SingleStage):
         assert rope is None, "keys are encoded as attention sees them"
         mixed = queries.float() @ mixing(queries.shape[-1], self.seed, queries.device).T
         codes: TurboQuantCodes = store.codes
-        if is_fused(codes.keys, self.bits, self._width(codes)):
+        if is_fused(codes.keys, self.bits, self._width(codes), store.page_slots):
             levels = _levels(operator.index(self.bits), codes.keys.device)[None, None]
             scores = call(score_levels, codes.keys, levels, mixed, bits=self.bits)
             return scores * (widen(codes.key_scale) * self._width(codes) ** -0.5).mT
@@ -181,7 +181,7 @@ class TurboQuant(SingleStage):
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: TurboQuantCodes = store.codes
-        if is_fused(codes.values, self.bits, self._width(codes)):
+        if is_fused(codes.values, self.bits, self._width(codes), store.page_slots):
             return mix_fused(codes.values, codes.value_scale, codes.value_zero, weights, self.bits)
         return mix_by_chunks(self.values, store, weights)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._common import CHUNK_SLOTS, MAX_CHUNKS
 from kvpolicy.engine.pages import PageTable, for_pages
+from kvpolicy.kernels.compiled import is_compiled
 from kvpolicy.protocols import Calibration, Codec, Codes, Stage, StageStore
 
 
@@ -105,18 +106,38 @@ class CodedPages(NamedTuple):
 
     def score(self, queries: Tensor) -> Tensor:
         """Products of queries [B, NB, G, D] with the keys of each page, [B, NB, G, P] fp32."""
+        if self._reads_rows():
+            return self._stage.score(self._rows(), _as_rows(queries), None).unflatten(0, self.owner.shape).squeeze(2)
         scores = [self._stage.score(store, queries[:, part], None) for part, store in self._chunks()]
         return scores[0] if len(scores) == 1 else torch.cat(scores, 1)
 
     def mix(self, weights: Tensor) -> Tensor:
         """Values of each page weighted by [B, NB, G, P] fp32, [B, NB, G, D] fp32."""
         weights = weights.to(self.dtype)
+        if self._reads_rows():
+            return self._stage.mix(self._rows(), _as_rows(weights)).unflatten(0, self.owner.shape).squeeze(2)
         sums = [self._stage.mix(store, weights[:, part]) for part, store in self._chunks()]
         return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
 
     @property
     def _stage(self) -> Stage:
         return self.codec.stages[0]
+
+    def _reads_rows(self) -> bool:
+        """Whether all pages are read at once: a compiled function has no use for chunks, and decodes no page."""
+        return is_compiled(self.owner[..., None], self._head_slots())
+
+    def _head_slots(self) -> int:
+        """Slots of an average head."""
+        return self.owner.shape[1] * _page_slots(self.codec, self.codes) // self.heads
+
+    def _rows(self) -> StageStore:
+        """Every page as a row of one head: functions are compiled for a number of heads, and for any number of rows."""
+        owner = self.owner
+        codes = by_field(
+            self.codec, self.codes, lambda name, t: _as_rows(t), lambda name, t: _as_rows(for_pages(t, owner))
+        )
+        return StageStore(codes, self.calibration, page_slots=self._head_slots())
 
     def _chunks(self) -> list[tuple[slice, StageStore]]:
         """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""
@@ -129,6 +150,11 @@ class CodedPages(NamedTuple):
         owner = self.owner[:, part]
         codes = by_field(self.codec, self.codes, lambda name, t: t[:, part], lambda name, t: for_pages(t, owner))
         return part, StageStore(codes, self.calibration)
+
+
+def _as_rows(t: Tensor) -> Tensor:
+    """[B, NB, ...] as [B * NB, 1, ...]."""
+    return t.flatten(0, 1).unsqueeze(1)
 
 
 def _page_slots(codec: Codec, codes: Codes) -> int:

@@ -73,13 +73,17 @@ def obstacle() -> str:
     return "" if _has_compiler() else "no C++ compiler was found"
 
 
-def is_compiled(t: Tensor) -> bool:
+def is_compiled(t: Tensor, slots: int | None = None) -> bool:
     """Whether a compiled function reads a tensor of slots, or of tokens, [B, H, C, ...]; its first call compiles it.
 
     On a CPU only, since nothing else was measured. It depends on the number of slots alone, so that two runs of one
     prompt give the same numbers.
+
+    Args:
+        t: A tensor.
+        slots: Slots of a head if `t` has pages of slots and not heads; C by default.
     """
-    if t.shape[2] < MIN_SLOTS or t.device.type != "cpu":
+    if (t.shape[2] if slots is None else slots) < MIN_SLOTS or t.device.type != "cpu":
         return False
     if torch.compiler.is_compiling():
         return _is_on

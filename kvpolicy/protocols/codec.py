@@ -134,12 +134,15 @@ class StageStore(NamedTuple):
             dtype, zero for an empty slot; None unless `Traits.pins` is `newest` and slots were reserved.
         query_absmax: Largest absolute query of each channel in the prompt, over a KV head's query heads, [B, H, D]
             fp32; None unless `Traits.query_absmax`.
+        page_slots: Slots of an average head if every page of the codes is read as a head of one row; None if the heads
+            of the codes are those of the cache.
     """
 
     codes: Codes
     calibration: Calibration = ()
     atoms: tuple[Tensor, Tensor] | None = None
     query_absmax: Tensor | None = None
+    page_slots: int | None = None
 
 
 At = slice | Tensor

@@ -17,6 +17,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
+from kvpolicy.kernels import compiled
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, LOOKING, SCALE, Run
@@ -40,6 +41,31 @@ def test_prompts_and_steps_are_those_of_a_list(codec: str) -> None:
     run.prompt([7, 0])  # a chunk or a turn in which the second row has nothing
     for _ in range(5):
         run.step()
+
+
+@pytest.mark.parametrize("codec", ["tokenwise:group_size=4:residual_length=3:block_size=4", *CODECS])
+@pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "sinks": torch.linspace(-2, 3, HEADS * 2)}])
+def test_pages_that_are_not_decoded_are_those_of_a_list(
+    codec: str, transform: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+
+    def counted(function: Any, *given: Any, **options: Any) -> Any:
+        called.append(function.__name__)
+        return function(*given, **options)
+
+    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+    for module in ("_uniform", "turboquant"):
+        monkeypatch.setattr(f"kvpolicy.codecs.{module}.call", counted)
+    run = Run("h2o", AdaKV(safeguard=0.0), [24, 12], codec=codec, dim=8, **transform)
+    run.prompt([40, 23])
+    for number in range(9):
+        run.step(valid=[True, number % 3 != 1])
+    reads = [name for name in called if name != "_quantize"]
+    assert len(reads) == (0 if codec.startswith("bfp") else 18), "blocks of 3 of 8 channels are unequal"
 
 
 def test_pages_that_change_hands_keep_the_parameters_of_their_head() -> None:
@@ -159,7 +185,7 @@ def test_one_graph_for_heads_of_any_size() -> None:
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()  # a reset leaves the counts of other tests
-    compiled: Any = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+    forward: Any = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
     block: Any = torch.compile(demote, fullgraph=True, backend="eager", dynamic=False)
     for seed in range(2):
         run = Run("h2o", AdaKV(safeguard=0.0), [24], codec=TOKENWISE)
@@ -168,7 +194,7 @@ def test_one_graph_for_heads_of_any_size() -> None:
         for _ in range(6):
             q, k, v = run.draw(1)
             expected = run.rows[0].forward(q[0], k[0], v[0], SCALE)
-            torch.testing.assert_close(compiled(run.store, q, k, v)[0], expected.float(), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(forward(run.store, q, k, v)[0], expected.float(), atol=1e-5, rtol=1e-4)
             block(run.store)
             run.rows[0].tick()
             run.store.count_step()
