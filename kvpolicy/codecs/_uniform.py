@@ -42,13 +42,8 @@ def quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     >>> dequantize(codes, scale, zero, 2, 4).tolist()
     [-1.0, 2.0, 5.0, 5.0]
     """
-    if x.dim() == 4 and is_compiled(x):  # the same numbers in one pass
-        codes, scale, zero = call(_quantize, x, bits=bits, size=size)
-        return codes, scale, zero
-    return _quantize(x, bits, size)
-
-
-def _quantize(x: Tensor, bits: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    if x.dim() == 4 and not torch.compiler.is_compiling() and is_compiled(x):
+        return call(quantize, x, bits=bits, size=size)  # this function again, in one pass
     grouped = x.float().unflatten(-1, (-1, size))
     least, most = torch.aminmax(grouped, dim=-1, keepdim=True)
     scale, zero = scale_and_zero(least, most, bits)
@@ -91,7 +86,7 @@ def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None
 
     They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
-    return fills_bytes(codes, bits, width) and is_compiled(codes, page_slots)
+    return is_compiled(codes, page_slots) and fills_bytes(codes, bits, width)
 
 
 def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:

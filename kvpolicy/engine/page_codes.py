@@ -133,11 +133,8 @@ class CodedPages(NamedTuple):
 
     def _rows(self) -> StageStore:
         """Every page as a row of one head: functions are compiled for a number of heads, and for any number of rows."""
-        owner = self.owner
-        codes = by_field(
-            self.codec, self.codes, lambda name, t: _as_rows(t), lambda name, t: _as_rows(for_pages(t, owner))
-        )
-        return StageStore(codes, self.calibration, page_slots=self._head_slots())
+        codes = by_field(self.codec, self.codes, lambda name, t: t, lambda name, t: for_pages(t, self.owner))
+        return StageStore(type(codes)(*map(_as_rows, codes)), self.calibration, page_slots=self._head_slots())
 
     def _chunks(self) -> list[tuple[slice, StageStore]]:
         """Ranges of pages and their tensors, as many slots of a head at a time as without pages."""

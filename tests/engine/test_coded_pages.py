@@ -52,8 +52,10 @@ def test_pages_that_are_not_decoded_are_those_of_a_list(
 
     def counted(function: Any, *given: Any, **options: Any) -> Any:
         called.append(function.__name__)
-        return function(*given, **options)
+        return plain(function, *given, **options)
 
+    plain = compiled.call
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
@@ -64,7 +66,7 @@ def test_pages_that_are_not_decoded_are_those_of_a_list(
     run.prompt([40, 23])
     for number in range(9):
         run.step(valid=[True, number % 3 != 1])
-    reads = [name for name in called if name != "_quantize"]
+    reads = [name for name in called if name != "quantize"]
     assert len(reads) == (0 if codec.startswith("bfp") else 18), "blocks of 3 of 8 channels are unequal"
 
 
