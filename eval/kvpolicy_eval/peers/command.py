@@ -15,6 +15,7 @@ from typing import Any
 from kvpolicy.spec.formats import check_format, stamp
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
 from kvpolicy_eval.peers import env
+from kvpolicy_eval.peers.generate import describe as describe_generate
 from kvpolicy_eval.peers.pair import Options, Pair
 from kvpolicy_eval.peers.process import Process
 from kvpolicy_eval.peers.runs import RUNS
@@ -111,6 +112,8 @@ def describe(name: str, options: Options) -> str:
             f"{options.rounds} rounds in turn, {options.steps} steps each. Of theirs: our step over theirs. Peak is "
             "memory over what the process had before the prompt. "
         )
+    if name == "generate":
+        return describe_generate(options)
     if name == "recall":
         return (
             f"Mean exact match of the embedded model in bf16 over five tasks, {options.n} prompts each of about 512 "

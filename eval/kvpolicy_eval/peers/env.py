@@ -9,7 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 KVPRESS = "0.5.5"
-PACKAGES = (f"kvpress=={KVPRESS}", "transformers==5.2.0", "optimum-quanto==0.2.7", "hqq==0.2.8.post1")
+QUANTIZERS = ("optimum-quanto==0.2.7", "hqq==0.2.8.post1")
+"""Packages of QuantizedCache's backends, which the running environment may have too."""
+PACKAGES = (f"kvpress=={KVPRESS}", "transformers==5.2.0", *QUANTIZERS)
 """Packages of the environment, in addition to the torch of this one."""
 WARM_UP = "import torch, optimum.quanto, kvpress; torch.ops.quanto.unpack(torch.zeros(8, dtype=torch.uint8), 4)"
 """Makes quanto compile its extension now, and not during a measurement."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 import kvpolicy
 from kvpolicy.hf.adapters import KVPressScorer
-from kvpolicy_eval.peers.side import Answer, Side, serve, storage_bytes
+from kvpolicy_eval.peers.side import NOT_INSTALLED, Answer, Side, serve, storage_bytes
+from kvpolicy_eval.peers.stock import QUANTIZERS, is_quantized, stock_cache
 
 
 class KeyNorm:
@@ -44,11 +46,12 @@ def policy_of(method: str, budget: int | float | str | None = None) -> kvpolicy.
 class Ours(Side):
     """kvpolicy."""
 
-    packages = ("torch", "transformers")
+    packages = ("torch", "transformers", *QUANTIZERS.values())
 
     def versions(self) -> Answer:
-        """Versions, with that of kvpolicy even if it is not installed."""
-        return {"kvpolicy": kvpolicy.__version__} | super().versions()
+        """Versions of what is installed, with that of kvpolicy even if it is not."""
+        found = super().versions()
+        return {"kvpolicy": kvpolicy.__version__} | {k: v for k, v in found.items() if v != NOT_INSTALLED}
 
     def kept(self, ids: list[list[int]], method: str, keep: int) -> Answer:
         """Kept positions of a prompt, by layer and KV head."""
@@ -82,9 +85,7 @@ class Ours(Side):
     def time(self, method: str, length: int, share: float, steps: int) -> Answer:
         """Times of a prompt and of the decode steps after it."""
         if method == "full":
-            from transformers import DynamicCache
-
-            return self.timed(length, steps, lambda: DynamicCache(config=self.model.config), _stock_bytes)
+            return self.timed(length, steps, lambda: stock_cache(self.model.config), _stock_bytes)
         with kvpolicy.attach(self.model, policy_of(method, share)):
             return self.timed(
                 length, steps, lambda: kvpolicy.PolicyCache(self.model, new=steps), lambda cache: cache.nbytes
@@ -93,6 +94,15 @@ class Ours(Side):
     def under(self, method: str, share: float) -> AbstractContextManager[Any]:
         """Context manager that applies a method, which keeps a share of the prompt, to the model."""
         return kvpolicy.attach(self.model, policy_of(method, share))
+
+    @contextmanager
+    def generating(self, method: str, share: float | None, prompt: int, new: int) -> Generator[Any]:
+        """A cache for one call of `generate`: of transformers, or of a policy that is attached for the call."""
+        if not method or is_quantized(method):
+            yield stock_cache(self.model.config, method)
+            return
+        with kvpolicy.attach(self.model, policy_of(method, share)):
+            yield kvpolicy.PolicyCache(self.model, prompt=prompt, new=new)
 
     def _trap_sinks(self, ids: list[int], steps: int, keep: int) -> Answer:
         with kvpolicy.attach(self.model, policy_of("streaming:sinks=4", keep)):

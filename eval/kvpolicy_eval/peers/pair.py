@@ -68,18 +68,19 @@ class Question(NamedTuple):
     answer: list[int]
 
 
-def questions(n: int, names: tuple[str, ...]) -> list[Question]:
-    """The first `n` prompts of each task, of about 512 tokens.
+def questions(n: int, names: tuple[str, ...], length: int = 512) -> list[Question]:
+    """The first `n` prompts of each task.
 
     Args:
         n: Prompts per task.
         names: Names of tasks.
+        length: Rough length of the prompts, in tokens.
     """
     import kvpolicy
 
     _, tokenizer = kvpolicy.tiny()
     result: list[Question] = []
-    drawn = draw_prompts(n, 512)
+    drawn = draw_prompts(n, length)
     for name in names:
         for prompt, answer in drawn[name]:
             answer_ids = tokenizer(answer, add_special_tokens=False).input_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 
+from kvpolicy_eval.peers.generate import generate
 from kvpolicy_eval.peers.kept import kept
 from kvpolicy_eval.peers.pair import Line, Options, Pair
 from kvpolicy_eval.peers.recall import recall
@@ -16,6 +17,7 @@ RUNS: dict[str, Callable[[Pair, Options], Iterator[Line]]] = {
     "recall": recall,
     "traps": traps,
     "speed": speed,
+    "generate": generate,
 }
 """Parts by name, in the order in which they run."""
 

@@ -22,12 +22,17 @@ from torch import Tensor
 
 Answer = dict[str, Any]
 
+NOT_INSTALLED = "not installed"
+"""Version of a package that is missing."""
+
 _WITHOUT_STORAGE = (torch.nn.Module, type, torch.dtype, torch.device, str, int, float)
 """Objects that `storage_bytes` does not search; a cache refers to modules, whose weights are not part of it."""
 
 
 class Side:
-    """The requests that both sides answer in the same way; subclasses add `kept`, `answer`, `time` and `_trap_...`.
+    """The requests that both sides answer in the same way.
+
+    Subclasses add `kept`, `answer`, `time`, `under`, `generating` and `_trap_...`.
 
     Attributes:
         packages: Packages whose versions are reported.
@@ -48,7 +53,7 @@ class Side:
             try:
                 result[name] = version(name)
             except PackageNotFoundError:
-                result[name] = "not installed"
+                result[name] = NOT_INSTALLED
         return result
 
     def load(self, path: str, dtype: str = "float32", threads: int = 1, attention: str = "sdpa") -> Answer:
@@ -79,7 +84,8 @@ class Side:
         do = request.pop("do")
         if do.startswith("_") or not callable(getattr(self, do, None)):
             raise ValueError(f"There is no request {do!r}.")
-        with torch.no_grad() if do == "trap" else torch.inference_mode():
+        # `generate` has a mode of its own, which is what its users get.
+        with torch.no_grad() if do in ("generate", "trap") else torch.inference_mode():
             return getattr(self, do)(**request)
 
     def greedy(self, ids: Tensor, new: int, cache: Any) -> list[int]:
@@ -127,6 +133,45 @@ class Side:
             "held": held(cache),
         }
 
+    def generating(self, method: str, share: float | None, prompt: int, new: int) -> AbstractContextManager[Any]:
+        """Context manager that gives a cache for one call of `generate`, under a method.
+
+        Args:
+            method: Name of the method; empty for a DynamicCache.
+            share: Budget, as a share of the prompt; None for a method without one.
+            prompt: Tokens of the prompt.
+            new: Tokens that are generated.
+        """
+        raise NotImplementedError
+
+    def generate(self, ids: list[int], method: str, new: int, share: float | None = None) -> Answer:
+        """One call of `generate`: its tokens, its times, and the most bytes that its cache held after a token.
+
+        Args:
+            ids: Token ids of the prompt, one row.
+            method: Name of the method; empty for a DynamicCache.
+            new: Tokens to generate; no token ends the text earlier.
+            share: Budget, as a share of the prompt; None for a method without one.
+        """
+        with self.generating(method, share, len(ids), new) as cache:
+            stream = Stream(lambda: storage_bytes(list(cache.layers)))
+            out = self.model.generate(
+                torch.tensor([ids]),
+                past_key_values=cache,
+                max_new_tokens=new,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                streamer=stream,
+            )
+        prefill, *steps = stream.seconds()
+        return {
+            "ids": out[0, len(ids) :].tolist(),
+            "prefill": prefill,
+            "step": sum(steps) / len(steps),
+            "held": max(stream.held),
+        }
+
     def under(self, method: str, share: float) -> AbstractContextManager[Any]:
         """Context manager that applies a method, which keeps a share of the prompt, to the model."""
         raise NotImplementedError
@@ -153,6 +198,37 @@ class Side:
         with self.under(method, 0.5):
             in_batch = self.model.generate(rows, attention_mask=mask, **options)[0, rows.shape[1] :]
         return {"value": int((alone == in_batch).sum()), "of": new}
+
+
+class Stream:
+    """A streamer of `generate` that notes the time and the bytes of a cache when a token arrives.
+
+    Args:
+        count: Counts the bytes; its time is not part of the measured times.
+
+    Attributes:
+        held: Bytes when the prompt arrived, and at every new token.
+    """
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        """Begin without a token."""
+        self._count = count
+        self._arrived: list[float] = []
+        self._left: list[float] = []
+        self.held: list[int] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """Note the arrival of the prompt, which `generate` passes first, or of a new token."""
+        self._arrived.append(time.perf_counter())
+        self.held.append(self._count())
+        self._left.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Do nothing: `generate` calls this after the last token."""
+
+    def seconds(self) -> list[float]:
+        """Seconds until each new token, of which the first is that of the prefill."""
+        return [later - before for before, later in zip(self._left, self._arrived[1:], strict=False)]
 
 
 def serve(side: Side) -> None:

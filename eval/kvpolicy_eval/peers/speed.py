@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from kvpolicy_eval.peers.pair import Line, Options, Pair, attention_for
 from kvpolicy_eval.peers.process import Failed
+from kvpolicy_eval.peers.random_llama import save_random_llama
 
 METHODS = [
     ("full cache", "full", "full"),
@@ -29,7 +29,7 @@ MAX_LENGTHS = {"observed": 4096}
 def speed(pair: Pair, options: Options) -> Iterator[Line]:
     """Times and memory of all methods at all lengths."""
     with tempfile.TemporaryDirectory() as path:
-        _save_random_llama(path, options)
+        save_random_llama(path, options, queries_per_head=4)
         for name, ours, theirs in METHODS:
             pair.ours.ask("load", path=path, threads=options.threads)
             pair.theirs.ask("load", path=path, threads=options.threads, attention=attention_for(theirs))
@@ -62,22 +62,3 @@ def _median(results: list[Line]) -> Line:
         key: None if results[0][key] is None else statistics.median(result[key] for result in results)
         for key in results[0]
     }
-
-
-def _save_random_llama(path: str | Path, options: Options) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    heads = options.hidden // 64
-    config = LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        vocab_size=1024,
-        head_dim=64,
-        max_position_embeddings=32768,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)

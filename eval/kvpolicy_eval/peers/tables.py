@@ -100,11 +100,39 @@ def _times(result: Line, ratio: str) -> list[str]:
     return [f"{result['prefill']:.2f}", step, ratio, _mib(result["peak"]), _mib(result["held"])]
 
 
+def generate(lines: list[Line]) -> str:
+    """Times of `generate`, bytes and texts, each beside the stock cache of the same process."""
+    rows: list[list[str]] = []
+    for line in lines:
+        rows.append([line["model"], f"`{line['method']}`", line["library"], *_generated(line)])
+    names = ["model", "cache", "library", "prefill, ms", "step, ms", "held, MiB", "same answers", "same tokens"]
+    return table(names, rows)
+
+
+def _generated(line: Line) -> list[str]:
+    for reason in ("error", "skipped"):
+        if reason in line:
+            return [f"{'fails' if reason == 'error' else reason}: {line[reason]}", "", "", "", ""]
+    return [
+        f"{line['prefill'] * 1e3:,.0f} ({line['prefill_ratio']:.2f})",
+        f"{line['step'] * 1e3:.1f} ({line['step_ratio']:.2f})",
+        f"{_mib(line['held'])} ({line['held_ratio']:.2f})",
+        f"{line['same_answers']} of {line['answers']}" if line["answers"] else "",
+        f"{line['same_tokens']:.0f} of {line['tokens']}",
+    ]
+
+
 def _mib(size: float | None) -> str:
     return "" if size is None else f"{size / 2**20:,.1f}"
 
 
-TABLES: dict[str, Callable[[list[Line]], str]] = {"kept": kept, "recall": recall, "traps": traps, "speed": speed}
+TABLES: dict[str, Callable[[list[Line]], str]] = {
+    "kept": kept,
+    "recall": recall,
+    "traps": traps,
+    "speed": speed,
+    "generate": generate,
+}
 
 
 def text_of(name: str, results: Line) -> str:

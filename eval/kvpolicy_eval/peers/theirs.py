@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy_eval.peers.side import Answer, Side, serve, storage_bytes
+from kvpolicy_eval.peers.stock import is_quantized, stock_cache
 
 PRESSES = {
     "snapkv": "SnapKVPress",
@@ -41,7 +43,7 @@ def press_of(method: str, ratio: float) -> Any:
 
 
 class Theirs(Side):
-    """kvpress and QuantizedCache; a method is `press`, `press+backend-bits` or `backend-bits`."""
+    """kvpress and QuantizedCache; a method is `press`, `press+backend-bits`, `backend-bits` or empty."""
 
     packages = ("kvpress", "torch", "transformers", "optimum-quanto", "hqq")
 
@@ -64,10 +66,7 @@ class Theirs(Side):
     def answer(self, ids: list[list[int]], method: str, limit: int | None, new: int, after: int = 0) -> Answer:
         """Answer to a prompt, see `Ours.answer`; the press is active for the part of the prompt that it compresses."""
         tokens = torch.tensor(ids)
-        press, _, quant = method.partition("+")
-        if press and not press[-1].isalpha() and "-" in press and ":" not in press:
-            quant = press  # a method such as quanto-4 has no press
-            press = ""
+        press, quant = _parts(method)
         length = tokens.shape[1] - after
         ratio = 0.0
         if limit is not None:
@@ -98,8 +97,7 @@ class Theirs(Side):
 
     def time(self, method: str, length: int, share: float, steps: int) -> Answer:
         """Times of a prompt and of the decode steps after it."""
-        press, _, quant = method.partition("+")
-        press = "" if press == "full" else press
+        press, quant = _parts(method)
         return self.timed(
             length,
             steps,
@@ -111,6 +109,13 @@ class Theirs(Side):
     def under(self, method: str, share: float) -> AbstractContextManager[Any]:
         """Context manager that applies a method, which keeps a share of the prompt, to the model."""
         return self._pressed(method, share)
+
+    @contextmanager
+    def generating(self, method: str, share: float | None, prompt: int, new: int) -> Generator[Any]:
+        """A cache for one call of `generate`, during which the press is active."""
+        press, quant = _parts(method)
+        with self._pressed(press, 0.0 if share is None else 1 - share):
+            yield self._cache(quant)
 
     def _trap_sinks(self, ids: list[int], steps: int, keep: int) -> Answer:
         kvpress: Any = import_module("kvpress")
@@ -185,15 +190,7 @@ class Theirs(Side):
         return press_of(method, ratio)(model or self.model) if method else nullcontext()
 
     def _cache(self, quant: str) -> Any:
-        from transformers import DynamicCache, QuantizedCache
-
-        if not quant:
-            return DynamicCache(config=self.model.config)
-        backend, bits = quant.split("-")
-        config: Any = self.model.config
-        group = min(64, config.head_dim * config.num_key_value_heads)
-        axis = 1 if backend == "hqq" else 0
-        return QuantizedCache(backend, config, nbits=int(bits), axis_key=axis, axis_value=axis, q_group_size=group)
+        return stock_cache(self.model.config, quant)
 
     def _fits(self, limit: int, length: int, new: int, quant: str) -> int:
         """Largest number of prompt tokens with which the cache stays within a limit of bytes.
@@ -212,6 +209,14 @@ class Theirs(Side):
             self.model(torch.ones(1, 256, dtype=torch.int64), past_key_values=cache)
             share = storage_bytes(list(cache.layers)) / (256 * token)
         return max(min(int((limit / token - new + 1) / share), length), 1)
+
+
+def _parts(method: str) -> tuple[str, str]:
+    """Press and quantization of a method, either of which may be empty."""
+    if is_quantized(method):
+        return "", method
+    press, _, quant = method.partition("+")
+    return "" if press == "full" else press, quant
 
 
 def _positions(full: Tensor, pruned: Tensor) -> list[list[int]]:

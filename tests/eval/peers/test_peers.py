@@ -75,7 +75,7 @@ def test_a_peer_sees_our_files_and_none_of_our_packages(tmp_path: Path) -> None:
 
 def test_the_peer_s_side_imports_nothing_of_ours() -> None:
     folder = Path(runs.__file__).parent
-    for name in ("side", "theirs"):
+    for name in ("side", "stock", "theirs"):
         source = (folder / f"{name}.py").read_text(encoding="utf-8")
         assert "import kvpolicy\n" not in source and "from kvpolicy " not in source
         assert "from kvpolicy." not in source
@@ -183,6 +183,7 @@ RESULTS: dict[str, Any] = {
             "theirs": {"prefill": 1.0, "step": 0.02, "peak": 2**20, "held": 2**21},
         },
     ],
+    "generate": [{"model": "tiny", "library": "kvpolicy", "method": "tova@0.2", "error": "ValueError: no"}],
 }
 
 
@@ -196,6 +197,7 @@ RESULTS: dict[str, Any] = {
         ("traps", "| two | refused | fails: ValueError |\n| three | has none | 0.579 |"),
         ("traps", "Here. Ours: kvpolicy 1. Theirs: kvpress 2."),
         ("speed", "| SnapKV | 2,048 | kvpolicy | 1.00 | 10.0 |  | 1.0 | 2.0 |\n| SnapKV | 2,048 | kvpress | fails |"),
+        ("generate", "| tiny | `tova@0.2` | kvpolicy | fails: ValueError: no |"),
         ("speed", "| kvpolicy | 1.00 | 10.0 | 0.50 |  | 2.0 |\n| TOVA | 2,048 | kvpress | 1.00 | 20.0 |  | 1.0 |"),
     ],
 )

@@ -1,0 +1,209 @@
+"""`generate` on the same prompts with all caches: stock, quantized, pruned by a press, and ours."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from kvpolicy_eval.peers import env
+from kvpolicy_eval.peers.pair import Line, Options, Pair, Question, embedded_model, questions
+from kvpolicy_eval.peers.process import Failed
+from kvpolicy_eval.peers.random_llama import save_random_llama
+from kvpolicy_eval.peers.recall import TASKS
+from kvpolicy_eval.peers.side import NOT_INSTALLED
+from kvpolicy_eval.peers.stock import QUANTIZERS, is_quantized
+
+NEW = 129
+"""Generated tokens: the prompt's, and 128 steps, after which a QuantizedCache encodes all tokens once more."""
+LENGTH = 4096
+"""Length of the random prompts, and rough length of the tasks' prompts."""
+RANDOM_PROMPTS = 3
+SHARE = 0.2
+_PRESS = "snapkv:window_size=32:kernel_size=7"
+_PRESS_CODE = "SnapKVPress(0.8, window_size=32, kernel_size=7)"
+
+
+class Method(NamedTuple):
+    """A cache that is compared.
+
+    Attributes:
+        side: The process that has it, `ours` or `theirs`.
+        code: How a user writes it.
+        name: Its name in that process; empty for the stock cache.
+        share: Budget, as a share of the prompt; None if every token is kept.
+    """
+
+    side: str
+    code: str
+    name: str = ""
+    share: float | None = None
+
+    @property
+    def library(self) -> str:
+        """The library that the cache or its method is from."""
+        if not self.name or is_quantized(self.name):
+            return "transformers"
+        return "kvpolicy" if self.side == "ours" else "kvpress"
+
+
+def _quantized(backend: str, bits: int) -> Method:
+    return Method("ours", f"QuantizedCache('{backend}', nbits={bits})", f"{backend}-{bits}")
+
+
+def _policy(spec: str) -> Method:
+    name, at, _ = spec.partition("@")
+    return Method("ours", spec, name, SHARE if at else None)
+
+
+STOCK = "DynamicCache()"
+METHODS = [
+    Method("ours", STOCK),
+    _quantized("quanto", 4),
+    _quantized("quanto", 2),
+    _quantized("hqq", 4),
+    _quantized("hqq", 2),
+    _policy("full+kivi:bits=4"),
+    _policy("full+kivi:bits=2"),
+    _policy("full+tokenwise:bits=4"),
+    _policy("full+tokenwise:bits=2"),
+    _policy(f"window@{SHARE}"),
+    _policy(f"snapkv@{SHARE}"),
+    _policy(f"snapkv+kivi:bits=4@{SHARE}"),
+    _policy(f"snapkv+tokenwise:bits=4@{SHARE}"),
+    Method("theirs", STOCK),
+    Method("theirs", _PRESS_CODE, _PRESS, SHARE),
+    Method("theirs", f"{_PRESS_CODE}, QuantizedCache('quanto', nbits=4)", f"{_PRESS}+quanto-4", SHARE),
+    Method("theirs", f"{_PRESS_CODE}, QuantizedCache('hqq', nbits=4)", f"{_PRESS}+hqq-4", SHARE),
+]
+"""The stock cache of each process is the first of its methods, and their base."""
+
+
+def generate(pair: Pair, options: Options) -> Iterator[Line]:
+    """Times, bytes and texts of all methods, with two models."""
+    skipped = _missing(pair)
+    for sentence in dict.fromkeys(skipped.values()):
+        print(f"generate: {sentence}", file=sys.stderr, flush=True)
+    methods = [method for method in METHODS if method not in skipped]
+    with embedded_model("tiny-4k") as path:
+        pair.load(path, threads=options.threads)
+        measured = measure(pair, methods, questions(1, TASKS, LENGTH), options.rounds)
+    yield from _lines("tiny-4k", skipped, measured)
+    with tempfile.TemporaryDirectory() as path:
+        save_random_llama(path, options, queries_per_head=1)
+        pair.load(path, threads=options.threads)
+        measured = measure(pair, methods, _random_prompts(), options.rounds)
+    yield from _lines("random", skipped, measured)
+
+
+def _missing(pair: Pair) -> dict[Method, str]:
+    """Methods whose package our process lacks, and why they are left out."""
+    versions = pair.ours.ask("versions")
+    return {
+        method: f"{package} is not installed; try `pip install {' '.join(env.QUANTIZERS)}`"
+        for backend, package in QUANTIZERS.items()
+        if versions.get(package, NOT_INSTALLED) == NOT_INSTALLED
+        for method in METHODS
+        if method.side == "ours" and method.name.startswith(f"{backend}-")
+    }
+
+
+def _random_prompts() -> list[Question]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(3, 1024, (RANDOM_PROMPTS, LENGTH), generator=generator)
+    return [Question("random", ids, []) for ids in rows.tolist()]
+
+
+def measure(pair: Pair, methods: Sequence[Method], prompts: Sequence[Question], rounds: int) -> dict[Method, Line]:
+    """Run all methods in turn on each prompt, because the speed of a machine drifts.
+
+    Args:
+        pair: The processes.
+        methods: The methods, with the stock cache of each side.
+        prompts: The prompts.
+        rounds: Calls of each method on each prompt, in addition to one with the first prompt that warms up.
+
+    Returns:
+        The results of each method, or its error.
+
+    Raises:
+        Failed: If a stock cache fails, since nothing can be compared without it.
+    """
+    runs: dict[Method, list[Line]] = {method: [] for method in methods}
+    errors: dict[Method, Line] = {}
+    for number, question in enumerate([prompts[0], *(question for question in prompts for _ in range(rounds))]):
+        for method in methods if number % 2 else methods[::-1]:
+            if method in errors:
+                continue
+            asked = {"method": method.name, "share": method.share, "new": NEW}
+            try:
+                result = getattr(pair, method.side).ask("generate", ids=question.ids, **asked)
+            except Failed as error:
+                if not method.name:
+                    raise
+                errors[method] = {"error": str(error)}
+                continue
+            if number:
+                runs[method].append(result | {"answer": result["ids"][: len(question.answer)]})
+    stock = {method.side: runs[method] for method in methods if not method.name}
+    return {method: errors.get(method) or summary(runs[method], stock[method.side], rounds) for method in methods}
+
+
+def summary(runs: Sequence[Line], stock: Sequence[Line], rounds: int) -> Line:
+    """Medians of the times, mean of the bytes, and what the texts have in common with those of the stock cache.
+
+    Args:
+        runs: Of the method.
+        stock: Of the stock cache in the same process, with the same prompts in the same order.
+        rounds: Calls with each prompt, one after the other, whose texts are equal.
+    """
+    pairs = list(zip(runs, stock, strict=True))
+    result: Line = {}
+    for key in ("prefill", "step"):
+        result[key] = statistics.median(run[key] for run in runs)
+        result[f"{key}_ratio"] = statistics.median(run[key] / base[key] for run, base in pairs)
+    held = statistics.mean(run["held"] for run in runs)
+    texts = pairs[::rounds]
+    with_answer = [(run["answer"], base["answer"]) for run, base in texts if base["answer"]]
+    return result | {
+        "held": held,
+        "held_ratio": held / statistics.mean(base["held"] for base in stock),
+        "same_answers": sum(answer == base for answer, base in with_answer),
+        "answers": len(with_answer),
+        "same_tokens": statistics.mean(common_prefix(run["ids"], base["ids"]) for run, base in texts),
+        "tokens": NEW,
+    }
+
+
+def describe(options: Options) -> str:
+    """How the table was measured."""
+    return (
+        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s). tiny-4k: the embedded model, one "
+        f"prompt of each of {len(TASKS)} tasks, of about {LENGTH:,} tokens. random: a random Llama of "
+        f"{options.layers} layers, hidden size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} "
+        f"prompts of {LENGTH:,} random tokens. Medians of {options.rounds} round(s) with each prompt, all caches in "
+        "turn; in brackets, over the `DynamicCache()` of the same process: kvpress has one of its own. Prefill: until "
+        f"the first token. Step: mean of the {NEW - 1} steps after it. Held: the most that the tensors of the cache "
+        "took after any token. Same answers: prompts with the answer of the stock cache. Same tokens: those before the "
+        "first difference, on average. "
+    )
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Number of tokens before the first difference.
+
+    >>> common_prefix([5, 6, 7], [5, 6, 8]), common_prefix([5], [5])
+    (2, 1)
+    """
+    pairs = zip(first, second, strict=True)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), len(first))
+
+
+def _lines(model: str, skipped: dict[Method, str], measured: dict[Method, Line]) -> Iterator[Line]:
+    for method in METHODS:
+        result = {"skipped": skipped[method]} if method in skipped else measured[method]
+        yield {"model": model, "side": method.side, "library": method.library, "method": method.code} | result
