@@ -20,6 +20,8 @@ from kvpolicy_eval.peers.stock import QUANTIZERS, is_quantized
 
 NEW = 129
 """Generated tokens: the prompt's, and 128 steps, after which a QuantizedCache encodes all tokens once more."""
+WARM_UP = 8
+"""Generated tokens of a call that warms up: codes compile what reads them in the first step."""
 LENGTH = 4096
 """Length of the random prompts, and rough length of the tasks' prompts."""
 RANDOM_PROMPTS = 3
@@ -70,7 +72,6 @@ METHODS = [
     _policy("full+kivi:bits=4"),
     _policy("full+kivi:bits=2"),
     _policy("full+tokenwise:bits=4"),
-    _policy("full+tokenwise:bits=2"),
     _policy(f"window@{SHARE}"),
     _policy(f"snapkv@{SHARE}"),
     _policy(f"snapkv+kivi:bits=4@{SHARE}"),
@@ -118,78 +119,111 @@ def _random_prompts() -> list[Question]:
     return [Question("random", ids, []) for ids in rows.tolist()]
 
 
+class Calls:
+    """Calls of `generate`, each by the process of its method.
+
+    Args:
+        pair: The processes.
+
+    Attributes:
+        errors: Methods that failed, and are not called again.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        """Begin without an error."""
+        self._pair = pair
+        self.errors: dict[Method, Line] = {}
+
+    def ask(self, method: Method, question: Question, new: int = NEW) -> Line | None:
+        """One call, or None if the method failed.
+
+        Raises:
+            Failed: If a stock cache fails, since nothing can be compared without it.
+        """
+        if method in self.errors:
+            return None
+        asked = {"method": method.name, "share": method.share, "new": new}
+        try:
+            result = getattr(self._pair, method.side).ask("generate", ids=question.ids, **asked)
+        except Failed as error:
+            if not method.name:
+                raise
+            self.errors[method] = {"error": str(error)}
+            return None
+        return result | {"answer": result["ids"][: len(question.answer)]}
+
+
 def measure(pair: Pair, methods: Sequence[Method], prompts: Sequence[Question], rounds: int) -> dict[Method, Line]:
-    """Run all methods in turn on each prompt, because the speed of a machine drifts.
+    """Run all methods in turn on each prompt, two of them around a call with the stock cache of their process.
+
+    The speed of a machine drifts, so that only neighboring calls can be compared.
 
     Args:
         pair: The processes.
         methods: The methods, with the stock cache of each side.
         prompts: The prompts.
-        rounds: Calls of each method on each prompt, in addition to one with the first prompt that warms up.
+        rounds: Calls of each method on each prompt, after a short one that warms up.
 
     Returns:
         The results of each method, or its error.
-
-    Raises:
-        Failed: If a stock cache fails, since nothing can be compared without it.
     """
-    runs: dict[Method, list[Line]] = {method: [] for method in methods}
-    errors: dict[Method, Line] = {}
-    for number, question in enumerate([prompts[0], *(question for question in prompts for _ in range(rounds))]):
-        for method in methods if number % 2 else methods[::-1]:
-            if method in errors:
-                continue
-            asked = {"method": method.name, "share": method.share, "new": NEW}
-            try:
-                result = getattr(pair, method.side).ask("generate", ids=question.ids, **asked)
-            except Failed as error:
-                if not method.name:
-                    raise
-                errors[method] = {"error": str(error)}
-                continue
-            if number:
-                runs[method].append(result | {"answer": result["ids"][: len(question.answer)]})
-    stock = {method.side: runs[method] for method in methods if not method.name}
-    return {method: errors.get(method) or summary(runs[method], stock[method.side], rounds) for method in methods}
+    calls = Calls(pair)
+    for method in methods:
+        calls.ask(method, prompts[0], WARM_UP)
+    runs: dict[Method, list[tuple[Line, Line]]] = {method: [] for method in methods}
+    for number, question in enumerate(question for question in prompts for _ in range(rounds)):
+        for stock, *others in _groups(methods):
+            order = [*others[:1], stock, *others[1:]]
+            results = {method: calls.ask(method, question) for method in (order if number % 2 else order[::-1])}
+            base = results[stock]
+            for method, result in results.items():
+                if result is not None and base is not None:
+                    runs[method].append((result, base))
+    return {method: calls.errors.get(method) or summary(runs[method]) for method in methods}
 
 
-def summary(runs: Sequence[Line], stock: Sequence[Line], rounds: int) -> Line:
+def _groups(methods: Sequence[Method]) -> Iterator[list[Method]]:
+    """The stock cache of each side with two other methods of it at a time."""
+    for side in ("ours", "theirs"):
+        stock = next(method for method in methods if method.side == side and not method.name)
+        others = [method for method in methods if method.side == side and method.name]
+        for start in range(0, max(len(others), 1), 2):  # one without other methods is still measured
+            yield [stock, *others[start : start + 2]]
+
+
+def summary(runs: Sequence[tuple[Line, Line]]) -> Line:
     """Medians of the times, mean of the bytes, and what the texts have in common with those of the stock cache.
 
     Args:
-        runs: Of the method.
-        stock: Of the stock cache in the same process, with the same prompts in the same order.
-        rounds: Calls with each prompt, one after the other, whose texts are equal.
+        runs: Each call, and the call with the stock cache that it is compared with.
     """
-    pairs = list(zip(runs, stock, strict=True))
     result: Line = {}
     for key in ("prefill", "step"):
-        result[key] = statistics.median(run[key] for run in runs)
-        result[f"{key}_ratio"] = statistics.median(run[key] / base[key] for run, base in pairs)
-    held = statistics.mean(run["held"] for run in runs)
-    texts = pairs[::rounds]
-    with_answer = [(run["answer"], base["answer"]) for run, base in texts if base["answer"]]
+        result[key] = statistics.median(run[key] for run, _ in runs)
+        result[f"{key}_ratio"] = statistics.median(run[key] / base[key] for run, base in runs)
+    held = statistics.mean(run["held"] for run, _ in runs)
+    with_answer = [(run["answer"], base["answer"]) for run, base in runs if base["answer"]]
     return result | {
         "held": held,
-        "held_ratio": held / statistics.mean(base["held"] for base in stock),
-        "same_answers": sum(answer == base for answer, base in with_answer),
-        "answers": len(with_answer),
-        "same_tokens": statistics.mean(common_prefix(run["ids"], base["ids"]) for run, base in texts),
+        "held_ratio": held / statistics.mean(base["held"] for _, base in runs),
+        "same_answers": statistics.mean(answer == base for answer, base in with_answer) if with_answer else None,
+        "same_tokens": statistics.mean(common_prefix(run["ids"], base["ids"]) for run, base in runs),
         "tokens": NEW,
     }
 
 
 def describe(options: Options) -> str:
     """How the table was measured."""
+    clock = "CPU time" if options.threads == 1 else "wall time"
     return (
-        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s). tiny-4k: the embedded model, one "
-        f"prompt of each of {len(TASKS)} tasks, of about {LENGTH:,} tokens. random: a random Llama of "
+        f"Eager `generate` of {NEW} tokens, fp32, CPU, {options.threads} thread(s), {clock}. tiny-4k: the embedded "
+        f"model, one prompt of each of {len(TASKS)} tasks, of about {LENGTH:,} tokens. random: a random Llama of "
         f"{options.layers} layers, hidden size {options.hidden}, heads of 64 and as many KV heads, {RANDOM_PROMPTS} "
-        f"prompts of {LENGTH:,} random tokens. Medians of {options.rounds} round(s) with each prompt, all caches in "
-        "turn; in brackets, over the `DynamicCache()` of the same process: kvpress has one of its own. Prefill: until "
-        f"the first token. Step: mean of the {NEW - 1} steps after it. Held: the most that the tensors of the cache "
-        "took after any token. Same answers: prompts with the answer of the stock cache. Same tokens: those before the "
-        "first difference, on average. "
+        f"prompts of {LENGTH:,} random tokens. Medians of {options.rounds} round(s) with each prompt; in brackets, "
+        "over a neighboring call with the `DynamicCache()` of the same process: kvpress has one of its own. Prefill: "
+        f"until the first token. Step: mean of the {NEW - 1} steps after it. Held: the most that the tensors of the "
+        "cache took after any token. Same answers: prompts with the answer of the stock cache. Same tokens: those "
+        "before the first difference, on average. "
     )
 
 

@@ -203,6 +203,8 @@ class Side:
 class Stream:
     """A streamer of `generate` that notes the time and the bytes of a cache when a token arrives.
 
+    With one thread, the time is that of the CPU: other processes of the machine take no part of it.
+
     Args:
         count: Counts the bytes; its time is not part of the measured times.
 
@@ -213,15 +215,16 @@ class Stream:
     def __init__(self, count: Callable[[], int]) -> None:
         """Begin without a token."""
         self._count = count
+        self._now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         self._arrived: list[float] = []
         self._left: list[float] = []
         self.held: list[int] = []
 
     def put(self, tokens: Tensor) -> None:
         """Note the arrival of the prompt, which `generate` passes first, or of a new token."""
-        self._arrived.append(time.perf_counter())
+        self._arrived.append(self._now())
         self.held.append(self._count())
-        self._left.append(time.perf_counter())
+        self._left.append(self._now())
 
     def end(self) -> None:
         """Do nothing: `generate` calls this after the last token."""

@@ -117,7 +117,7 @@ def _generated(line: Line) -> list[str]:
         f"{line['prefill'] * 1e3:,.0f} ({line['prefill_ratio']:.2f})",
         f"{line['step'] * 1e3:.1f} ({line['step_ratio']:.2f})",
         f"{_mib(line['held'])} ({line['held_ratio']:.2f})",
-        f"{line['same_answers']} of {line['answers']}" if line["answers"] else "",
+        "" if line["same_answers"] is None else f"{line['same_answers']:.0%}",
         f"{line['same_tokens']:.0f} of {line['tokens']}",
     ]
 

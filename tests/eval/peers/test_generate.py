@@ -155,12 +155,23 @@ def test_theirs_gives_a_press_and_a_cache(llama: Path, monkeypatch: pytest.Monke
     assert made == [("",), *pressed, ("hqq-4",)]
 
 
-def test_counting_is_no_part_of_the_times() -> None:
+def test_counting_is_no_part_of_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     stream = Stream(lambda: time.sleep(0.05) or 7)
     for _ in range(3):
         stream.put(torch.zeros(1))
     stream.end()
     assert stream.held == [7, 7, 7] and len(stream.seconds()) == 2 and max(stream.seconds()) < 0.04
+
+
+def test_one_thread_is_timed_by_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads, waits in ((1, False), (2, True)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        stream = Stream(lambda: 0)
+        stream.put(torch.zeros(1))
+        time.sleep(0.05)
+        stream.put(torch.zeros(1))
+        assert (stream.seconds()[0] > 0.04) == waits
 
 
 class FakeSide:
@@ -178,9 +189,9 @@ class FakeSide:
         if do == "load":
             self.loaded += 1
             return {}
-        assert do == "generate" and arguments["new"] == generate.NEW
+        assert do == "generate" and arguments["new"] in (generate.NEW, generate.WARM_UP)
         method = arguments["method"]
-        self.asked.append(method)
+        self.asked.append(method + "!" * (arguments["new"] == generate.WARM_UP))
         if method == self._failing:
             raise Failed("RuntimeError: no such size")
         factor = 1 if not method else 3
@@ -193,27 +204,44 @@ INSTALLED = {"optimum-quanto": "1", "hqq": "2"}
 PROMPTS = [Question("a", [3] * 10, [1] * 4), Question("b", [3] * 20, [1] * 11), Question("c", [3] * 30, [])]
 
 
-def test_measures_in_turn_beside_the_stock_cache_of_the_same_side() -> None:
+def test_measures_in_turn_around_the_stock_cache_of_the_same_side() -> None:
     pair: Any = Pair(FakeSide(), FakeSide())  # pyright: ignore[reportArgumentType]
-    methods = [Method("ours", STOCK), Method("ours", "x", "x"), Method("theirs", STOCK), Method("theirs", "y", "y")]
+    ours_methods = [Method("ours", STOCK), *(Method("ours", name, name) for name in "xyz")]
+    methods = [*ours_methods, Method("theirs", STOCK), Method("theirs", "p", "p")]
     results = generate.measure(pair, methods, PROMPTS, rounds=2)
-    # One call that warms up, then two rounds with each of three prompts.
-    assert pair.ours.asked == ["x", "", *["", "x", "x", ""] * 3]
-    assert pair.theirs.asked == ["y", "", *["", "y", "y", ""] * 3]
-    stock, ours = results[methods[0]], results[methods[1]]
-    assert (stock["step_ratio"], stock["held_ratio"], stock["same_answers"], stock["answers"]) == (1, 1, 2, 2)
+    # A short call warms up; then there are two rounds with each of three prompts, and every second one is reversed.
+    assert pair.ours.asked == ["!", "x!", "y!", "z!", *["y", "", "x", "", "z", "x", "", "y", "z", ""] * 3]
+    assert pair.theirs.asked == ["!", "p!", *["", "p", "p", ""] * 3]
+    stock = results[methods[0]]
+    ours = results[methods[1]]
+    assert (stock["step_ratio"], stock["held_ratio"], stock["same_answers"]) == (1, 1, 1)
     assert stock["same_tokens"] == generate.NEW
     assert (ours["step_ratio"], ours["prefill_ratio"], ours["held_ratio"], ours["held"]) == (3, 3, 3, 60)
     # The eleventh token differs: it belongs to the second answer and not to the first one.
-    assert (ours["same_answers"], ours["answers"], ours["same_tokens"]) == (1, 2, 10)
+    assert (ours["same_answers"], ours["same_tokens"]) == (0.5, 10)
+
+
+def test_ratios_are_of_neighboring_calls() -> None:
+    """A machine that becomes slower with every call: the ratios stay near those of the methods."""
+
+    class Slower(FakeSide):
+        def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+            result = super().ask(do, **arguments)
+            return {key: value * 1.2 ** len(self.asked) if key == "step" else value for key, value in result.items()}
+
+    pair: Any = Pair(Slower(), FakeSide())  # pyright: ignore[reportArgumentType]
+    names = "abcdefgh"
+    methods = [Method("ours", STOCK), *(Method("ours", name, name) for name in names), Method("theirs", STOCK)]
+    results = generate.measure(pair, methods, PROMPTS[:2], rounds=1)
+    assert [results[method]["step_ratio"] for method in methods[1:-1]] == [pytest.approx(3.05)] * len(names)
 
 
 def test_a_method_that_fails_has_its_error_and_the_others_go_on() -> None:
     pair: Any = Pair(FakeSide(failing="x"), FakeSide())  # pyright: ignore[reportArgumentType]
-    methods = [Method("ours", STOCK), Method("ours", "x", "x")]
+    methods = [Method("ours", STOCK), Method("ours", "x", "x"), Method("theirs", STOCK)]
     results = generate.measure(pair, methods, PROMPTS, rounds=1)
     assert results[methods[1]] == {"error": "RuntimeError: no such size"}
-    assert pair.ours.asked == ["x", "", "", "", ""] and "step" in results[methods[0]]
+    assert pair.ours.asked == ["!", "x!", "", "", ""] and "step" in results[methods[0]]
     with pytest.raises(Failed):
         generate.measure(Pair(FakeSide(failing=""), FakeSide()), methods, PROMPTS, 1)  # pyright: ignore[reportArgumentType]
 
@@ -266,21 +294,20 @@ LINES: list[dict[str, Any]] = [
         "step_ratio": 0.617,
         "held": 3 * 2**20,
         "held_ratio": 0.204,
-        "same_answers": 4,
-        "answers": 5,
+        "same_answers": 0.8,
         "same_tokens": 28.4,
         "tokens": 129,
     },
     {"model": "tiny-4k", "side": "ours", "library": "transformers", "method": "Q", "error": "RuntimeError: a|b"},
     {"model": "tiny-4k", "side": "ours", "library": "transformers", "method": "Q", "skipped": "hqq is not installed"},
 ]
-LINES.append(LINES[0] | {"model": "random", "prefill": 0.0001, "same_answers": 0, "answers": 0})
+LINES.append(LINES[0] | {"model": "random", "prefill": 0.0001, "same_answers": None})
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        "| tiny-4k | `snapkv@0.2` | kvpolicy | 2,500 (1.02) | 12.3 (0.62) | 3.0 (0.20) | 4 of 5 | 28 of 129 |",
+        "| tiny-4k | `snapkv@0.2` | kvpolicy | 2,500 (1.02) | 12.3 (0.62) | 3.0 (0.20) | 80% | 28 of 129 |",
         r"| tiny-4k | `Q` | transformers | fails: RuntimeError: a\|b |  |  |  |  |",
         "| tiny-4k | `Q` | transformers | skipped: hqq is not installed |  |  |  |  |",
         "| random | `snapkv@0.2` | kvpolicy | 0 (1.02) | 12.3 (0.62) | 3.0 (0.20) |  | 28 of 129 |",
@@ -296,7 +323,8 @@ def test_the_command_has_the_part() -> None:
     args = parser.parse_args(["run", "--only", "generate", "--rounds", "2", "--threads", "1"])
     assert args.only == ["generate"] and args.rounds == 2
     said = command.describe("generate", Options(threads=3, rounds=2, layers=5, hidden=128))
-    assert "3 thread(s)" in said and "2 round(s)" in said and "5 layers, hidden size 128" in said
+    assert "3 thread(s), wall time" in said and "2 round(s)" in said and "5 layers, hidden size 128" in said
+    assert "1 thread(s), CPU time" in command.describe("generate", Options())
 
 
 def test_the_page_installs_the_versions_of_the_environment() -> None:
