@@ -55,15 +55,16 @@ class Rope:
 
     def unrotate(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Undo the rotation of keys [B, H, n, D] at positions [B, H, n] (or [B, 1, n]), fp32."""
-        if self._rotates_halves is None and not torch.compiler.is_compiling():
-            self._rotates_halves = self._try_halves()
+        self.frequencies(keys.shape[-1])  # known before a step is compiled
         return self._rotate(keys, positions, undo=True)
 
     def frequencies(self, head_dim: int) -> Tensor | None:
         """Radians per position of each channel pair, [1, 1, 1, D / 2] fp32, as `rotate_halves` takes them.
 
-        None if the embedding is another one, or if it is not known yet since no key was unrotated.
+        None if the embedding is another one, or if a compiled step asks first.
         """
+        if self._rotates_halves is None and not torch.compiler.is_compiling():
+            self._rotates_halves = self._try_halves()
         if not self._rotates_halves or 2 * self._angles != head_dim:
             return None
         return getattr(self._tables, self._frequencies_name).float()[None, None, None]

@@ -46,7 +46,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {
 """Decoding stays in the loop that sums, however long it is; by default, its result would be written to memory."""
 
 _LOG = logging.getLogger(__name__)
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 _apart: dict[str, Callable[..., Tensor]] = {}
 
