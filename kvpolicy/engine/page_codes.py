@@ -128,8 +128,8 @@ class CodedPages(NamedTuple):
         return is_compiled(self.owner[..., None], self._head_slots())
 
     def _head_slots(self) -> int:
-        """Slots of an average head."""
-        return self.owner.shape[1] * _page_slots(self.codec, self.codes) // self.heads
+        """Slots of an average head in all rows."""
+        return self.owner.numel() * _page_slots(self.codec, self.codes) // self.heads
 
     def _rows(self) -> StageStore:
         """Every page as a row of one head: functions are compiled for a number of heads, and for any number of rows."""

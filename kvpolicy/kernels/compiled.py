@@ -30,7 +30,7 @@ SWITCH = "KVPOLICY_KERNELS"
 """The environment variable that switches compiled functions off if it is 0."""
 
 MIN_SLOTS = 2048
-"""Slots or tokens of a head from which a compilation pays: a step with fewer takes about as long as its other parts."""
+"""Slots or tokens of a head in all rows from which a compilation pays: with fewer, a step has slower parts."""
 
 SLOW_COMPILATION = 2.0
 """Seconds from which a compilation is logged with its duration."""
@@ -76,14 +76,14 @@ def obstacle() -> str:
 def is_compiled(t: Tensor, slots: int | None = None) -> bool:
     """Whether a compiled function reads a tensor of slots, or of tokens, [B, H, C, ...]; its first call compiles it.
 
-    On a CPU only, since nothing else was measured. It depends on the number of slots alone, so that two runs of one
-    prompt give the same numbers.
+    On a CPU only, since nothing else was measured. It depends on the numbers of rows and slots alone, so that two runs
+    of one batch give the same numbers.
 
     Args:
         t: A tensor.
-        slots: Slots of a head if `t` has pages of slots and not heads; C by default.
+        slots: Slots of a head in all rows if `t` has pages of slots and not heads; B * C by default.
     """
-    if (t.shape[2] if slots is None else slots) < MIN_SLOTS or t.device.type != "cpu":
+    if (t.shape[0] * t.shape[2] if slots is None else slots) < MIN_SLOTS or t.device.type != "cpu":
         return False
     if torch.compiler.is_compiling():
         return _is_on

@@ -46,7 +46,7 @@ def plan_notes(
         even,
         _mostly_exact(policy, layers),
         _held_prompts(policy, coded),
-        _decoded_codes(policy, layers),
+        _decoded_codes(policy, layers, len(prompt)),
     )
     return "; ".join(filter(None, notes))
 
@@ -119,10 +119,10 @@ def _mostly_exact(policy: Policy, layers: Sequence[LayerPlan]) -> str:
     return f"the codec's full-precision buffer, whose length its parameters set, takes {exact:.0%} of the bytes"
 
 
-def _decoded_codes(policy: Policy, layers: Sequence[LayerPlan]) -> str:
+def _decoded_codes(policy: Policy, layers: Sequence[LayerPlan], rows: int) -> str:
     """Codes that would be read by compiled functions if these could be compiled."""
     coded = [sum(layer.layout.coded) for layer in layers if policy.at(layer.layer_idx).codec.stages]
-    if max(coded, default=0) < MIN_SLOTS or not obstacle():
+    if rows * max(coded, default=0) < MIN_SLOTS or not obstacle():
         return ""
     return f"on a CPU, codes are decoded before they are read, which is slower, since {obstacle()}"
 

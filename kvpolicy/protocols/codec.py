@@ -134,8 +134,8 @@ class StageStore(NamedTuple):
             dtype, zero for an empty slot; None unless `Traits.pins` is `newest` and slots were reserved.
         query_absmax: Largest absolute query of each channel in the prompt, over a KV head's query heads, [B, H, D]
             fp32; None unless `Traits.query_absmax`.
-        page_slots: Slots of an average head if every page of the codes is read as a head of one row; None if the heads
-            of the codes are those of the cache.
+        page_slots: Slots of an average head in all rows if every page of the codes is read as a row of one head; None
+            if rows and heads of the codes are those of the cache.
     """
 
     codes: Codes

@@ -82,7 +82,9 @@ def test_threads_share_what_is_compiled() -> None:
 
 def test_only_many_slots_on_a_cpu_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_compiled(torch.empty(1, 2, MIN_SLOTS, 4)) == (not compiled.obstacle())
+    assert is_compiled(torch.empty(4, 2, MIN_SLOTS // 4, 4)) == (not compiled.obstacle())
     assert not is_compiled(torch.empty(1, 2, MIN_SLOTS - 1, 4))
+    assert not is_compiled(torch.empty(3, 2, MIN_SLOTS // 4, 4))
     assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4, device="meta"))
     monkeypatch.setattr(compiled, "_is_on", False)
     assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4)) and compiled.obstacle() == "KVPOLICY_KERNELS is 0"
