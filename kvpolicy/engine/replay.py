@@ -14,11 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpolicy.engine.attention import MASK_ELEMENTS, TILE_ELEMENTS, Past, ScoreTransform, attend_tile
+from kvpolicy.engine.attention import MASK_ELEMENTS, MASK_ROWS, TILE_ELEMENTS, Past, ScoreTransform, attend_tile
 from kvpolicy.protocols import Replay
 
 NOT_REPLAYED = -1.0
 """The score of a token that was not replayed; others have at least 0."""
+
+CACHED_ELEMENTS = 1 << 18
+"""Scores in one tile on a CPU: 1 MiB of fp32, so that a tile and its softmax stay in the cache of a core."""
+
+SHORTEST = 16
+"""Queries of a tile, at least."""
 
 
 class Chunk(NamedTuple):
@@ -78,25 +84,26 @@ def attend_context(
     values = torch.cat([past.values, v], 2)
     if transform.softcap is not None or transform.sinks is not None:
         return attend_tile(q, keys, values, transform, past, valid, None)
+    if valid is None:  # the context is as the earlier part of a prompt
+        return attend_tile(q, keys, values, transform, None, None, None)
     new = q.shape[2]
     held = keys.shape[2] - new
-    seen = None
-    if valid is not None:
-        # One head stands for all: nothing was evicted from a held prompt, so that all heads have the same tokens.
-        seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
+    # One head stands for all: nothing was evicted from a held prompt, so that all heads have the same tokens.
+    seen = torch.cat([past.occupied[:, 0], valid], 1)[:, None, None]
     gqa = q.shape[1] != k.shape[1]
-    rows = max(MASK_ELEMENTS // (keys.shape[2] * (1 if seen is None else q.shape[0])), 16)
-    parts: list[Tensor] = []
+    rows = min(max(MASK_ELEMENTS // seen.numel(), 16), MASK_ROWS)
+    out = torch.empty_like(q)
     for start in range(0, new, rows):
         stop = min(start + rows, new)
         # Query i of this part stands in column held + start + i, which it sees as well.
         mask = torch.ones(stop - start, held + stop, dtype=torch.bool, device=q.device).tril(held + start)
-        mask = mask if seen is None else mask & seen[..., : held + stop]
+        mask = mask & seen[..., : held + stop]
         tile = q[:, :, start:stop], keys[:, :, : held + stop], values[:, :, : held + stop]
-        parts.append(F.scaled_dot_product_attention(*tile, attn_mask=mask, scale=transform.scale, enable_gqa=gqa))
-    out = torch.cat(parts, 2)
+        out[:, :, start:stop] = F.scaled_dot_product_attention(
+            *tile, attn_mask=mask, scale=transform.scale, enable_gqa=gqa
+        )
     # A padding query may see nothing, and its output is not a number then.
-    return out if valid is None else out.masked_fill(~valid[:, None, -new:, None], 0)
+    return out.masked_fill_(~valid[:, None, -new:, None], 0)
 
 
 def received(
@@ -134,24 +141,41 @@ def received(
     factor = None if gain is None else gain.of_tokens(chunk.columns).unflatten(1, (heads, group))[:, :, :, None]
     largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
     grouped = q.unflatten(1, (heads, group))
-    rows = min(max(TILE_ELEMENTS // (batch * q.shape[1] * seen.shape[2]), 16), 256)
+    sinks = None if transform.sinks is None else transform.sinks.unflatten(0, (heads, group))
+    rows, many = tile_shape(k.device, batch * group * seen.shape[2], heads)
     future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    for start in range(0, new, rows):
-        stop = min(start + rows, new)
-        count = stop - start
-        end = held + stop
-        tile = grouped[:, :, :, start:stop].reshape(batch, heads, group * count, dim)
-        score = transform.scores(tile, seen[:, :, :end]).unflatten(2, (group, count))
-        score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
-        if hidden is not None:
-            score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
-        weights = transform.weights(score)[..., before:scored]
-        if factor is not None and gain is not None:
-            weights = weights * factor / gain.inputs[:, None, None, start:stop, None]
-        if is_query is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
-            weights = weights.masked_fill(~is_query[:, None, None, start:stop, None], 0)
-        largest = torch.maximum(largest, weights.amax((2, 3)))
+    for first in range(0, heads, many):
+        of = slice(first, first + many)
+        weigh = transform if sinks is None else transform._replace(sinks=sinks[of].flatten())
+        for start in range(0, new, rows):
+            stop = min(start + rows, new)
+            count = stop - start
+            end = held + stop
+            tile = grouped[:, of, :, start:stop].reshape(batch, -1, group * count, dim)
+            score = weigh.scores(tile, seen[:, of, :end]).unflatten(2, (group, count))
+            score[..., held + start :].masked_fill_(future[:count, :count], -torch.inf)
+            if hidden is not None:
+                score.masked_fill_(hidden[:, None, None, None, :end], -torch.inf)
+            weights = weigh.weights(score)[..., before:scored]
+            if factor is not None and gain is not None:
+                weights = weights * factor[:, of] / gain.inputs[:, None, None, start:stop, None]
+            if is_query is not None:  # also replaces the NaN of a row without this chunk, which sees nothing
+                weights = weights.masked_fill(~is_query[:, None, None, start:stop, None], 0)
+            largest[:, of] = torch.maximum(largest[:, of], weights.amax((2, 3)))
     return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
+
+
+def tile_shape(device: torch.device, scores: int, heads: int) -> tuple[int, int]:
+    """Queries and KV heads of a tile: many queries of few heads, since products of few rows are slow.
+
+    Args:
+        device: Where scores are computed.
+        scores: Scores of one query of each row in the group of one KV head.
+        heads: KV heads.
+    """
+    elements = min(CACHED_ELEMENTS, TILE_ELEMENTS) if device.type == "cpu" else TILE_ELEMENTS
+    rows = min(max(elements // scores, SHORTEST), MASK_ROWS)
+    return rows, min(max(elements // (rows * scores), 1), heads)
 
 
 def add_scores(scores: Tensor, chunk: Chunk, new: Tensor) -> None:

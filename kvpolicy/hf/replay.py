@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.partial_attention import has_parts
 from kvpolicy.engine.prefill import PendingPrompt
 from kvpolicy.engine.replay import (
     NOT_REPLAYED,
@@ -21,6 +22,7 @@ from kvpolicy.engine.replay import (
     output_norms,
     received,
 )
+from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from kvpolicy.hf.layer import PolicyLayer
 from kvpolicy.hf.passing_cache import PassingCache
 from kvpolicy.hf.transcript import Transcript
@@ -82,6 +84,8 @@ class ReplayCache(PassingCache):
         super().__init__(layers)
         self.context = context
         self.wants_inputs = plan.norms
+        self._chunk_size = plan.chunk
+        self._last = max(index for index, layer in enumerate(layers) if isinstance(layer, PolicyLayer))
         self.scores: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         self._decoded: tuple[int, PendingPrompt] | None = None
@@ -118,12 +122,21 @@ class ReplayCache(PassingCache):
         k, v = self._so_far(layer_idx, k, v)
         # Layers may be on several devices.
         chunk = self.chunk.to(k.device)
-        flags = None if self.whole else self.valid[:, : k.shape[2]].to(k.device)
-        scores = received(q, k, pending.keys, transform, chunk, flags, gain)
-        add_scores(self.scores[layer_idx], chunk, scores)
         occupied = self.context.to(k.device)[:, None].expand(-1, k.shape[1], -1)
         past = Past(pending.keys, pending.values, occupied)
-        return attend_context(q, k, v, transform, past, flags)[:, :heads]
+        if self.whole and layer_idx != self._last and has_parts(q, k, v, transform):
+            start = chunk.number * self._chunk_size
+            place = ChunkPlace(start, start + chunk.columns.shape[1], chunk.sinks.shape[1])
+            out, scores = attend_and_score(q, k, v, transform, past, place, gain)
+        else:
+            flags = None if self.whole else self.valid[:, : k.shape[2]].to(k.device)
+            scores = received(q, k, pending.keys, transform, chunk, flags, gain)
+            if layer_idx == self._last:  # nothing that follows is read
+                out = v.new_zeros(*q.shape[:3], v.shape[3])
+            else:
+                out = attend_context(q, k, v, transform, past, flags)
+        add_scores(self.scores[layer_idx], chunk, scores)
+        return out[:, :heads]
 
     def _prompt(self, layer_idx: int) -> PendingPrompt:
         """The prompt that a layer holds, decoded; that of one layer at a time, for all of its tiles."""
