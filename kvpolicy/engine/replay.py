@@ -20,9 +20,6 @@ from kvpolicy.protocols import Replay
 NOT_REPLAYED = -1.0
 """The score of a token that was not replayed; others have at least 0."""
 
-CACHED_ELEMENTS = 1 << 18
-"""Scores in one tile on a CPU: 1 MiB of fp32, so that a tile and its softmax stay in the cache of a core."""
-
 SHORTEST = 16
 """Queries of a tile, at least."""
 
@@ -142,7 +139,7 @@ def received(
     largest = k.new_zeros(batch, heads, chunk.columns.shape[1], dtype=torch.float32)
     grouped = q.unflatten(1, (heads, group))
     sinks = None if transform.sinks is None else transform.sinks.unflatten(0, (heads, group))
-    rows, many = tile_shape(k.device, batch * group * seen.shape[2], heads)
+    rows, many = tile_shape(TILE_ELEMENTS, batch * group * seen.shape[2], heads)
     future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
     for first in range(0, heads, many):
         of = slice(first, first + many)
@@ -165,15 +162,14 @@ def received(
     return largest.masked_fill(~chunk.chosen[:, None], NOT_REPLAYED)
 
 
-def tile_shape(device: torch.device, scores: int, heads: int) -> tuple[int, int]:
+def tile_shape(elements: int, scores: int, heads: int) -> tuple[int, int]:
     """Queries and KV heads of a tile: many queries of few heads, since products of few rows are slow.
 
     Args:
-        device: Where scores are computed.
+        elements: Scores of a tile.
         scores: Scores of one query of each row in the group of one KV head.
         heads: KV heads.
     """
-    elements = min(CACHED_ELEMENTS, TILE_ELEMENTS) if device.type == "cpu" else TILE_ELEMENTS
     rows = min(max(elements // scores, SHORTEST), MASK_ROWS)
     return rows, min(max(elements // (rows * scores), 1), heads)
 

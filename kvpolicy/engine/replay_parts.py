@@ -15,6 +15,9 @@ from kvpolicy.engine.attention import Past, ScoreTransform
 from kvpolicy.engine.partial_attention import Part, attend_causal, attend_part
 from kvpolicy.engine.replay import Gain, tile_shape
 
+CACHED_ELEMENTS = 1 << 18
+"""Scores in one tile: 1 MiB of fp32, so that a tile stays in the cache of a core."""
+
 
 class ChunkPlace(NamedTuple):
     """Where a chunk stands in a context without padding: the columns from `start` to `stop`, behind `sinks` of them."""
@@ -74,7 +77,7 @@ def _largest_weights(
         normalizer = normalizer + gain.inputs.log()[:, None, None]
     # As logarithms, of which only the largest ones are raised.
     largest = keys.new_full((batch, heads, group, keys.shape[2]), -torch.inf, dtype=torch.float32)
-    rows, many = tile_shape(keys.device, batch * group * keys.shape[2], heads)
+    rows, many = tile_shape(CACHED_ELEMENTS, batch * group * keys.shape[2], heads)
     for first in range(0, heads, many):
         some = slice(first, first + many)
         for start in range(0, new, rows):

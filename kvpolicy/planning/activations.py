@@ -170,12 +170,19 @@ class Prefill(NamedTuple):
         text = max(len(replay.first), len(replay.later) + replay.overlap) + len(replay.reply)
         piece = Piece(batch, min(replay.chunk, self.columns) + text, self.columns)
         size = self.shape.dtype.itemsize
+        # Tiles of scores are of few heads, and of one if need be.
         scores = batch * _heads(self) * (replay.sinks + 2 * piece.columns)
-        seen = piece.past + piece.columns
-        # A boolean mask of a tile, which becomes one of numbers.
-        masks = (1 + size) * min(max(MASK_ELEMENTS, SHORTEST_TILE * seen), piece.columns * seen)
+        one_head = scores // max(self.shape.heads, 1)
+        scored = SCORE_NBYTES * min(max(TILE_ELEMENTS, SHORTEST_TILE * one_head), scores * piece.columns)
+        # A boolean mask of some queries, which becomes one of numbers.
+        rows = min(max(MASK_ELEMENTS // piece.keys, SHORTEST_TILE), MASK_ROWS, piece.columns)
+        masks = (1 + size) * rows * piece.keys
         tile = self._tile(piece)
-        held = piece.keys * self.shape.token_nbytes + _tile_bytes(scores, tile.columns) + masks
+        if self.widths.tiled:  # attention has tiles, too, of all heads and over the whole context
+            scored = max(scored, _tile_bytes(_heads(self) * piece.keys, tile.columns))
+        # Without a copy of the keys, attention is computed in parts: two outputs, and queries by KV head.
+        parts = 2 * tile.tokens * self.widths.queries * size
+        held = max(piece.keys * self.shape.token_nbytes + masks, parts) + scored
         return _forward(self, tile, held) + self._whole_bytes(piece, tile)
 
 

@@ -1,0 +1,114 @@
+"""Attention and scores of a replay from parts, against attention by a mask and a softmax over all that is scored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import partial_attention
+from kvpolicy.engine.attention import Past, ScoreTransform
+from kvpolicy.engine.partial_attention import Part, attend_part, has_parts
+from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
+from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
+from tests.engine.parts import generator
+
+ROWS, HEADS, DIM, PROMPT = 2, 3, 8, 50
+TRANSFORM = ScoreTransform(0.4)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+def chunk_of(place: ChunkPlace) -> Chunk:
+    """The same chunk as columns of every row."""
+
+    def columns(*ends: int) -> Tensor:
+        return torch.arange(*ends).expand(ROWS, -1)
+
+    size = place.stop - place.start
+    chosen = torch.ones(ROWS, size, dtype=torch.bool)
+    return Chunk(1, columns(place.start, place.stop), chosen, columns(0), columns(place.sinks))
+
+
+def slow(q: Tensor, k: Tensor, v: Tensor, past: Past, place: ChunkPlace, gain: Gain | None) -> tuple[Tensor, Tensor]:
+    """One matrix of all scores in double precision."""
+    group, own = q.shape[1] // HEADS, k.shape[2] - q.shape[2]
+    keys, values = (torch.cat(pair, 2).double().repeat_interleave(group, 1) for pair in ((past[0], k), (past[1], v)))
+    score = q.double() @ keys.mT * TRANSFORM.scale
+    score.masked_fill_(torch.ones(score.shape[-2:], dtype=torch.bool).triu(PROMPT + own + 1), -torch.inf)
+    shown = torch.zeros(keys.shape[2], dtype=torch.bool)
+    shown[: place.sinks] = True
+    shown[place.start : place.stop] = True
+    shown[PROMPT:] = True
+    weights = score.masked_fill(~shown, -torch.inf).softmax(-1)[..., place.start : place.stop]
+    if gain is not None:
+        weights = weights * gain.outputs[:, :, None, place.start : place.stop] / gain.inputs[:, None, :, None]
+    return score.softmax(-1) @ values, weights.unflatten(1, (HEADS, group)).amax((2, 3))
+
+
+PLACES = {
+    "first": ChunkPlace(0, 20, 0),
+    "middle": ChunkPlace(20, 40, 4),
+    "no sinks": ChunkPlace(20, 40, 0),
+    "last": ChunkPlace(40, 50, 4),
+    "all": ChunkPlace(0, 50, 0),
+    "sinks to the chunk": ChunkPlace(4, 5, 4),
+}
+
+
+@pytest.mark.parametrize("scores", ["drawn", "equal", "large", "far apart"])
+@pytest.mark.parametrize("tile", [1, 1 << 18], ids=["small tiles", "one tile"])
+@pytest.mark.parametrize("place", PLACES.values(), ids=list(PLACES))
+def test_parts_are_the_whole(place: ChunkPlace, tile: int, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles of queries, of one query head or of several, and where what is not scored has all of the weight."""
+    monkeypatch.setattr("kvpolicy.engine.replay_parts.CACHED_ELEMENTS", tile)
+    error = 1e-4 if scores in ("large", "far apart") else 1e-5  # scores of some hundreds
+    for group, new, own in ((1, 37, 37), (2, 20, 37), (2, 1, 1), (4, 5, 37)):
+        q, k = drawn(0, ROWS, HEADS * group, new, DIM), drawn(1, ROWS, HEADS, own, DIM)
+        v = drawn(2, ROWS, HEADS, own, DIM)
+        past = Past(drawn(3, ROWS, HEADS, PROMPT, DIM), drawn(4, ROWS, HEADS, PROMPT, DIM), torch.ones(()))
+        if scores == "equal":
+            k.zero_()
+            past.keys.zero_()
+        elif scores == "large":
+            q *= 60
+        elif scores == "far apart":  # by more than fp32 can represent as a ratio of weights
+            q, k = q.abs(), k.abs()
+            past.keys.abs_().neg_()
+            past.keys[:, :, place.sinks : place.start] = 100
+            past.keys[:, :, place.stop :] = 100
+        for gain in (None, Gain(drawn(5, ROWS, HEADS * group, PROMPT).abs(), 0.1 + drawn(6, ROWS, new).abs())):
+            out, got = attend_and_score(q, k, v, TRANSFORM, past, place, gain)
+            want_out, want = slow(q, k, v, past, place, gain)
+            torch.testing.assert_close(out.double(), want_out, atol=error, rtol=1e-5)
+            torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=error)
+            if scores == "equal" and gain is None:
+                assert bool((got == got[..., :1]).all()), "ties stay ties"
+            # The general functions, which know padding, agree.
+            torch.testing.assert_close(out, attend_context(q, k, v, TRANSFORM, past, None), atol=1e-4, rtol=1e-4)
+            one = received(q, k, past.keys, TRANSFORM, chunk_of(place), None, gain)
+            torch.testing.assert_close(got, one, atol=1e-6, rtol=1e-4)
+
+
+def test_a_part_of_no_keys() -> None:
+    """The fused function ends the process if it gets none."""
+    q, none = drawn(0, 1, 2, 1, 3, DIM), drawn(1, 1, 2, 0, DIM)
+    assert attend_part(q, none, none, 1.0) is None
+    part = Part(drawn(2, 1, 2, 1, 3, DIM), drawn(3, 1, 2, 1, 3))
+    assert part.joined(None) is part
+
+
+def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = drawn(0, 1, 2, 3, DIM)
+    assert has_parts(t, t, t, TRANSFORM)
+    assert not has_parts(t.bfloat16(), t.bfloat16(), t.bfloat16(), TRANSFORM)
+    assert not has_parts(t, t, t.half(), TRANSFORM)
+    assert not has_parts(t, t, t[..., :4], TRANSFORM)
+    assert not has_parts(t, t, t, ScoreTransform(1.0, softcap=3.0))
+    assert not has_parts(t, t, t, ScoreTransform(1.0, sinks=torch.zeros(2)))
+    meta = t.to("meta")
+    assert not has_parts(meta, meta, meta, TRANSFORM)
+    monkeypatch.setattr(partial_attention, "_FUSED", None)
+    assert not has_parts(t, t, t, TRANSFORM)
