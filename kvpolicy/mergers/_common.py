@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.products import thin_products
-from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.kernels.slot_writes import flat_slots, gather_slots
 from kvpolicy.protocols import Candidates, Tokens
 
 TILE_ELEMENTS = 1 << 20
 """Similarities in one tile: 4 MiB of fp32."""
+
+BLOCK = 64
+"""Targets in one block of similarities: the largest of a block is found faster than its index."""
 
 _TINY = torch.finfo(torch.float32).tiny
 _FAR = torch.iinfo(torch.int32).max
@@ -40,14 +44,23 @@ class Tile(NamedTuple):
         keys: [B, H, n, D] fp32.
         weights: How many tokens each one stands for, 0 where it is not evicted, [B, H, n] fp32.
         nearest: Its target.
-        members: 1 where an entry of the first axis is the target of a token, else 0, [B, H, T, n] fp32.
     """
 
     keys: Tensor
     values: Tensor
     weights: Tensor
     nearest: Nearest
-    members: Tensor
+
+    def add_to(self, total: Tensor, vectors: Tensor) -> None:
+        """Add a vector of each token, [B, H, n, X], to that of its target in `total` [B, H, T, X], in place."""
+        targets = total.shape[2]
+        index = self.nearest.target
+        if total.device.type == "cpu":
+            total.flatten(0, 2).index_add_(0, flat_slots(index, targets), vectors.flatten(0, 2))
+            return
+        # A product with ones and zeros: unlike a scatter, it adds in one order on a device with many threads.
+        number = torch.arange(targets, device=total.device)
+        total += (number[:, None] == index[:, :, None]).float() @ vectors
 
 
 def unit(keys: Tensor) -> Tensor:
@@ -59,19 +72,33 @@ def _lengths(keys: Tensor) -> Tensor:
     return torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).clamp_min(_TINY)
 
 
-def similar_targets(keys: Tensor, targets: Tensor, is_target: Tensor) -> Nearest:
+def similar_targets(keys: Tensor, targets: Tensor, is_target: Tensor | None, memory: Tensor) -> Nearest:
     """The target of largest cosine for each token; of ties the first, which is the earliest where targets are sorted.
 
     Args:
         keys: Keys of the tokens, of length 1, [B, H, n, D] fp32.
-        targets: Keys of the targets, of length 1, [B, H, T, D] fp32.
-        is_target: Which of them may be one, [B, H, T] bool.
+        targets: Keys of the targets in whole blocks (see `in_blocks`), of length 1, [B, H, T, D] fp32.
+        is_target: Which of them may be one, [B, H, T] bool; None if all may.
+        memory: Where similarities are written, [B * H * n * T or more] fp32: new memory costs time in each tile.
     """
-    cosine = (keys @ targets.mT).masked_fill(~is_target[:, :, None], -torch.inf)
-    best = cosine.max(-1)
-    # Not `best.indices`, which is the first of equal ones on some devices only.
-    first = (cosine == best.values[..., None]).to(torch.uint8).argmax(-1)
-    return Nearest(first, best.values)
+    shape = (*keys.shape[:3], targets.shape[2])
+    cosine = torch.matmul(keys, targets.mT, out=memory[: math.prod(shape)].view(shape))
+    if is_target is not None:
+        cosine.masked_fill_(~is_target[:, :, None], -torch.inf)
+    cosine = cosine.unflatten(-1, (-1, BLOCK))
+    largest = cosine.amax(-1)
+    best = largest.amax(-1, keepdim=True)
+    # An index is looked for in one block only. Not by `max`, whose index is the first of equal ones on some devices.
+    block = (largest == best).to(torch.uint8).argmax(-1, keepdim=True)
+    inside = cosine.gather(3, block[..., None].expand(-1, -1, -1, -1, BLOCK)).squeeze(3)
+    first = (inside == best).to(torch.uint8).argmax(-1, keepdim=True)
+    return Nearest((block * BLOCK + first).squeeze(-1), best.squeeze(-1))
+
+
+def in_blocks(t: Tensor) -> Tensor:
+    """Targets [B, H, T, ...] in whole blocks: the last one is repeated, and the first of its copies is found."""
+    missing = -t.shape[2] % BLOCK
+    return torch.cat([t, t[:, :, -1:].expand(-1, -1, missing, *t.shape[3:])], 2)
 
 
 def near_targets(
@@ -94,32 +121,43 @@ def near_targets(
 
 
 def tiles(candidates: Candidates, by: str) -> Iterator[Tile]:
-    """All candidates, a few at a time, each with the target that it would be merged into.
+    """All evicted tokens, a few at a time, each with the target that it would be merged into.
 
     Args:
         candidates: The tokens of a prompt.
         by: `keys` for the target of largest cosine, `position` for the nearest one.
     """
-    batch, heads, count, _ = candidates.keys.shape
+    batch, heads = candidates.keys.shape[:2]
     targets = unit(candidates.at_targets(candidates.keys))
     positions = candidates.at_targets(candidates.positions)
-    number = torch.arange(targets.shape[2], device=targets.device)
     evicted = candidates.evicted
+    # The evicted tokens first, in their order: no other needs a target.
+    order = (~evicted).to(torch.uint8).argsort(dim=-1, stable=True)
+    count = int(evicted.sum(-1).max())
+    blocks = in_blocks(targets)
+    some = None if bool(candidates.is_target.all()) else in_blocks(candidates.is_target)
+    row = torch.arange(batch, device=targets.device)[:, None, None]
+    head = torch.arange(heads, device=targets.device)[:, None]
     size = max(TILE_ELEMENTS // max(batch * heads * targets.shape[2], 1), 16)
+    memory = targets.new_empty(batch * heads * min(size, count) * blocks.shape[2] if by == "keys" else 0)
     for start in range(0, count, size):
-        at = slice(start, start + size)
-        mass = evicted[..., at].float()
+        at = order[..., start : min(start + size, count)]
+        gone = evicted.gather(-1, at)
+        mass = gone.float()
         if candidates.counts is not None:
-            mass = mass * candidates.counts[..., at].exp()
+            mass = mass * candidates.counts.gather(-1, at).exp()
         # Keys and values of tokens that are not evicted, such as padding, may hold inf or NaN: 0 times NaN is NaN.
-        gone = evicted[..., at, None]
-        keys, values = (t[:, :, at].float().masked_fill(~gone, 0) for t in (candidates.keys, candidates.values))
+        keys, values = (
+            t[row, head, at].float().masked_fill(~gone[..., None], 0) for t in (candidates.keys, candidates.values)
+        )
         if by == "keys":
-            nearest = similar_targets(unit(keys), targets, candidates.is_target)
+            nearest = similar_targets(unit(keys), blocks, some, memory)
+            # A copy of the last target may be rounded up against it.
+            nearest = nearest._replace(target=nearest.target.clamp_max(targets.shape[2] - 1))
         else:
-            nearest = near_targets(unit(keys), candidates.positions[..., at], targets, positions, candidates.is_target)
-        members = (number[:, None] == nearest.target[:, :, None]).float()
-        yield Tile(keys, values, mass, nearest, members)
+            here = candidates.positions.gather(-1, at)
+            nearest = near_targets(unit(keys), here, targets, positions, candidates.is_target)
+        yield Tile(keys, values, mass, nearest)
 
 
 def target_of(victim: Tokens, slots: Tokens, by: str) -> Nearest:

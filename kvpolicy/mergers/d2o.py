@@ -89,21 +89,20 @@ class D2O(Merger):
         self._move(state, average, count > 0)
         keys = candidates.at_targets(candidates.keys)
         values = candidates.at_targets(candidates.values)
-        number = torch.zeros_like(candidates.targets, dtype=torch.float32)
+        number = torch.zeros_like(candidates.targets, dtype=torch.float32)[..., None]
         mixed_keys = torch.zeros_like(keys.float())
         mixed_values = torch.zeros_like(values.float())
         for tile in tiles(candidates, "keys"):
             cosine = tile.nearest.cosine
             chosen = (tile.weights > 0) & (cosine >= state.threshold[..., None]) & (cosine > -torch.inf)
-            members = tile.members * chosen[:, :, None]
-            number += members.sum(-1)
-            weighted = members * cosine.masked_fill(~chosen, 0)[:, :, None]
-            mixed_keys += weighted @ tile.keys
-            mixed_values += weighted @ tile.values
-        changed = ((number > 0) & candidates.is_target)[..., None]
+            tile.add_to(number, chosen[..., None].float())
+            weight = cosine.masked_fill(~chosen, 0)[..., None]
+            tile.add_to(mixed_keys, tile.keys * weight)
+            tile.add_to(mixed_values, tile.values * weight)
+        changed = (number > 0) & candidates.is_target[..., None]
 
         def mean(own: Tensor, mixed: Tensor) -> Tensor:
-            return torch.where(changed, ((own.float() + mixed) / (1 + number[..., None])).to(own.dtype), own)
+            return torch.where(changed, ((own.float() + mixed) / (1 + number)).to(own.dtype), own)
 
         return Merged(values=mean(values, mixed_values), keys=mean(keys, mixed_keys))
 

@@ -66,14 +66,13 @@ class CountedMerge(Merger):
         assert candidates.counts is not None
         values = candidates.at_targets(candidates.values)
         counts = candidates.at_targets(candidates.counts)
-        total = torch.zeros_like(counts)
+        total = torch.zeros_like(counts)[..., None]
         mixed = torch.zeros_like(values, dtype=torch.float32)
         for tile in tiles(candidates, self.by):
             gained = tile.weights.masked_fill(tile.nearest.cosine < self.least, 0)
-            # A product with ones and zeros: unlike a scatter, it adds in one order on every device.
-            shares = tile.members * gained[:, :, None]
-            total += shares.sum(-1)
-            mixed += shares @ tile.values
+            tile.add_to(total, gained[..., None])
+            tile.add_to(mixed, tile.values * gained[..., None])
+        total = total.squeeze(-1)
         grown = (total > 0) & candidates.is_target
         own = counts.exp()
         both = own + total

@@ -12,8 +12,8 @@ from kvpolicy import D2O, CountedMerge
 from kvpolicy.mergers import _common
 from kvpolicy.protocols import Candidates, Merged
 
-COUNT = 50
-"""Three tiles of the fewest tokens, 16, and two tokens more."""
+COUNT = 57
+"""Seven targets; the evicted tokens are three tiles of the fewest tokens, 16, and two tokens more."""
 
 
 def prompt(counted: bool) -> Candidates:
