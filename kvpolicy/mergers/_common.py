@@ -16,6 +16,9 @@ from kvpolicy.protocols import Candidates, Tokens
 TILE_ELEMENTS = 1 << 20
 """Similarities in one tile: 4 MiB of fp32."""
 
+ADDS_IN_ORDER = ("cpu",)
+"""Devices on which a scatter adds in the order of its entries, so that the sum is the same in each run."""
+
 BLOCK = 64
 """Targets in one block of similarities: the largest of a block is found faster than its index."""
 
@@ -55,10 +58,10 @@ class Tile(NamedTuple):
         """Add a vector of each token, [B, H, n, X], to that of its target in `total` [B, H, T, X], in place."""
         targets = total.shape[2]
         index = self.nearest.target
-        if total.device.type == "cpu":
+        if total.device.type in ADDS_IN_ORDER:
             total.flatten(0, 2).index_add_(0, flat_slots(index, targets), vectors.flatten(0, 2))
             return
-        # A product with ones and zeros: unlike a scatter, it adds in one order on a device with many threads.
+        # A product with ones and zeros, which adds in one order on every device.
         number = torch.arange(targets, device=total.device)
         total += (number[:, None] == index[:, :, None]).float() @ vectors
 

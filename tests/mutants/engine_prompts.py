@@ -147,6 +147,20 @@ MUTATIONS = (
         tests=("tests/engine/test_replay_scores.py",),
     ),
     Mutation(
+        name="sinks take no part in the scores of a replay in parts",
+        file="kvpolicy/engine/replay_parts.py",
+        old="    seen = seen.joined(part(past.keys, past.values, slice(of.sinks)))\n",
+        new="",
+        tests=("tests/engine/test_replay_parts.py",),
+    ),
+    Mutation(
+        name="a later tile of a replay in parts does not see the tiles before it",
+        file="kvpolicy/engine/replay_parts.py",
+        old="part(k, v, slice(own))",
+        new="part(k, v, slice(0))",
+        tests=("tests/engine/test_replay_parts.py",),
+    ),
+    Mutation(
         name="a chunk of a shorter row overwrites scores",
         file="kvpolicy/engine/replay.py",
         old="scores.scatter_(-1, index, new.maximum(scores.gather(-1, index)))",

@@ -8,9 +8,23 @@ MUTATIONS = (
     Mutation(
         name="every tile has the counts of the first",
         file="kvpolicy/mergers/_common.py",
-        old="mass = mass * candidates.counts[..., at].exp()",
+        old="mass = mass * candidates.counts.gather(-1, at).exp()",
         new="mass = mass * candidates.counts[..., : mass.shape[-1]].exp()",
         tests=("tests/mergers/test_tiles.py",),
+    ),
+    Mutation(
+        name="a target is looked for in the first block",
+        file="kvpolicy/mergers/_common.py",
+        old="(block * BLOCK + first)",
+        new="(block * 0 + first)",
+        tests=("tests/mergers/test_blocks.py",),
+    ),
+    Mutation(
+        name="all heads add to the targets of the first",
+        file="kvpolicy/mergers/_common.py",
+        old="index_add_(0, flat_slots(index, targets),",
+        new="index_add_(0, index.flatten(),",
+        tests=("tests/mergers/test_blocks.py",),
     ),
     Mutation(
         name="the cosine of a victim is not divided by its length",
