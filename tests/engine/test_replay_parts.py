@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvpolicy.engine import partial_attention
 from kvpolicy.engine.attention import Past, ScoreTransform
-from kvpolicy.engine.partial_attention import Part, attend_part, has_parts
 from kvpolicy.engine.replay import Chunk, Gain, attend_context, received
 from kvpolicy.engine.replay_parts import ChunkPlace, attend_and_score
 from tests.engine.parts import generator
@@ -90,25 +88,3 @@ def test_parts_are_the_whole(place: ChunkPlace, tile: int, scores: str, monkeypa
             torch.testing.assert_close(out, attend_context(q, k, v, TRANSFORM, past, None), atol=1e-4, rtol=1e-4)
             one = received(q, k, past.keys, TRANSFORM, chunk_of(place), None, gain)
             torch.testing.assert_close(got, one, atol=1e-6, rtol=1e-4)
-
-
-def test_a_part_of_no_keys() -> None:
-    """The fused function ends the process if it gets none."""
-    q, none = drawn(0, 1, 2, 1, 3, DIM), drawn(1, 1, 2, 0, DIM)
-    assert attend_part(q, none, none, 1.0) is None
-    part = Part(drawn(2, 1, 2, 1, 3, DIM), drawn(3, 1, 2, 1, 3))
-    assert part.joined(None) is part
-
-
-def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    t = drawn(0, 1, 2, 3, DIM)
-    assert has_parts(t, t, t, TRANSFORM)
-    assert not has_parts(t.bfloat16(), t.bfloat16(), t.bfloat16(), TRANSFORM)
-    assert not has_parts(t, t, t.half(), TRANSFORM)
-    assert not has_parts(t, t, t[..., :4], TRANSFORM)
-    assert not has_parts(t, t, t, ScoreTransform(1.0, softcap=3.0))
-    assert not has_parts(t, t, t, ScoreTransform(1.0, sinks=torch.zeros(2)))
-    meta = t.to("meta")
-    assert not has_parts(meta, meta, meta, TRANSFORM)
-    monkeypatch.setattr(partial_attention, "_FUSED", None)
-    assert not has_parts(t, t, t, TRANSFORM)

@@ -62,7 +62,7 @@ PROMPT_CASES = [
     Case("expected", "window", 1.03),
     Case("keydiff", "window", 1.03),
     Case("scissorhands", "h2o"),
-    Case("snapkv+merge", "snapkv"),
+    Case("snapkv+merge", "snapkv", 1.15),
     Case("snapkv+regress", "snapkv"),
     Case("kvzip", "", 3.0),
 ]

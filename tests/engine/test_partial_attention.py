@@ -1,0 +1,58 @@
+"""Attention to parts of the keys, joined, against attention to all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpolicy.engine import partial_attention
+from kvpolicy.engine.attention import ScoreTransform
+from kvpolicy.engine.partial_attention import Part, attend_causal, attend_part, has_parts
+from tests.engine.parts import generator
+
+HEADS, DIM = 2, 8
+TRANSFORM = ScoreTransform(0.4)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed))
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("new", [1, 2, 33])
+def test_joined_parts_are_the_whole(new: int, group: int, size: float) -> None:
+    """Keys before the queries in two parts, and those of the queries themselves; also where one part has all weight."""
+    q = drawn(0, 2, HEADS, group, new, DIM) * size
+    keys, values = drawn(1, 2, HEADS, 20 + new, DIM), drawn(2, 2, HEADS, 20 + new, DIM)
+    found = attend_causal(q, keys[:, :, 20:], values[:, :, 20:], TRANSFORM.scale)
+    for columns in (slice(13), slice(13, 20)):
+        found = found.joined(attend_part(q, keys[:, :, columns], values[:, :, columns], TRANSFORM.scale))
+    score = q.double() @ keys.double()[:, :, None].mT * TRANSFORM.scale
+    score.masked_fill_(torch.ones(new, 20 + new, dtype=torch.bool).triu(21), -torch.inf)
+    want = score.softmax(-1) @ values.double()[:, :, None]
+    torch.testing.assert_close(found.output.double(), want, atol=1e-6 * size + 1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.normalizer.double(), score.logsumexp(-1), atol=1e-5, rtol=1e-6)
+
+
+def test_a_part_of_no_keys() -> None:
+    """The fused function ends the process if it gets none."""
+    q, none = drawn(0, 1, HEADS, 1, 3, DIM), drawn(1, 1, HEADS, 0, DIM)
+    assert attend_part(q, none, none, 1.0) is None
+    part = Part(drawn(2, 1, HEADS, 1, 3, DIM), drawn(3, 1, HEADS, 1, 3))
+    assert part.joined(None) is part
+
+
+def test_what_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    t = drawn(0, 1, HEADS, 3, DIM)
+    assert has_parts(t, t, t, TRANSFORM)
+    assert not has_parts(t.bfloat16(), t.bfloat16(), t.bfloat16(), TRANSFORM)
+    assert not has_parts(t, t, t.half(), TRANSFORM)
+    assert not has_parts(t, t, t[..., :4], TRANSFORM)
+    assert not has_parts(t, t, t, ScoreTransform(1.0, softcap=3.0))
+    assert not has_parts(t, t, t, ScoreTransform(1.0, sinks=torch.zeros(HEADS)))
+    meta = t.to("meta")
+    assert not has_parts(meta, meta, meta, TRANSFORM)
+    monkeypatch.setattr(partial_attention, "_FUSED", None)
+    assert not has_parts(t, t, t, TRANSFORM)
