@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpolicy.engine.attention import ScoreTransform
 
 _FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""What `scaled_dot_product_attention` calls on a CPU, which returns the output without the normalizer."""
+"""The operation of `scaled_dot_product_attention` on a CPU, which returns the normalizer besides the output."""
 
 
 class Part(NamedTuple):
