@@ -22,6 +22,7 @@ from kvpolicy.engine.rotary import Rope
 from kvpolicy.kernels import compiled
 from kvpolicy.protocols import Codes, StageStore
 from kvpolicy_eval.common.synthetic import with_random_calibration
+from tests.codecs.compiling import call_directly, compile_all
 
 CODECS = {
     "kivi:bits=2": 2,
@@ -95,39 +96,13 @@ def test_fused_reads_are_those_of_decoding(
     wanted = [*coded.score(queries), *coded.mix(weights)]
     largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
     largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
-    called: list[str] = []
-    plain = compiled.call
-
-    def counted(function: object, *given: object, **options: object) -> object:
-        called.append(getattr(function, "__name__", ""))
-        return plain(function, *given, **options)  # pyright: ignore
-
-    compile_all(monkeypatch)
-    for module in (
-        "codecs.kivi",
-        "codecs._uniform",
-        "codecs.gear",
-        "codecs.kvquant",
-        "codecs.rotate",
-        "codecs.turboquant",
-        "engine.rotary",
-    ):
-        monkeypatch.setattr(f"kvpolicy.{module}.call", counted)
+    called = call_directly(monkeypatch)
     found = [*coded.score(queries), *coded.mix(weights)]
     assert len(called) == CODECS[codec]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for got, want, most in zip(found, wanted, largest, strict=True):
         assert got.dtype == torch.float32 and got.shape == want.shape
         torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
-
-
-def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None:
-    """Compile functions for any number of slots."""
-    monkeypatch.setattr(compiled, "BACKEND", backend)
-    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "_is_on", True)
-    monkeypatch.setattr(compiled, "_failures", [])
-    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
 
 
 def write_twice(codec: SingleStage, mask: Tensor, slots: Tensor) -> Codes:
@@ -155,9 +130,10 @@ def test_encoding_in_compiled_code_makes_the_same_codes(
     slots = torch.rand(2, 3, 24, generator=generator).argsort(-1)[..., :12]
     codec: Any = Policy.parse(f"full+{spec}").codec
     wanted = write_twice(codec, mask, slots)
-    compile_all(monkeypatch)
+    called = call_directly(monkeypatch)
     for found, want in zip(write_twice(codec, mask, slots), wanted, strict=True):
         assert torch.equal(found, want)
+    assert called
 
 
 @pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are made in compiled code")

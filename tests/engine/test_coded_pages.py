@@ -17,7 +17,7 @@ from kvpolicy.engine.attention import ScoreTransform
 from kvpolicy.engine.coded_pages import CodedPageBody
 from kvpolicy.engine.layer_store import LayerStore
 from kvpolicy.engine.row_limits import RowBudget
-from kvpolicy.kernels import compiled
+from tests.codecs.compiling import call_directly
 from tests.conformance.models import build
 from tests.conformance.play import make_batch, talk
 from tests.engine.paged import HEADS, LOOKING, SCALE, Run
@@ -48,20 +48,7 @@ def test_prompts_and_steps_are_those_of_a_list(codec: str) -> None:
 def test_pages_that_are_not_decoded_are_those_of_a_list(
     codec: str, transform: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called: list[str] = []
-
-    def counted(function: Any, *given: Any, **options: Any) -> Any:
-        called.append(function.__name__)
-        return plain(function, *given, **options)
-
-    plain = compiled.call
-    monkeypatch.setattr(compiled, "BACKEND", "eager")
-    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "_is_on", True)
-    monkeypatch.setattr(compiled, "_failures", [])
-    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
-    for module in ("_uniform", "turboquant"):
-        monkeypatch.setattr(f"kvpolicy.codecs.{module}.call", counted)
+    called = call_directly(monkeypatch)
     run = Run("h2o", AdaKV(safeguard=0.0), [24, 12], codec=codec, dim=8, **transform)
     run.prompt([40, 23])
     for number in range(9):

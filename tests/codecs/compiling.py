@@ -1,0 +1,42 @@
+"""Compiled functions of codecs, for any number of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvpolicy.kernels import compiled
+
+
+def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None:
+    """Compile functions for any number of slots."""
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
+    monkeypatch.setattr(compiled, "_is_on", True)
+    monkeypatch.setattr(compiled, "_failures", [])
+    monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
+
+
+def call_directly(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Call the functions that would be compiled, for any number of slots, without dynamo; their names, in order."""
+    called: list[str] = []
+
+    def direct(function: Callable[..., object], *given: object, **options: object) -> object:
+        called.append(function.__name__)
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "_is_on", False)  # a function that calls itself compiled
+            return function(*given, **options)
+
+    compile_all(monkeypatch)
+    for module in (
+        "codecs.kivi",
+        "codecs._uniform",
+        "codecs.gear",
+        "codecs.kvquant",
+        "codecs.rotate",
+        "codecs.turboquant",
+        "engine.rotary",
+    ):
+        monkeypatch.setattr(f"kvpolicy.{module}.call", direct)
+    return called
