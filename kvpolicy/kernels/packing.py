@@ -110,14 +110,14 @@ def unpack_places(packed: Tensor, bits: int) -> list[Tensor]:
     if bits == 8:
         return [packed]
     parts = _parts(bits)
-    per_bit = packed.shape[-1] // bits  # bytes
-    size = per_bit * min(parts)
+    count = packed.shape[-1]
+    size = count * min(parts) // bits
     packed = packed.int()  # inductor (torch 2.13) shifts bytes one by one on a CPU
     codes: list[Tensor] = []
     start = 0
     shift = 0
     for part in parts:
-        end = start + per_bit * part
+        end = start + count * part // bits
         split = [codes for place in _split_bytes(packed[..., start:end], part) for codes in place.split(size, -1)]
         codes = [low | (high << shift) for low, high in zip(codes, split, strict=True)] if codes else split
         start = end

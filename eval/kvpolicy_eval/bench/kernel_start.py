@@ -1,7 +1,7 @@
-"""`python -m kvpolicy_eval.bench.kernel_start`: seconds that compiled reads of codes add to the first step.
+"""`python -m kvpolicy_eval.bench.kernel_start`: seconds that compiled functions add to a first prompt and step.
 
-Each codec reads one layer twice in a new process whose inductor has an empty cache on disk, and then in a second
-process that finds the first one's cache. What the first read takes longer than the second is compilation.
+Each codec encodes and reads one layer twice in a new process whose inductor has an empty cache on disk, and then in a
+second process that finds the first one's cache. What the first time takes longer than the second is compilation.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COLUMNS = ["codec", "first process, s", "later processes, s"]
 
 
 def compilation(codec: str, threads: int) -> float:
-    """Seconds that the first score and mix of this process take longer than the second ones."""
+    """Seconds that the first encoding, score and mix of this process take longer than the second ones."""
     set_threads(threads)
     with TemporaryDirectory() as folder, torch.inference_mode():
-        case = Case(codec, 2 * MIN_SLOTS, Path(folder))
         seconds: list[float] = []
         for _ in range(2):
             begun = time.perf_counter()
+            case = Case(codec, 2 * MIN_SLOTS, Path(folder))
             case.score()
             case.mix()
             seconds.append(time.perf_counter() - begun)

@@ -22,7 +22,7 @@ def test_a_first_read_compiles_and_a_second_one_does_not(monkeypatch: pytest.Mon
     monkeypatch.setattr(compiled, "_has_compiler", lambda: True)
     torch._dynamo.reset()
     assert kernel_start.compilation("kivi:bits=4", 1) > 0
-    assert len(compiled._compiled) == 2, "a score and a mix"
+    assert len(compiled._compiled) == 5, "bounds and codes of keys, codes of values, a score and a mix"
 
 
 def test_two_processes_share_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
