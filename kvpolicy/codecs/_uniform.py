@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpolicy.codecs._common import is_empty_head
+from kvpolicy.kernels import compiled
 from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
@@ -86,6 +87,8 @@ def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None
 
     They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
+    if bits == 8 and not compiled.HAS_WIDE_VECTORS:
+        return False
     return is_compiled(codes, page_slots) and fills_bytes(codes, bits, width)
 
 

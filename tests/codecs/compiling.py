@@ -13,6 +13,7 @@ def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None
     """Compile functions for any number of slots."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
+    monkeypatch.setattr(compiled, "HAS_WIDE_VECTORS", True)
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
     monkeypatch.setattr(compiled, "_has_compiler", lambda: True)

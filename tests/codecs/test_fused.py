@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from kvpolicy import Policy
 from kvpolicy.codecs._common import SingleStage
+from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.rotary import Rope
@@ -134,6 +135,13 @@ def test_encoding_in_compiled_code_makes_the_same_codes(
     for found, want in zip(write_twice(codec, mask, slots), wanted, strict=True):
         assert torch.equal(found, want)
     assert called
+
+
+@pytest.mark.parametrize(("bits", "fused"), [(8, False), (4, True)])
+def test_bytes_are_decoded_without_wide_vectors(bits: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_all(monkeypatch)
+    monkeypatch.setattr(compiled, "HAS_WIDE_VECTORS", False)
+    assert is_fused(torch.zeros(1, 2, 8, 2 * bits, dtype=torch.uint8), bits, 16) == fused
 
 
 @pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are made in compiled code")
