@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.fused_elements import mix_elements, replace_channels, score_elements
-from kvpolicy.kernels.fused_read import places, spread
+from kvpolicy.kernels.fused_read import channel_group_parts, places
 
 
 @apart
@@ -87,14 +87,11 @@ def mix_gear(
     """
     blocks = right.shape[2]
     left = left.unflatten(2, (blocks, -1))
-    size = right.shape[-1] // scale.shape[-1]
     parts: list[Tensor] = []
-    for n, code in enumerate(places(codes, bits)):
-        first = n * code.shape[-1]
-        group = [channel // size for channel in range(first, first + code.shape[-1])]
-        own_scale, own_zero = (spread(t, group) for t in (scale, zero))
-        part = (code * own_scale + own_zero).unflatten(2, (blocks, -1))
-        part = _add_error(part, left, right[..., first : first + code.shape[-1]]).flatten(2, 3)
+    for n, part in enumerate(channel_group_parts(codes, scale, zero, bits)):
+        first = n * part.shape[-1]
+        basis = right[..., first : first + part.shape[-1]]
+        part = _add_error(part.unflatten(2, (blocks, -1)), left, basis).flatten(2, 3)
         parts.append(replace_channels(part, first, channels, outliers))
     return mix_elements(parts, weights)
 

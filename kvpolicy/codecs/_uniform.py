@@ -59,7 +59,10 @@ def scale_and_zero(least: Tensor, most: Tensor, bits: int) -> tuple[Tensor, Tens
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes of `x` under a stored scale and zero, uint8, clipped to [0, 2**bits); 0 where the scale is 0."""
+    """Codes of `x` under a stored scale and zero, clipped to [0, 2**bits); 0 where the scale is 0.
+
+    They are uint8, and int32 in compiled code, where `pack` takes bytes more slowly.
+    """
     flat = scale == 0
     code = ((x - zero) / scale.masked_fill(flat, 1)).round().clamp(0, 2**bits - 1).masked_fill(flat, 0)
     return code.to(torch.int32 if torch.compiler.is_compiling() else torch.uint8)

@@ -81,17 +81,22 @@ def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int)
     Returns:
         [B, H, n, D] fp32.
     """
+    return torch.cat(channel_group_parts(codes, scale, zero, bits), -1)
+
+
+def channel_group_parts(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
+    """What `decode_channel_groups` decodes at each place of the bytes, the first channels first, [B, H, n, W] each."""
     size = codes.shape[-1] * 8 // bits // scale.shape[-1]
     decoded: list[Tensor] = []
     first = 0
     for part in places(codes, bits):
         group = [channel // size for channel in range(first, first + part.shape[-1])]
-        decoded.append(part * spread(scale, group) + spread(zero, group))
+        decoded.append(part * _spread(scale, group) + _spread(zero, group))
         first += part.shape[-1]
-    return torch.cat(decoded, -1)
+    return decoded
 
 
-def spread(t: Tensor, group: list[int]) -> Tensor:
+def _spread(t: Tensor, group: list[int]) -> Tensor:
     """The numbers [..., groups] of the group of each channel, [..., W], or [..., 1] if it is the same one."""
     numbers = sorted({*group})
     if len(numbers) == 1:
