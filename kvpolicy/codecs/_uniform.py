@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvpolicy.codecs._common import is_empty_head
 from kvpolicy.kernels import compiled
-from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
 
@@ -90,7 +90,7 @@ def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None
 
     They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
-    if bits == 8 and not compiled.HAS_WIDE_VECTORS:
+    if bits == 8 and codes.device.type == "cpu" and not compiled.HAS_WIDE_VECTORS:
         return False
     return is_compiled(codes, page_slots) and fills_bytes(codes, bits, width)
 
@@ -108,12 +108,12 @@ def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bit
     Returns:
         [B, H, G, C] fp32.
     """
-    return call(score_channel_groups, codes, widen(scale), widen(zero), queries.float(), bits=bits)
+    return call(score_channel_groups, codes, scale, zero, queries.float(), bits=bits)
 
 
 def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
     """Sums of what `dequantize` makes of codes, weighted by [B, H, G, C], as `score_fused`; [B, H, G, D] fp32."""
-    return call(mix_channel_groups, codes, widen(scale), widen(zero), weights.float(), bits=bits)
+    return call(mix_channel_groups, codes, scale, zero, weights.float(), bits=bits)
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from kvpolicy.codecs._gear_read import mix_gear, score_gear
 from kvpolicy.codecs._lowrank import basis
 from kvpolicy.codecs._outliers import extremes, fill, index_dtype, outliers_per_side
 from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest_divisor, quantize, scale_and_zero
-from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
@@ -220,7 +220,7 @@ class GEAR(SingleStage):
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: GEARCodes = store.codes
         if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
-            tensors = map(widen, codes[1:3] + codes[5:7] + codes[3:5])
+            tensors = map(widen_on_cpu, codes[1:3] + codes[5:7] + codes[3:5])
             return call(score_gear, codes.keys, *tensors, queries.float(), bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
@@ -228,7 +228,7 @@ class GEAR(SingleStage):
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: GEARCodes = store.codes
         if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
-            tensors = map(widen, codes[8:10] + codes[12:14] + codes[10:12])
+            tensors = map(widen_on_cpu, codes[8:10] + codes[12:14] + codes[10:12])
             return call(mix_gear, codes.values, *tensors, weights.float(), bits=self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 

@@ -20,7 +20,7 @@ from kvpolicy.codecs._uniform import (
     quantize,
     scale_and_zero,
 )
-from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.compiled import call, is_compiled
 from kvpolicy.kernels.fused_read import score_token_groups
 from kvpolicy.kernels.packing import pack, unpack_float
 from kvpolicy.kernels.slot_writes import gather_slots
@@ -161,8 +161,7 @@ class KIVI(SingleStage):
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: KIVICodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
-            bounds = widen(codes.key_scale), widen(codes.key_zero)
-            return call(score_token_groups, codes.keys, *bounds, queries.float(), bits=self.bits)
+            return call(score_token_groups, *codes[:3], queries.float(), bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ class KIVI(SingleStage):
         # Read back, since a token may also go to an older group, which keeps its scale and zero.
         group = slots.div(self.group_size, rounding_mode="floor")
         if is_long:
-            encoded = call(_encode_keys, keys, group, widen(codes.key_scale), widen(codes.key_zero), bits=self.bits)
+            encoded = call(_encode_keys, keys, group, codes.key_scale, codes.key_zero, bits=self.bits)
         else:
             encoded = _encode_keys(keys, group, codes.key_scale, codes.key_zero, self.bits)
         put(codes.keys, encoded, slots, write_mask)

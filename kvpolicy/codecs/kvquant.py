@@ -13,7 +13,7 @@ from kvpolicy.codecs._buffer import buffer_sizes
 from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs._uniform import is_fused
-from kvpolicy.kernels.compiled import call, widen
+from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, decode_levels, mix_levels
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
@@ -244,10 +244,9 @@ class KVQuant(SingleStage):
         calibration: KVQuantCalibration = store.calibration
         if not self._is_fused(codes.values, calibration):
             return mix_by_chunks(self.values, store, weights)
-        parts = (widen(t) for t in codes[4:])
-        return call(
-            mix_levels, codes.values, calibration.value_decoded[None, None], *parts, weights.float(), bits=self.bits
-        )
+        levels = calibration.value_decoded[None, None]
+        parts = map(widen_on_cpu, codes[4:])
+        return call(mix_levels, codes.values, levels, *parts, weights.float(), bits=self.bits)
 
     def _is_fused(self, codes: Tensor, calibration: KVQuantCalibration) -> bool:
         """Whether codes are decoded in compiled loops: with few outliers, since all of them are unrolled."""

@@ -22,12 +22,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # pyright: ignore[reportPrivateUsage]
+from torch.utils._triton import has_triton
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 T = TypeVar("T")
 
 SWITCH = "KVPOLICY_KERNELS"
 """The environment variable that switches compiled functions off if it is 0."""
+
+DEVICES = ("cpu", "cuda")
+"""Types of devices on which functions are compiled."""
 
 MIN_SLOTS = 2048
 """Slots or tokens of a head in all rows from which a compilation pays: with fewer, a step has slower parts."""
@@ -62,39 +66,45 @@ _failures: list[str] = []
 
 
 @cache
-def _has_compiler() -> bool:
-    # As inductor looks for one, without importing it: a process that compiles nothing need not pay for that.
-    found = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
-    if not found:
-        _LOG.warning("No C++ compiler was found: codes are decoded before they are read, which is slower; try g++.")
-    return found
+def _missing_compiler(device: str) -> str:
+    """The compiler that inductor needs on a type of device, if it is not there; logged once."""
+    if device == "cuda":
+        missing = "" if has_triton() else "Triton"
+    else:  # as inductor looks for one, without importing it: a process that compiles nothing need not pay for that
+        found = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
+        missing = "" if found else "C++ compiler"
+    if missing:
+        _LOG.warning("No %s was found: codes are decoded before they are read, which is slower.", missing)
+    return missing
 
 
-def obstacle() -> str:
-    """Reason why functions are not compiled on a CPU, as a clause; empty if they are."""
+def obstacle(device: str = "cpu") -> str:
+    """Reason why functions are not compiled on a type of device, as a clause; empty if they are."""
+    if device not in DEVICES:
+        return f"nothing is compiled on {device}"
     if not _is_on:
         return f"{SWITCH} is 0"
     if _failures:
         return _failures[0]
-    return "" if _has_compiler() else "no C++ compiler was found"
+    missing = _missing_compiler(device)
+    return f"no {missing} was found" if missing else ""
 
 
 def is_compiled(t: Tensor, slots: int | None = None) -> bool:
     """Whether a compiled function reads a tensor of slots, or of tokens, [B, H, C, ...]; its first call compiles it.
 
-    On a CPU only, since nothing else was measured. It depends on the numbers of rows and slots alone, so that two runs
-    of one batch give the same numbers.
+    It depends on the numbers of rows and slots alone, so that two runs of one batch give the same numbers.
 
     Args:
         t: A tensor.
         slots: Slots of a head in all rows if `t` has pages of slots and not heads; B * C by default.
     """
-    if (t.shape[0] * t.shape[2] if slots is None else slots) < MIN_SLOTS or t.device.type != "cpu":
+    if (t.shape[0] * t.shape[2] if slots is None else slots) < MIN_SLOTS or t.device.type not in DEVICES:
         return False
     if torch.compiler.is_compiling():
         return _is_on
     # Under a mode that sees every operation, such as a counter of FLOPs, `torch.compile` runs functions uncompiled.
-    return not obstacle() and _get_current_dispatch_mode() is None
+    return not obstacle(t.device.type) and _get_current_dispatch_mode() is None
 
 
 def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
@@ -102,9 +112,10 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
 
     Args:
         function: A plain function of tensors [B, H, C or another number, ...] and options; it returns tensors.
-        *tensors: Its tensors.
+        *tensors: Its tensors. On a CPU, those of fp16 are widened before the call.
         **options: Its options; integers, and also strings if the function is not marked by `apart`.
     """
+    tensors = tuple(widen_on_cpu(t) if t.dtype == torch.float16 else t for t in tensors)
     if torch.compiler.is_compiling():
         name = function.__name__
         if _apart.get(name) is function:
@@ -112,7 +123,7 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
         return function(*tensors, **options)
     # Rows and slots may vary: the second number of either makes `torch.compile` generate code for any number.
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
-    key = (function, tuple(options.items()), shapes)
+    key = (function, tensors[0].device, tuple(options.items()), shapes)
     # Every gradient mode and autocast would be compiled for anew, and so would two threads at once.
     with _LOCK, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch's own, which are errors where a program makes them so
@@ -168,10 +179,19 @@ def _(name: str, tensors: list[Tensor], options: str, values: list[int]) -> Tens
 
 
 def widen(t: Tensor) -> Tensor:
-    """A small tensor in fp32, written to memory before the loop that reads it, also in compiled code."""
+    """A small tensor in fp32, on a CPU written to memory before the loop that reads it, also in compiled code.
+
+    On a CPU, inductor (torch 2.13) converts fp16 so slowly that it would take most of the time of the loop.
+    """
     if t.dtype == torch.float32:
         return t
-    return torch.ops.kvpolicy.widen(t) if torch.compiler.is_compiling() else t.float()
+    is_traced = torch.compiler.is_compiling() and t.device.type == "cpu"
+    return torch.ops.kvpolicy.widen(t) if is_traced else t.float()
+
+
+def widen_on_cpu(t: Tensor) -> Tensor:
+    """A small tensor for a loop: a CPU gets it in fp32, and other devices convert it in the loop, for fewer bytes."""
+    return widen(t) if t.device.type == "cpu" else t
 
 
 @torch.library.custom_op("kvpolicy::widen", mutates_args=())

@@ -68,12 +68,14 @@ what decodes a chunk of them."""
 RANKED = ("zipcache", "mikv")
 
 
-def view(codec: str, dim: int, folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 160) -> CodecView:
+def view(
+    codec: str, dim: int, folder: Path, dtype: torch.dtype = torch.float32, tokens: int = 160, device: str = "cpu"
+) -> CodecView:
     """A layer of two rows that keeps all tokens."""
     generator = torch.Generator().manual_seed(dim)
     config = LlamaConfig(hidden_size=dim, num_attention_heads=1, max_position_embeddings=4096)
-    rope = Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
-    keys, values = (torch.randn(2, 3, tokens, dim, generator=generator) for _ in range(2))
+    rope = Rope(LlamaRotaryEmbedding(config).to(device), apply_rotary_pos_emb, None)
+    keys, values = (torch.randn(2, 3, tokens, dim, generator=generator).to(device) for _ in range(2))
     keys[..., 1] *= 20
     policy = Policy.parse(f"{'h2o' if codec.startswith(RANKED) else 'full'}+{codec}@1.0")
     part = with_random_calibration(policy.codec, folder, 3, dim)
@@ -186,3 +188,39 @@ def test_a_compiled_step_reads_as_an_eager_one(codec: str, tmp_path: Path, monke
     step = torch.compile(lambda q, w: [*coded.score(q), *coded.mix(w)], backend="aot_eager", fullgraph=True)
     for got, want in zip(step(queries, weights), wanted, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * max(1, float(want.abs().max())))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_reads_codes_as_decoding_does(
+    codec: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_is_on", False)
+    coded = view(codec, 64, tmp_path, dtype, device="cuda")
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(2, 3, 2, 64, generator=generator).to("cuda", dtype)
+    weights = [torch.randn(2, 3, 2, size, generator=generator).softmax(-1).to("cuda", dtype) for size in coded.sizes]
+    wanted = [*coded.score(queries), *coded.mix(weights)]
+    largest = [float(each.abs().max()) for each in wanted[: len(weights)]]
+    largest += [float(pair[1].abs().max()) for pair in coded.read(torch.float32)]
+    compile_all(monkeypatch, "inductor")
+    found = [*coded.score(queries), *coded.mix(weights)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for got, want, most in zip(found, wanted, largest, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=most * tolerance)
+    assert not compiled._failures
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_gpu_makes_the_same_codes(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_is_on", False)
+    wanted = view(codec, 64, tmp_path, device="cuda")
+    compile_all(monkeypatch, "inductor")
+    found = view(codec, 64, tmp_path, device="cuda")
+    for mine, its in zip(found._parts, wanted._parts, strict=True):
+        for name, got, want in zip(its.store.codes._fields, mine.store.codes, its.store.codes, strict=True):
+            assert torch.equal(got, want), (name, float((got != want).float().mean()))

@@ -71,7 +71,7 @@ def test_many_codes_without_a_compiler_are_remarked_on(
 ) -> None:
     monkeypatch.setattr(compiled, "_failures", [])
     monkeypatch.setattr(compiled, "_is_on", True)
-    monkeypatch.setattr(compiled, "_has_compiler", lambda: bool(compiler))
+    monkeypatch.setattr(compiled, "_missing_compiler", lambda device: "" if compiler else "C++ compiler")
     note = kvpolicy.plan(build("llama").config, words, prompt=8192).note
     assert ("codes are decoded before they are read, which is slower, since no C++ compiler was found" in note) == told
 

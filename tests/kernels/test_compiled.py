@@ -99,13 +99,13 @@ def test_a_compiler_that_is_missing_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    compiled._has_compiler.cache_clear()
+    compiled._missing_compiler.cache_clear()
     try:
         for _ in range(3):
             assert not is_compiled(torch.empty(1, 2, MIN_SLOTS, 4))
         assert compiled.obstacle() == "no C++ compiler was found"
     finally:
-        compiled._has_compiler.cache_clear()
+        compiled._missing_compiler.cache_clear()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 

@@ -56,15 +56,29 @@ class Case:
         folder: Folder for random calibrated tensors.
         device: Device of the tensors.
         group: Query heads of each KV head.
+        batch: Rows.
+        heads: KV heads.
     """
 
-    def __init__(self, codec: str, tokens: int, folder: Path, device: str = "cpu", group: int = GROUP) -> None:
+    def __init__(
+        self,
+        codec: str,
+        tokens: int,
+        folder: Path,
+        device: str = "cpu",
+        group: int = GROUP,
+        batch: int = 1,
+        heads: int = HEADS,
+    ) -> None:
         """Encode the tokens."""
-        generator = torch.Generator().manual_seed(0)
-        self.codec: Codec = with_random_calibration(Policy.parse(with_ranking(codec)).codec, folder, HEADS, DIM)
-        self.keys, self.values = (torch.randn(1, HEADS, tokens, DIM, generator=generator).to(device) for _ in range(2))
-        self.query = torch.randn(1, HEADS, group, DIM, generator=generator).to(device)
-        self.rope = _rope()
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(count: int) -> Tensor:
+            return torch.randn(batch, heads, count, DIM, generator=generator, device=device)
+
+        self.codec: Codec = with_random_calibration(Policy.parse(with_ranking(codec)).codec, folder, heads, DIM)
+        self.keys, self.values, self.query = draw(tokens), draw(tokens), draw(group)
+        self.rope = _rope(device)
         self.layer = self.encode()
         coded = None if self.layer.slots is None else self.layer.slots.codes.view()
         assert coded is not None, f"{codec} encodes none of {tokens} tokens"
@@ -73,8 +87,9 @@ class Case:
 
     def _weights(self) -> Tensor:
         """Random attention weights over the encoded tokens."""
-        shape = (1, HEADS, self.query.shape[2], sum(self.coded.sizes))
-        return torch.softmax(torch.randn(shape, generator=torch.Generator().manual_seed(1)), -1).to(self.keys)
+        generator = torch.Generator(self.query.device).manual_seed(1)
+        shape = (*self.query.shape[:3], sum(self.coded.sizes))
+        return torch.softmax(torch.randn(shape, generator=generator, device=self.query.device), -1)
 
     def encode(self) -> LayerStore:
         """Encode all tokens."""
@@ -89,11 +104,11 @@ class Case:
         return self.coded.mix(self.weights)
 
 
-def _rope() -> Rope:
+def _rope(device: str) -> Rope:
     config = LlamaConfig(
-        hidden_size=GROUP * HEADS * DIM, num_attention_heads=GROUP * HEADS, max_position_embeddings=65536
+        hidden_size=GROUP * HEADS * DIM, num_attention_heads=GROUP * HEADS, max_position_embeddings=131072
     )
-    return Rope(LlamaRotaryEmbedding(config), apply_rotary_pos_emb, None)
+    return Rope(LlamaRotaryEmbedding(config).to(device), apply_rotary_pos_emb, None)
 
 
 class Dense:

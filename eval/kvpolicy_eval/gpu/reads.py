@@ -1,0 +1,173 @@
+"""What one layer of a decode step takes to read its codes, compared with dense keys and values and with the memory.
+
+A read is one score of every query against every coded token and one weighted sum of all of them. On a GPU it is
+recorded as a CUDA graph and replayed, so that the time is that of the device and not of Python.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpolicy.kernels import compiled
+from kvpolicy_eval.bench.codecs import Case, Dense
+from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.gpu.case import versions
+from kvpolicy_eval.gpu.results import Record
+
+SUITE = "reads"
+HEADS = 8
+"""KV heads of 128 channels."""
+GROUP = 4
+"""Query heads per KV head."""
+SHAPES = ((16, 8192), (1, 131072))
+"""Rows, and tokens of each row: a batch, and one long prompt. The codes of either exceed the caches of a GPU."""
+CODECS = (
+    "tokenwise",
+    "tokenwise:bits=8",
+    "tokenwise:bits=2",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "zipcache",
+    "mikv",
+    "bfp",
+    "staircase",
+    "turboquant:bits=4",
+    "gear",
+    "kvquant:bits=4",
+    "rotate:bits=4",
+    "csr:nnz=8",
+)
+WAYS = ("fused", "decoded")
+"""Compiled functions that read codes, and codes that are decoded by chunks before they are read."""
+ROUNDS = 20
+
+
+def cases(device: str, codecs: tuple[str, ...] = CODECS, shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Record]:
+    """The arguments of all measurements, the dense ones first.
+
+    Args:
+        device: Such as `cuda`.
+        codecs: Specs of codecs.
+        shapes: Rows and tokens.
+    """
+    sides = [("", "bf16"), ("", "fp32"), *((codec, way) for codec in codecs for way in WAYS)]
+    return [
+        {"suite": SUITE, "device": device, "codec": codec, "way": way, "batch": batch, "tokens": tokens}
+        for batch, tokens in shapes
+        for codec, way in sides
+    ]
+
+
+def measure(case: Record) -> Record:
+    """The result of one case; an error is a result, too."""
+    try:
+        with TemporaryDirectory() as folder, torch.inference_mode():
+            result: Record = {"status": "ok", **_measure(case, Path(folder))}
+    except Exception as error:
+        result = {"status": "failed", "error": f"{type(error).__name__}: {error}"[:300]}
+    card = torch.cuda.get_device_name() if case["device"].startswith("cuda") else "CPU"
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"case": case, "date": date, "card": card, "versions": versions(), **result}
+
+
+def _measure(case: Record, folder: Path) -> Record:
+    device = case["device"]
+    codec = case["codec"] or "tokenwise"
+    layer = Case(codec, case["tokens"], folder, device, GROUP, case["batch"], HEADS)
+    if not case["codec"]:
+        dense = Dense(layer, torch.bfloat16 if case["way"] == "bf16" else torch.float32)
+        nbytes = dense.keys.nbytes + dense.values.nbytes
+        del layer.keys, layer.values
+        return {**_times(dense, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
+    del layer.keys, layer.values
+    nbytes = sum(t.nbytes for codes in layer.layer.tensors.codes for t in codes)
+    was_on = compiled._is_on
+    compiled._is_on = case["way"] == "fused"
+    try:
+        return {**_times(layer, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
+    finally:
+        compiled._is_on = was_on
+
+
+def _times(side: Case | Dense, device: str) -> dict[str, float]:
+    return {f"{name}_s": seconds(getattr(side, name), device) for name in ("score", "mix")}
+
+
+def seconds(run: Callable[[], Any], device: str) -> float:
+    """Median seconds of `run`, without the time that the host takes to start its kernels on a GPU."""
+    for _ in range(3):
+        run()
+    if not device.startswith("cuda"):
+        return _median(run, ROUNDS, device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return _median(graph.replay, ROUNDS, device)
+
+
+def _median(run: Callable[[], Any], rounds: int, device: str) -> float:
+    times: list[float] = []
+    for _ in range(rounds):
+        if device.startswith("cuda"):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1000)
+        else:
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return sorted(times)[rounds // 2]
+
+
+def _bandwidth(device: str) -> float:
+    """Bytes per second of a copy within the memory, read and written."""
+    source = torch.ones(1 << (30 if device.startswith("cuda") else 26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    return 2 * source.nbytes / _median(copy, ROUNDS, device)
+
+
+def report(records: list[Record]) -> list[str]:
+    """One table for each shape."""
+    shapes = {(record["case"]["batch"], record["case"]["tokens"]): None for record in records}
+    return [part for batch, tokens in shapes for part in _shape(records, batch, tokens)]
+
+
+def _shape(records: list[Record], batch: int, tokens: int) -> list[str]:
+    own = [record for record in records if (record["case"]["batch"], record["case"]["tokens"]) == (batch, tokens)]
+    found = {(record["case"]["codec"], record["case"]["way"]): record for record in own if record["status"] == "ok"}
+    lines = [_row(key, record, found) for key, record in found.items()]
+    title = f"**One layer, {batch} x {tokens:,} tokens**: {HEADS} KV heads of 128, {GROUP} query heads each"
+    columns = ["codes", "read", "MiB", "score, us", "mix, us", "over dense bf16", "time over that of the bytes"]
+    failed = [
+        f"- `{record['case']['codec']}`, {record['case']['way']}: {record['error']}"
+        for record in own
+        if record["status"] != "ok"
+    ]
+    return [title, table(columns, lines), *(["\n".join(failed)] if failed else [])]
+
+
+def _row(key: tuple[str, str], record: Record, found: dict[tuple[str, str], Record]) -> list[str]:
+    codec, way = key
+    total = record["score_s"] + record["mix_s"]
+    dense = found.get(("", "bf16"))
+    ratio = "" if dense is None else f"{total / (dense['score_s'] + dense['mix_s']):.2f}"
+    floor = record["nbytes"] / record["bytes_per_s"]
+    times = (f"{1e6 * record[name]:.0f}" for name in ("score_s", "mix_s"))
+    name = f"`{codec}`" if codec else f"dense {way}"
+    return [name, way if codec else "", f"{record['nbytes'] / 2**20:,.0f}", *times, ratio, f"{total / floor:.1f}"]
