@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.fused_read import whole_blocks
 from kvpolicy.kernels.products import matmul, products
 from kvpolicy.kernels.slot_writes import gather_slots
 from kvpolicy.kernels.slot_writes import put as put
@@ -165,3 +166,20 @@ def mix_by_chunks(
     # Added in fp32: in half precision, chunks of little weight would be lost beside one of much weight.
     sums = [matmul(weights[..., at], values(store, at).to(weights.dtype)).float() for at in ranges]
     return sum(sums[1:], sums[0])
+
+
+def mix_rest(values: Callable[[slice], Tensor], weights: Tensor) -> Tensor | float:
+    """The weighted sum of the values of the slots behind the last whole block, which are few and decoded.
+
+    Args:
+        values: Decodes the values of a range of slots, [B, H, n, D].
+        weights: Attention weights of all slots, [B, H, G, C].
+
+    Returns:
+        [B, H, G, D] fp32, or 0 if there are none.
+    """
+    slots = weights.shape[-1]
+    whole = whole_blocks(slots)
+    if whole == slots:
+        return 0.0
+    return matmul(weights[..., whole:], values(slice(whole, slots)).to(weights.dtype)).float()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.fused_elements import mix_elements, replace_channels, score_elements
-from kvpolicy.kernels.fused_read import channel_group_parts, places
+from kvpolicy.kernels.fused_read import channel_group_parts
+from kvpolicy.kernels.words import split
 
 
 @apart
@@ -46,9 +47,9 @@ def score_gear(
     left = left.unflatten(2, (blocks, -1))
     own = torch.arange(left.shape[3], device=codes.device).float()[:, None]
     parts: list[Tensor] = []
-    for n, code in enumerate(places(codes, bits)):
-        at = slice(n * code.shape[-1], (n + 1) * code.shape[-1])
-        part = code.unflatten(2, (blocks, -1)) * scale[:, :, :, None, at] + zero[:, :, :, None, at]
+    for place in split(codes, bits):
+        at = slice(place.channels.start, place.channels.stop)
+        part = place.codes.float().unflatten(2, (blocks, -1)) * scale[:, :, :, None, at] + zero[:, :, :, None, at]
         part = _add_error(part, left, right[..., at])
         for number in range(outliers.shape[3]):
             is_outlier = positions[:, :, :, number, None, at] == own
@@ -85,15 +86,14 @@ def mix_gear(
     Returns:
         [B, H, G, D] fp32.
     """
-    blocks = right.shape[2]
-    left = left.unflatten(2, (blocks, -1))
+    # Blocks of tokens are also the blocks that are summed; see `kvpolicy.kernels.fused_read`.
+    left, channels, outliers = (t.unflatten(2, (right.shape[2], -1)) for t in (left, channels, outliers))
     parts: list[Tensor] = []
     for n, part in enumerate(channel_group_parts(codes, scale, zero, bits)):
-        first = n * part.shape[-1]
-        basis = right[..., first : first + part.shape[-1]]
-        part = _add_error(part.unflatten(2, (blocks, -1)), left, basis).flatten(2, 3)
-        parts.append(replace_channels(part, first, channels, outliers))
-    return mix_elements(parts, weights)
+        own = range(n * part.shape[-1], (n + 1) * part.shape[-1])
+        part = _add_error(part.unflatten(2, left.shape[2:4]), left, right[..., own.start : own.stop])
+        parts.append(replace_channels(part, own, channels, outliers))
+    return mix_elements(parts, weights.unflatten(3, left.shape[2:4]))
 
 
 def _add_error(part: Tensor, left: Tensor, right: Tensor) -> Tensor:

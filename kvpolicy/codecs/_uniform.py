@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import is_empty_head
-from kvpolicy.kernels import compiled
-from kvpolicy.kernels.compiled import call, is_compiled
-from kvpolicy.kernels.fused_read import mix_channel_groups, score_channel_groups
+from kvpolicy.codecs._common import is_empty_head, mix_rest
+from kvpolicy.kernels.compiled import call, is_compiled, widen
+from kvpolicy.kernels.fused_read import in_blocks, mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
+from kvpolicy.kernels.products import matmul
+from kvpolicy.kernels.words import HAS_WIDE_VECTORS, MOST_SUMMED, as_words, in_order_of_channels, in_order_of_places
 
 FP16 = torch.finfo(torch.float16).max
 """The largest number of fp16."""
@@ -90,8 +91,8 @@ def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None
 
     They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
-    if bits == 8 and codes.device.type == "cpu" and not compiled.HAS_WIDE_VECTORS:
-        return False
+    if bits == 8 and codes.device.type == "cpu" and not HAS_WIDE_VECTORS and as_words(codes, bits) is codes:
+        return False  # single bytes are decoded in less time
     return is_compiled(codes, page_slots) and fills_bytes(codes, bits, width)
 
 
@@ -108,12 +109,27 @@ def score_fused(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bit
     Returns:
         [B, H, G, C] fp32.
     """
-    return call(score_channel_groups, codes, scale, zero, queries.float(), bits=bits)
+    groups = scale.shape[-1]
+    queries = queries.float()
+    words = as_words(codes, bits, queries.shape[-1] // groups)
+    sums = queries.unflatten(-1, (groups, -1)).sum(-1)
+    return call(score_channel_groups, words, scale, zero, in_order_of_places(queries, words), sums, bits=bits)
 
 
 def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
     """Sums of what `dequantize` makes of codes, weighted by [B, H, G, C], as `score_fused`; [B, H, G, D] fp32."""
-    return call(mix_channel_groups, codes, scale, zero, weights.float(), bits=bits)
+    width = codes.shape[-1] * 8 // bits
+    size = width // scale.shape[-1]
+    words = as_words(codes, bits, size, MOST_SUMMED)
+    mixed = call(mix_channel_groups, in_blocks(words), in_blocks(scale), in_blocks(weights.float(), 3), bits=bits)
+
+    def without_zero(at: slice) -> Tensor:
+        return dequantize(codes[:, :, at], scale[:, :, at], torch.zeros_like(scale[:, :, at]), bits, width)
+
+    mixed = in_order_of_channels(mixed, words) + mix_rest(without_zero, weights)
+    if zero.shape[-1]:  # by a product, since inductor would sum over as few numbers as groups one by one
+        mixed = mixed + matmul(widen(zero).mT, weights.float().mT).mT.repeat_interleave(size, -1)
+    return mixed
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

@@ -20,10 +20,12 @@ from kvpolicy.codecs._uniform import (
     quantize,
     scale_and_zero,
 )
-from kvpolicy.kernels.compiled import call, is_compiled
+from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import score_token_groups
 from kvpolicy.kernels.packing import pack, unpack_float
+from kvpolicy.kernels.products import products
 from kvpolicy.kernels.slot_writes import gather_slots
+from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -161,7 +163,10 @@ class KIVI(SingleStage):
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: KIVICodes = store.codes
         if rope is None and is_fused(codes.keys, self.bits, queries.shape[-1]):
-            return call(score_token_groups, *codes[:3], queries.float(), bits=self.bits)
+            words = as_words(codes.keys, self.bits)
+            scale, ordered = (in_order_of_places(t, words) for t in (codes.key_scale, queries.float()))
+            offsets = products(queries.float(), widen(codes.key_zero))
+            return call(score_token_groups, words, scale, offsets, ordered, bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:

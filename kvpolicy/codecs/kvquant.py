@@ -10,12 +10,14 @@ from torch import Tensor
 
 from kvpolicy.codecs import _files
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, mix_by_chunks, put, score_by_chunks, take
+from kvpolicy.codecs._common import SingleStage, mix_by_chunks, mix_rest, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, decode_levels, mix_levels
+from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
+from kvpolicy.kernels.words import MOST_SUMMED, as_words, in_order_of_channels
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -245,8 +247,10 @@ class KVQuant(SingleStage):
         if not self._is_fused(codes.values, calibration):
             return mix_by_chunks(self.values, store, weights)
         levels = calibration.value_decoded[None, None]
-        parts = map(widen_on_cpu, codes[4:])
-        return call(mix_levels, codes.values, levels, *parts, weights.float(), bits=self.bits)
+        words = as_words(codes.values, self.bits, most_places=MOST_SUMMED)
+        slots = [in_blocks(widen_on_cpu(t)) for t in codes[4:]]
+        mixed = call(mix_levels, in_blocks(words), levels, *slots, in_blocks(weights.float(), 3), bits=self.bits)
+        return in_order_of_channels(mixed, words) + mix_rest(lambda at: self.values(store, at), weights)
 
     def _is_fused(self, codes: Tensor, calibration: KVQuantCalibration) -> bool:
         """Whether codes are decoded in compiled loops: with few outliers, since all of them are unrolled."""

@@ -28,6 +28,7 @@ from kvpolicy.codecs._uniform import FP16, dequantize, is_fused, largest_divisor
 from kvpolicy.kernels.compiled import call, widen
 from kvpolicy.kernels.fused_elements import score_levels
 from kvpolicy.kernels.packing import pack, packed_width, unpack
+from kvpolicy.kernels.words import as_words, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -174,7 +175,8 @@ class TurboQuant(SingleStage):
         codes: TurboQuantCodes = store.codes
         if is_fused(codes.keys, self.bits, self._width(codes), store.page_slots):
             levels = _levels(operator.index(self.bits), codes.keys.device)[None, None]
-            scores = call(score_levels, codes.keys, levels, mixed, bits=self.bits)
+            words = as_words(codes.keys, self.bits)
+            scores = call(score_levels, words, levels, in_order_of_places(mixed, words), bits=self.bits)
             return scores * (widen(codes.key_scale) * self._width(codes) ** -0.5).mT
         return score_by_chunks(self._mixed_keys, store, mixed.to(queries.dtype), None, store.codes.keys.shape[2])
 

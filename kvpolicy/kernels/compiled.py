@@ -36,14 +36,11 @@ DEVICES = ("cpu", "cuda")
 MIN_SLOTS = 2048
 """Slots or tokens of a head in all rows from which a compilation pays: with fewer, a step has slower parts."""
 
+MANY = 64
+"""A size from which a dimension that is not the last one is one of slots, or of groups of slots."""
+
 SLOW_COMPILATION = 2.0
 """Seconds from which a compilation is logged with its duration."""
-
-HAS_WIDE_VECTORS = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-"""Whether inductor (torch 2.13) converts bytes as fast as it multiplies them.
-
-With AVX2 it converts them slowly, and codes of 8 bits, of which each is a byte, take less time decoded in eager mode.
-"""
 
 BACKEND = "inductor"
 """The backend of `torch.compile`."""
@@ -121,7 +118,7 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
         if _apart.get(name) is function:
             return torch.ops.kvpolicy.apart(name, tensors, ",".join(options), list(options.values()))
         return function(*tensors, **options)
-    # Rows and slots may vary: the second number of either makes `torch.compile` generate code for any number.
+    # Rows may vary, too: the second number of them makes `torch.compile` generate code for any number.
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
     key = (function, tensors[0].device, tuple(options.items()), shapes)
     # Every gradient mode and autocast would be compiled for anew, and so would two threads at once.
@@ -144,6 +141,7 @@ def _first_call(
     begun = time.perf_counter()
     own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
     kernel: Callable[..., Any] = torch.compile(_copy(function, options), backend=BACKEND, options=own)
+    _mark_slots(tensors)
     out = kernel(*tensors)
     _compiled[key] = kernel
     seconds = time.perf_counter() - begun
@@ -155,6 +153,15 @@ def _first_call(
             seconds,
         )
     return out
+
+
+def _mark_slots(tensors: tuple[Tensor, ...]) -> None:
+    """Have numbers of slots compiled as numbers that vary, so that one compilation serves all of them."""
+    slots = tensors[0].shape[2]
+    for t in tensors:
+        for dim in range(2, t.dim()):
+            if t.shape[dim] == slots or (dim < t.dim() - 1 and t.shape[dim] >= MANY):
+                torch._dynamo.maybe_mark_dynamic(t, dim)
 
 
 def apart(function: F) -> F:

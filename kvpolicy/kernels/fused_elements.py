@@ -5,8 +5,8 @@ and inductor makes one loop of them and of the sum, so that no decoded number is
 
 Masks compare fp32 numbers: on a CPU, inductor (torch 2.13) converts masks of integers and of bytes slowly.
 
-`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels. The parts of decoded vectors are
-[B, H, *S, W] each, where S are the slots C, or blocks of slots, and the channels of the first part come first.
+`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels, `W` words or bytes of codes. The parts
+of decoded vectors are [B, H, *S, W] each, where `S` are the slots C, or blocks of slots.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from kvpolicy.kernels.compiled import apart
-from kvpolicy.kernels.packing import unpack_places
+from kvpolicy.kernels.fused_read import sum_slots
+from kvpolicy.kernels.words import Place, split
 
 UNROLLED = 12
 """The most outliers and low-rank terms of a number together that codecs decode so: the code of each is repeated."""
 
 
 def score_elements(parts: Sequence[Tensor], queries: Tensor) -> Tensor:
-    """Products of queries [B, H, G, D] fp32 with decoded keys, [B, H, G, C] fp32."""
+    """Products of queries [B, H, G, D] fp32, in the order of the parts, with decoded keys, [B, H, G, C] fp32."""
     width = parts[0].shape[-1]
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
@@ -36,25 +37,19 @@ def score_elements(parts: Sequence[Tensor], queries: Tensor) -> Tensor:
 
 
 def mix_elements(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Sums of decoded values, weighted by [B, H, G, C] fp32, [B, H, G, D] fp32."""
-    slots = parts[0].shape[2:-1]
+    """Sums of decoded values, weighted by [B, H, G, *S] fp32, in the order of the parts, [B, H, G, D] fp32."""
+    blocked = parts[0].dim() > 4
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
-        own = weights[:, :, g].unflatten(2, slots)[..., None]
-        mixed.append(torch.cat([(part * own).flatten(2, -2).sum(2) for part in parts], -1))
+        own = weights[:, :, g, ..., None]
+        mixed.append(torch.cat([sum_slots(part * own, blocked) for part in parts], -1))
     return torch.stack(mixed, 2)
 
 
-def level_places(codes: Tensor, levels: Sequence[float | Tensor], bits: int) -> list[Tensor]:
-    """Levels of the codes at each place of the bytes, [..., W] fp32 each; see `unpack_places`.
-
-    Args:
-        codes: [..., D'] uint8.
-        levels: The level of each code, numbers or fp32 scalars.
-        bits: Bits per code, 1 to 4.
-    """
+def levels_of(place: Place, levels: Tensor, bits: int) -> Tensor:
+    """Levels of the codes at one place, [..., W] fp32; `levels` [1, 1, 2^bits] fp32."""
     # By bits and not by index: inductor would read each level from memory by itself.
-    return [_select(code, levels, bits) for code in unpack_places(codes, bits)]
+    return _select(place.codes, levels[0, 0].unbind(), bits)
 
 
 def _select(code: Tensor, levels: Sequence[float | Tensor], bits: int) -> Tensor:
@@ -72,15 +67,15 @@ def score_levels(codes: Tensor, levels: Tensor, queries: Tensor, bits: int) -> T
     """Products of queries with the levels of codes.
 
     Args:
-        codes: [B, H, C, D'] uint8.
+        codes: [B, H, C, W], by `as_words`.
         levels: The level of each code, [1, 1, 2^bits] fp32.
-        queries: [B, H, G, D] fp32.
+        queries: In the order of places, [B, H, G, D] fp32.
         bits: Bits per code, 1 to 4.
 
     Returns:
         [B, H, G, C] fp32.
     """
-    return score_elements(level_places(codes, levels[0, 0].unbind(), bits), queries)
+    return score_elements([levels_of(place, levels, bits) for place in split(codes, bits)], queries)
 
 
 @apart
@@ -115,7 +110,11 @@ def mix_levels(
     weights: Tensor,
     bits: int,
 ) -> Tensor:
-    """Sums of what `decode_levels` decodes, weighted by [B, H, G, C] fp32, [B, H, G, D] fp32."""
+    """Sums of what `decode_levels` decodes, of slots or blocks of slots, weighted by [B, H, G, *S] fp32.
+
+    Returns:
+        In the order of places, [B, H, G, D] fp32.
+    """
     return mix_elements(_level_parts(codes, levels, scale, zero, channels, outliers, bits), weights)
 
 
@@ -123,26 +122,24 @@ def _level_parts(
     codes: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, channels: Tensor, outliers: Tensor, bits: int
 ) -> list[Tensor]:
     parts: list[Tensor] = []
-    first = 0
-    for part in level_places(codes, levels[0, 0].unbind(), bits):
-        width = part.shape[-1]
-        at = slice(first, first + width) if scale.shape[-1] > 1 else slice(None)
-        part = part * scale[..., at] + zero[..., at]
-        parts.append(replace_channels(part, first, channels, outliers))
-        first += width
+    for place in split(codes, bits):
+        own = place.channels
+        at = slice(own.start, own.stop, own.step) if scale.shape[-1] > 1 else slice(None)
+        part = levels_of(place, levels, bits) * scale[..., at] + zero[..., at]
+        parts.append(replace_channels(part, own, channels, outliers))
     return parts
 
 
-def replace_channels(part: Tensor, first: int, channels: Tensor, outliers: Tensor) -> Tensor:
+def replace_channels(part: Tensor, own: range, channels: Tensor, outliers: Tensor) -> Tensor:
     """Decoded vectors with their outliers.
 
     Args:
-        part: [B, H, C, W] fp32.
-        first: The channel that the part begins with.
-        channels: Channels of the outliers, [B, H, C, m] fp32, distinct within a vector.
-        outliers: [B, H, C, m] fp32.
+        part: [B, H, *S, W] fp32.
+        own: The channels of the part.
+        channels: Channels of the outliers, [B, H, *S, m], distinct within a vector.
+        outliers: [B, H, *S, m].
     """
-    own = torch.arange(first, first + part.shape[-1], device=part.device).float()
+    numbers = torch.arange(own.start, own.stop, own.step, device=part.device).float()
     for number in range(channels.shape[-1]):
-        part = torch.where(channels[..., number, None] == own, outliers[..., number, None], part)
+        part = torch.where(channels[..., number, None] == numbers, outliers[..., number, None], part)
     return part

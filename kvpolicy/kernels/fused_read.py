@@ -3,15 +3,16 @@
 A decode step reads every code once. To decode a chunk of slots first writes and reads fp32 numbers that are many times
 as large as the codes, so that these functions multiply the unpacked codes elementwise, sum, and scale the sums.
 
-They are written for inductor, which makes one loop over the bytes of each of them:
+They are written for inductor, which makes one loop over the codes of each of them:
 
-- The codes of each place of a byte are products of their own, since joined bytes would be written out.
-- The query heads of a group are unrolled: as one broadcast, each of them would convert every byte again.
+- The codes of each place of a byte or word are products of their own, since joined codes would be written out.
+- The query heads of a group are unrolled: as one broadcast, each of them would convert every code again.
 - Sums over channels are products and `sum`, not a matrix product, which would be a library call on a decoded tensor.
-- Scales and zeros come in fp32: on a CPU, inductor (torch 2.13) converts fp16 so slowly that it takes most of the time.
+- Sums over slots are sums of blocks: over more than 4,096 numbers, inductor (torch 2.13) sums with a helper on a CPU
+  that takes as long as the rest of the loop.
 
-`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels, `D'` = D * bits / 8 bytes of codes.
-See `kvpolicy.kernels.packing.pack` for the order of codes in bytes.
+`B` rows, `H` KV heads, `C` slots, `G` query heads of each KV head, `D` channels, `W` words or bytes of codes; see
+`kvpolicy.kernels.words`. Slots that are summed over are `S`: C, or blocks of slots; see `in_blocks`.
 """
 
 from __future__ import annotations
@@ -21,52 +22,74 @@ import math
 import torch
 from torch import Tensor
 
-from kvpolicy.kernels.packing import unpack_places
+from kvpolicy.kernels.words import Place, split
+
+BLOCK = 512
+"""Slots of a block."""
 
 
-def places(codes: Tensor, bits: int) -> list[Tensor]:
-    """`kvpolicy.kernels.packing.unpack_places` in fp32."""
-    return [code.float() for code in unpack_places(codes, bits)]
+def whole_blocks(slots: int) -> int:
+    """Slots in whole blocks; all of them if they fill none, and are few enough to be summed at once."""
+    return slots - slots % BLOCK if slots >= BLOCK else slots
 
 
-def score_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
+def in_blocks(t: Tensor, dim: int = 2) -> Tensor:
+    """Whole blocks of slots, [..., C, ...] as [..., C / 512, 512, ...], or the few slots as they are."""
+    slots = whole_blocks(t.shape[dim])
+    return t.narrow(dim, 0, slots).unflatten(dim, (-1, BLOCK)) if slots >= BLOCK else t
+
+
+def sum_slots(t: Tensor, blocked: bool) -> Tensor:
+    """Sums over slots or over blocks of them, [B, H, *S, ...] as [B, H, ...]."""
+    return t.sum(3).sum(2) if blocked else t.sum(2)
+
+
+def score_channel_groups(
+    codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, sums: Tensor, bits: int
+) -> Tensor:
     """Products of queries with codes that have a scale and a zero for each group of channels of a token.
 
     Args:
-        codes: [B, H, C, D'] uint8.
-        scale: [B, H, C, groups] fp32.
-        zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
-        queries: [B, H, G, D] fp32.
+        codes: [B, H, C, W], by `as_words`.
+        scale: [B, H, C, groups].
+        zero: [B, H, C, groups], or of no group if codes have no zero.
+        queries: In the order of places, [B, H, G, D] fp32.
+        sums: The queries summed over each group, [B, H, G, groups] fp32.
         bits: Bits per code.
 
     Returns:
         [B, H, G, C] fp32.
     """
-    groups = scale.shape[-1]
-    size = queries.shape[-1] // groups
-    parts = places(codes, bits)
-    width = parts[0].shape[-1]
-    run = math.gcd(width, size)  # neighboring channels of a part that are in one group
+    places = split(codes, bits)
+    runs = _runs(places, queries.shape[-1] // scale.shape[-1])
+    width = len(places[0].channels)
+    numbers = [place.codes.float() for place in places]
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
         query = queries[:, :, g, None]
-        # Products of parts in the same groups are added before they are summed over channels, which is slower.
+        # Products of places in the same groups are added before they are summed over channels, which is slower.
         products: dict[tuple[int, ...], Tensor] = {}
-        for place, part in enumerate(parts):
-            group = tuple((place * width + first) // size for first in range(0, width, run))
-            own = (part * query[..., place * width : (place + 1) * width]).unflatten(-1, (-1, run))
-            products[group] = products[group] + own if group in products else own
+        for n, (number, groups) in enumerate(zip(numbers, runs, strict=True)):
+            own = (number * query[..., n * width : (n + 1) * width]).unflatten(-1, (len(groups), -1))
+            products[groups] = products[groups] + own if groups in products else own
         total: Tensor | None = None
-        for group, product in products.items():
-            sums = product.sum(-1)
-            for number, each in enumerate(group):
-                term = sums[..., number] * scale[..., each]
+        for groups, product in products.items():
+            of_runs = product.sum(-1)
+            for run, group in enumerate(groups):
+                term = of_runs[..., run] * scale[..., group]
                 total = term if total is None else total + term
         assert total is not None
         if zero.shape[-1]:
-            total = total + (zero * query.unflatten(-1, (groups, size)).sum(-1)).sum(-1)
+            total = total + (zero * sums[:, :, g, None]).sum(-1)
         scores.append(total)
     return torch.stack(scores, 2)
+
+
+def _runs(places: list[Place], size: int) -> list[tuple[int, ...]]:
+    """The group of each run of neighboring codes at each place; runs are of one length and within one group."""
+    channels = places[0].channels
+    run = math.gcd(len(channels), size // channels.step)
+    return [tuple(channel // size for channel in place.channels[::run]) for place in places]
 
 
 def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
@@ -88,11 +111,9 @@ def channel_group_parts(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -
     """What `decode_channel_groups` decodes at each place of the bytes, the first channels first, [B, H, n, W] each."""
     size = codes.shape[-1] * 8 // bits // scale.shape[-1]
     decoded: list[Tensor] = []
-    first = 0
-    for part in places(codes, bits):
-        group = [channel // size for channel in range(first, first + part.shape[-1])]
-        decoded.append(part * _spread(scale, group) + _spread(zero, group))
-        first += part.shape[-1]
+    for place in split(codes, bits):
+        group = [channel // size for channel in place.channels]
+        decoded.append(place.codes.float() * _spread(scale, group) + _spread(zero, group))
     return decoded
 
 
@@ -104,67 +125,58 @@ def _spread(t: Tensor, group: list[int]) -> Tensor:
     return torch.cat([t[..., number, None].expand(*t.shape[:-1], group.count(number)) for number in numbers], -1)
 
 
-def score_token_groups(codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, bits: int) -> Tensor:
+def score_token_groups(codes: Tensor, scale: Tensor, offsets: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Products of queries with codes that have a scale and a zero for each channel of a group of tokens.
 
     Args:
-        codes: [B, H, C, D'] uint8.
-        scale: [B, H, C / size, D] fp32.
-        zero: [B, H, C / size, D] fp32.
-        queries: [B, H, G, D] fp32.
+        codes: [B, H, C, W], by `as_words`.
+        scale: In the order of places, [B, H, C / size, D].
+        offsets: Products of the queries with the zeros, [B, H, G, C / size] fp32.
+        queries: In the order of places, [B, H, G, D] fp32.
         bits: Bits per code.
 
     Returns:
         [B, H, G, C] fp32.
     """
     groups = scale.shape[2]
-    parts = [part.unflatten(2, (groups, -1)) for part in places(codes, bits)]
-    width = parts[0].shape[-1]
+    numbers = [place.codes.float().unflatten(2, (groups, -1)) for place in split(codes, bits)]
+    width = numbers[0].shape[-1]
     scores: list[Tensor] = []
     for g in range(queries.shape[2]):
-        query = queries[:, :, g, None]
-        scaled = (scale * query)[:, :, :, None]
-        products = [part * scaled[..., n * width : (n + 1) * width] for n, part in enumerate(parts)]
+        scaled = (scale * queries[:, :, g, None])[:, :, :, None]
+        products = [number * scaled[..., n * width : (n + 1) * width] for n, number in enumerate(numbers)]
         # Added before they are summed over channels, which is slower.
-        scores.append((sum(products[1:], products[0]).sum(-1) + (zero * query).sum(-1)[..., None]).flatten(2))
+        scores.append((sum(products[1:], products[0]).sum(-1) + offsets[:, :, g, :, None]).flatten(2))
     return torch.stack(scores, 2)
 
 
-def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
-    """Weighted sums of codes that have a scale and a zero for each group of channels of a token.
+def mix_channel_groups(codes: Tensor, scale: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Weighted sums of codes that have a scale for each group of channels of a token.
 
     Args:
-        codes: [B, H, C, D'] uint8.
-        scale: [B, H, C, groups] fp32.
-        zero: [B, H, C, groups] fp32, or of no group if codes have no zero.
-        weights: [B, H, G, C] fp32.
+        codes: [B, H, *S, W], by `as_words`.
+        scale: [B, H, *S, groups].
+        weights: [B, H, G, *S] fp32.
         bits: Bits per code.
 
     Returns:
-        [B, H, G, D] fp32.
+        In the order of places, [B, H, G, D] fp32.
     """
-    groups = scale.shape[-1]
-    size = codes.shape[-1] * 8 // bits // groups
-    parts = places(codes, bits)
-    width = parts[0].shape[-1]
-    run = math.gcd(width, size)
-    parts = [part.unflatten(-1, (-1, run)) for part in parts]
+    places = split(codes, bits)
+    runs = _runs(places, sum(len(place.channels) for place in places) // scale.shape[-1])
+    numbers = [place.codes.float().unflatten(-1, (len(groups), -1)) for place, groups in zip(places, runs, strict=True)]
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
-        own = weights[:, :, g, :, None]
-        scaled = own * scale
-        sums: list[Tensor] = []
-        for place, part in enumerate(parts):
-            group = [(place * width + first) // size for first in range(0, width, run)]
-            if len({*group}) == 1:
-                each = scaled[..., group[0], None]
-            elif len({*group}) == len(group):
-                each = scaled[..., group[0] : group[-1] + 1]
-            else:  # several runs of a group, and of some groups more than of others
-                each = torch.stack([scaled[..., number] for number in group], -1)
-            sums.append((part * each[..., None]).sum(2).flatten(2))
-        out = torch.cat(sums, -1)
-        if zero.shape[-1]:
-            out = out + (own * zero).sum(2).repeat_interleave(size, -1)
-        mixed.append(out)
+        scaled = weights[:, :, g, ..., None] * scale
+        products = [number * _of_runs(scaled, groups)[..., None] for number, groups in zip(numbers, runs, strict=True)]
+        mixed.append(torch.cat([sum_slots(product, codes.dim() > 4).flatten(2) for product in products], -1))
     return torch.stack(mixed, 2)
+
+
+def _of_runs(t: Tensor, groups: tuple[int, ...]) -> Tensor:
+    """The numbers [..., groups] of the group of each run, [..., runs], or [..., 1] if it is the same one."""
+    if len({*groups}) == 1:
+        return t[..., groups[0], None]
+    if len({*groups}) == len(groups):
+        return t[..., groups[0] : groups[-1] + 1]
+    return torch.stack([t[..., group] for group in groups], -1)  # several runs of some groups

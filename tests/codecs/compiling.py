@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpolicy.kernels import compiled
+from kvpolicy.codecs import _uniform
+from kvpolicy.kernels import compiled, fused_read, words
 
 
 def compile_all(monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> None:
     """Compile functions for any number of slots."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     monkeypatch.setattr(compiled, "MIN_SLOTS", 1)
-    monkeypatch.setattr(compiled, "HAS_WIDE_VECTORS", True)
+    monkeypatch.setattr(words, "VECTOR", 1)
+    monkeypatch.setattr(_uniform, "HAS_WIDE_VECTORS", True)
+    monkeypatch.setattr(fused_read, "BLOCK", 32)
     monkeypatch.setattr(compiled, "_is_on", True)
     monkeypatch.setattr(compiled, "_failures", [])
     monkeypatch.setattr(compiled, "_missing_compiler", lambda device: "")

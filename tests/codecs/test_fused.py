@@ -15,12 +15,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kvpolicy import Policy
+from kvpolicy.codecs import _uniform
 from kvpolicy.codecs._common import SingleStage
 from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.distortion import coded_store
 from kvpolicy.engine.codec_view import CodecView
 from kvpolicy.engine.rotary import Rope
-from kvpolicy.kernels import compiled
+from kvpolicy.kernels import compiled, words
 from kvpolicy.protocols import Codes, StageStore
 from kvpolicy_eval.common.synthetic import with_random_calibration
 from tests.codecs.compiling import call_directly, compile_all
@@ -139,11 +140,14 @@ def test_encoding_in_compiled_code_makes_the_same_codes(
     assert called
 
 
-@pytest.mark.parametrize(("bits", "fused"), [(8, False), (4, True)])
-def test_bytes_are_decoded_without_wide_vectors(bits: int, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "width", "fused"), [(8, 16, False), (8, 32, True), (4, 16, True)])
+def test_single_bytes_are_decoded_without_wide_vectors(
+    bits: int, width: int, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compile_all(monkeypatch)
-    monkeypatch.setattr(compiled, "HAS_WIDE_VECTORS", False)
-    assert is_fused(torch.zeros(1, 2, 8, 2 * bits, dtype=torch.uint8), bits, 16) == fused
+    monkeypatch.setattr(_uniform, "HAS_WIDE_VECTORS", False)
+    monkeypatch.setattr(words, "VECTOR", 8)
+    assert is_fused(torch.zeros(1, 2, 8, width * bits // 8, dtype=torch.uint8), bits, width) == fused
 
 
 @pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are made in compiled code")

@@ -68,7 +68,12 @@ def test_half_precision_is_finite(name: str) -> None:
     assert torch.isfinite(keep(policy, model, "cuda")[1]).all()
 
 
-STEPS = ["window@0.5", "h2o+kivi:bits=4:group_size=4:residual_length=4@0.5", "kvcrush/snapkv@0.5", "uniform/adakv+snapkv@0.5"]
+STEPS = [
+    "window@0.5",
+    "h2o+kivi:bits=4:group_size=4:residual_length=4@0.5",
+    "kvcrush/snapkv@0.5",
+    "uniform/adakv+snapkv@0.5",
+]
 
 
 @pytest.mark.parametrize("policy", STEPS)

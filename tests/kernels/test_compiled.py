@@ -44,10 +44,22 @@ def test_many_shapes_are_compiled_each_and_none_falls_back() -> None:
     assert graphs() == len(compiled._compiled) == 20
 
 
-def test_any_number_of_slots_needs_two_graphs() -> None:
+def test_any_number_of_slots_needs_one_graph() -> None:
     for slots in (5, 9, 13, 17, 40, 41, 5):
         t = torch.randn(2, 3, slots, 4)
         assert torch.equal(call(scaled, t, t, power=2), scaled(t, t, 2))
+    assert graphs() == len(compiled._compiled) == 1
+
+
+def of_groups(t: Tensor, by: Tensor) -> Tensor:
+    return t.unflatten(2, (by.shape[2], -1)) * by[:, :, :, None]
+
+
+def test_any_number_of_groups_and_rows_needs_two_graphs() -> None:
+    for rows, groups in ((1, 64), (1, 65), (1, 200), (2, 70), (3, 7)):
+        t = torch.randn(rows, 3, 4 * groups, 2)
+        by = torch.randn(rows, 3, groups, 2)
+        assert torch.equal(call(of_groups, t, by), of_groups(t, by))
     assert graphs() == 2 and len(compiled._compiled) == 1
 
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels import words
 from kvpolicy.kernels.fused_elements import decode_levels, mix_levels, score_levels
 from kvpolicy.kernels.packing import pack
 from kvpolicy.kernels.rotation import rotate_halves
+from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
 
 B, H, C, D = 2, 3, 24, 16
 
@@ -29,7 +31,8 @@ def decode_by_number(
 @pytest.mark.parametrize("outliers", [0, 1, 3, D])
 @pytest.mark.parametrize("by", ["token", "channel"])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_levels(bits: int, by: str, outliers: int) -> None:
+def test_levels(bits: int, by: str, outliers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "VECTOR", 1)
     generator = torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, (B, H, C, D), generator=generator)
     levels = torch.randn(1, 1, 2**bits, generator=generator)
@@ -41,10 +44,17 @@ def test_levels(bits: int, by: str, outliers: int) -> None:
     given = pack(codes, bits), levels, scale, zero, channels.float(), extreme
     assert torch.equal(decode_levels(*given, bits=bits), wanted)
     weights = torch.rand(B, H, 2, C, generator=generator)
-    torch.testing.assert_close(mix_levels(*given, weights, bits=bits), weights @ wanted, rtol=1e-5, atol=1e-3)
     queries = torch.randn(B, H, 2, D, generator=generator)
     of_levels = levels.flatten()[codes]
-    torch.testing.assert_close(score_levels(given[0], levels, queries, bits), queries @ of_levels.mT)
+    for read in {as_words(given[0], bits), given[0]}:
+        mixed = mix_levels(read, *given[1:], weights, bits=bits)
+        torch.testing.assert_close(in_order_of_channels(mixed, read), weights @ wanted, rtol=1e-5, atol=1e-3)
+        scores = score_levels(read, levels, in_order_of_places(queries, read), bits)
+        torch.testing.assert_close(scores, queries @ of_levels.mT)
+    if by == "token":
+        slots = [t.unflatten(2, (3, -1)) for t in (given[0], *given[2:])]
+        mixed = mix_levels(slots[0], levels, *slots[1:], weights.unflatten(3, (3, -1)), bits=bits)
+        torch.testing.assert_close(mixed, weights @ wanted, rtol=1e-5, atol=1e-3)
 
 
 def test_a_rotation_turns_each_pair_of_channels() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvpolicy.codecs._uniform import dequantize, largest_divisor, quantize
-from kvpolicy.kernels.fused_read import mix_channel_groups, places, score_channel_groups, score_token_groups
+from kvpolicy.kernels import words
+from kvpolicy.kernels.fused_read import (
+    BLOCK,
+    in_blocks,
+    mix_channel_groups,
+    score_channel_groups,
+    score_token_groups,
+    sum_slots,
+    whole_blocks,
+)
 from kvpolicy.kernels.packing import fills_bytes, pack, unpack_float
+from kvpolicy.kernels.words import in_order_of_channels, in_order_of_places
 
 B, H, C = 2, 3, 24
 WIDTHS = [(16, 16), (16, 4), (64, 32), (80, 32), (80, 8), (96, 32), (128, 128)]
@@ -31,48 +43,98 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max().clamp_min(1e-6)))
 
 
+@pytest.fixture(params=["bytes", "words"])
+def as_read(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
+    """`as_words` of vectors of one word, or codes as they are."""
+    monkeypatch.setattr(words, "VECTOR", 1)
+    return words.as_words if request.param == "words" else lambda codes, *given: codes
+
+
 @pytest.mark.parametrize("width", [2, 4, 6, 8, 12, 16, 20, 40])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_places_are_what_is_unpacked(bits: int, width: int) -> None:
+def test_places_are_what_is_unpacked(bits: int, width: int, as_read: Callable[..., Tensor]) -> None:
     codes = torch.randint(0, 2**bits, (3, width), generator=torch.Generator().manual_seed(bits))
     packed = pack(codes, bits)
     if not fills_bytes(packed, bits, width):
         assert any(width * part % 8 for part in (1, 2, 4) if bits & part)
         return
-    assert torch.equal(torch.cat(places(packed, bits), -1), codes.float())
+    read = as_read(packed, bits)
+    places = words.split(read, bits)
+    for place in places:
+        assert torch.equal(place.codes.float(), codes[:, place.channels].float())
+    assert torch.equal(
+        torch.cat([place.codes.float() for place in places], -1), in_order_of_places(codes.float(), read)
+    )
+    assert torch.equal(in_order_of_channels(in_order_of_places(codes, read), read), codes)
+
+
+@pytest.mark.parametrize(
+    ("width", "bits", "size", "most", "is_read"),
+    [
+        (128, 4, 128, 32, True),
+        (128, 4, 32, 8, True),
+        (128, 2, 32, 8, False),  # 16 places
+        (128, 3, 32, 32, False),
+        (128, 4, 2, 32, False),  # a word has codes of more than one group
+        (64, 4, 64, 32, False),  # 8 words fill no vector of 16
+        (20, 8, 20, 32, False),
+    ],
+)
+def test_which_codes_are_read_as_words(
+    width: int, bits: int, size: int, most: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(words, "VECTOR", 16)
+    codes = torch.zeros(1, 2, 3, width * bits // 8, dtype=torch.uint8)
+    assert (words.as_words(codes, bits, size, most).dtype == torch.int32) == is_read
+
+
+def test_codes_that_are_not_contiguous_are_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "VECTOR", 1)
+    codes = torch.zeros(1, 2, 3, 9, dtype=torch.uint8)
+    assert words.as_words(codes[..., :8], 4).dtype == torch.uint8
+    assert words.as_words(codes[:, :, :, 1:].mT.contiguous().mT, 4).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("slots", [1, 511, 512, 513, 1500])
+def test_blocks_are_whole(slots: int) -> None:
+    t = torch.arange(2 * slots).view(1, 2, slots)
+    whole = whole_blocks(slots)
+    blocked = in_blocks(t)
+    assert 0 <= slots - whole < BLOCK and (whole == slots or slots > BLOCK)
+    assert torch.equal(blocked.flatten(2), t[..., :whole])
+    assert torch.equal(sum_slots(blocked.float(), blocked.dim() > 3), t[..., :whole].float().sum(2))
 
 
 @pytest.mark.parametrize("kind", ["normal", "outliers", "one token", "equal"])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("dim", "most"), WIDTHS)
-def test_groups_of_channels(dim: int, most: int, bits: int, group: int, kind: str) -> None:
+def test_groups_of_channels(
+    dim: int, most: int, bits: int, group: int, kind: str, as_read: Callable[..., Tensor]
+) -> None:
     size = largest_divisor(dim, most)
     codes, scale, zero = quantize(draw(kind, B, H, C, dim), bits, size)
-    decoded = dequantize(codes, scale, zero, bits, dim)
     queries = draw("normal", B, H, group, dim)
-    bounds = scale.float(), zero.float()
-    close(score_channel_groups(codes, *bounds, queries, bits), queries @ decoded.mT)
+    read = as_read(codes, bits, size)
+    ordered = in_order_of_places(queries, read)
+    for has_zero in (True, False):
+        zero = zero if has_zero else torch.zeros_like(zero)
+        decoded = dequantize(codes, scale, zero, bits, dim)
+        bounds = scale.float(), zero.float()[..., : None if has_zero else 0]
+        sums = queries.unflatten(-1, (-1, size)).sum(-1)
+        close(score_channel_groups(read, *bounds, ordered, sums, bits), queries @ decoded.mT)
     for weights in (draw("normal", B, H, group, C).softmax(-1), torch.zeros(B, H, group, C)):
-        close(mix_channel_groups(codes, *bounds, weights, bits), weights @ decoded)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_codes_without_a_zero(bits: int) -> None:
-    codes, scale, zero = quantize(draw("normal", B, H, C, 16), bits, 4)
-    decoded = dequantize(codes, scale, torch.zeros_like(zero), bits, 16)
-    queries = draw("normal", B, H, 2, 16)
-    weights = draw("normal", B, H, 2, C).softmax(-1)
-    none = zero.float()[..., :0]
-    close(score_channel_groups(codes, scale.float(), none, queries, bits), queries @ decoded.mT)
-    close(mix_channel_groups(codes, scale.float(), none, weights, bits), weights @ decoded)
+        found = mix_channel_groups(read, scale.float(), weights, bits)
+        close(in_order_of_channels(found, read), weights @ decoded)
+        blocked = (t.unflatten(dim, (4, -1)) for t, dim in ((read, 2), (scale.float(), 2), (weights, 3)))
+        close(in_order_of_channels(mix_channel_groups(*blocked, bits), read), weights @ decoded)
 
 
 @pytest.mark.parametrize("size", [1, 4, C])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [16, 80])
-def test_groups_of_tokens(dim: int, bits: int, group: int, size: int) -> None:
+def test_groups_of_tokens(dim: int, bits: int, group: int, size: int, as_read: Callable[..., Tensor]) -> None:
     codes = torch.randint(0, 2**bits, (B, H, C, dim), generator=torch.Generator().manual_seed(bits))
     scale = draw("outliers", B, H, C // size, dim).half().float()
     zero = draw("normal", B, H, C // size, dim).half().float()
@@ -80,4 +142,6 @@ def test_groups_of_tokens(dim: int, bits: int, group: int, size: int) -> None:
     grouped = unpack_float(packed, bits, dim).unflatten(2, (-1, size))
     decoded = (grouped * scale[:, :, :, None] + zero[:, :, :, None]).flatten(2, 3)
     queries = draw("normal", B, H, group, dim)
-    close(score_token_groups(packed, scale, zero, queries, bits), queries @ decoded.mT)
+    read = as_read(packed, bits)
+    ordered = (in_order_of_places(t, read) for t in (scale, queries))
+    close(score_token_groups(read, next(ordered), queries @ zero.mT, next(ordered), bits), queries @ decoded.mT)
