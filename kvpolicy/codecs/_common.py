@@ -179,7 +179,7 @@ def mix_rest(values: Callable[[slice], Tensor], weights: Tensor) -> Tensor | flo
         [B, H, G, D] fp32, or 0 if there are none.
     """
     slots = weights.shape[-1]
-    whole = whole_blocks(slots)
+    whole = whole_blocks(weights, 3)
     if whole == slots:
         return 0.0
     return matmul(weights[..., whole:], values(slice(whole, slots)).to(weights.dtype)).float()

@@ -8,13 +8,14 @@ fuses with what is around it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from types import FunctionType
 from typing import Any, TypeVar
@@ -60,6 +61,17 @@ _apart: dict[str, Callable[..., Tensor]] = {}
 
 _is_on = os.environ.get(SWITCH, "1") != "0"
 _failures: list[str] = []
+
+
+@contextlib.contextmanager
+def switched(on: bool) -> Generator[None]:
+    """Switch compiled functions on or off, as `KVPOLICY_KERNELS` does."""
+    global _is_on
+    before, _is_on = _is_on, on
+    try:
+        yield
+    finally:
+        _is_on = before
 
 
 @cache
@@ -156,12 +168,14 @@ def _first_call(
 
 
 def _mark_slots(tensors: tuple[Tensor, ...]) -> None:
-    """Have numbers of slots compiled as numbers that vary, so that one compilation serves all of them."""
+    """Have a CPU's numbers of slots compiled as numbers that vary, so that one compilation serves all of them."""
     slots = tensors[0].shape[2]
+    if tensors[0].device.type != "cpu":
+        return  # elsewhere, the first number is compiled as a constant, and then any other
     for t in tensors:
         for dim in range(2, t.dim()):
             if t.shape[dim] == slots or (dim < t.dim() - 1 and t.shape[dim] >= MANY):
-                torch._dynamo.maybe_mark_dynamic(t, dim)
+                torch._dynamo.maybe_mark_dynamic(t, dim)  # pyright: ignore[reportPrivateUsage]
 
 
 def apart(function: F) -> F:

@@ -28,15 +28,17 @@ BLOCK = 512
 """Slots of a block."""
 
 
-def whole_blocks(slots: int) -> int:
-    """Slots in whole blocks; all of them if they fill none, and are few enough to be summed at once."""
-    return slots - slots % BLOCK if slots >= BLOCK else slots
+def whole_blocks(t: Tensor, dim: int = 2) -> int:
+    """Slots in whole blocks; all of them if they fill none, and on a GPU, which has no use for blocks."""
+    slots = t.shape[dim]
+    return slots - slots % BLOCK if slots >= BLOCK and t.device.type == "cpu" else slots
 
 
 def in_blocks(t: Tensor, dim: int = 2) -> Tensor:
-    """Whole blocks of slots, [..., C, ...] as [..., C / 512, 512, ...], or the few slots as they are."""
-    slots = whole_blocks(t.shape[dim])
-    return t.narrow(dim, 0, slots).unflatten(dim, (-1, BLOCK)) if slots >= BLOCK else t
+    """Whole blocks of slots, [..., C, ...] as [..., C / 512, 512, ...]; slots that are in none as they are."""
+    if t.shape[dim] < BLOCK or t.device.type != "cpu":
+        return t
+    return t.narrow(dim, 0, whole_blocks(t, dim)).unflatten(dim, (-1, BLOCK))
 
 
 def sum_slots(t: Tensor, blocked: bool) -> Tensor:

@@ -98,8 +98,9 @@ def test_codes_that_are_not_contiguous_are_no_words(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("slots", [1, 511, 512, 513, 1500])
 def test_blocks_are_whole(slots: int) -> None:
     t = torch.arange(2 * slots).view(1, 2, slots)
-    whole = whole_blocks(slots)
+    whole = whole_blocks(t)
     blocked = in_blocks(t)
+    assert in_blocks(t.to("meta")).shape == t.shape and whole_blocks(t.to("meta")) == slots
     assert 0 <= slots - whole < BLOCK and (whole == slots or slots > BLOCK)
     assert torch.equal(blocked.flatten(2), t[..., :whole])
     assert torch.equal(sum_slots(blocked.float(), blocked.dim() > 3), t[..., :whole].float().sum(2))

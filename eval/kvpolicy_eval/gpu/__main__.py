@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvpolicy.spec.budget import bytes_of
 from kvpolicy_eval.common.markdown import add_fill_argument, publish
+from kvpolicy_eval.gpu import reads
 from kvpolicy_eval.gpu.case import SHAPES
 from kvpolicy_eval.gpu.runner import Runner
 from kvpolicy_eval.gpu.suites import plan_suites
@@ -33,8 +34,10 @@ def main(argv: list[str] | None = None) -> int:
         "--only",
         nargs="+",
         default=[""],
-        help="run only suites with these prefixes, such as table3, long, 'long 32768'",
+        help="run only suites with these prefixes, such as table3, long, 'long 32768', reads",
     )
+    parser.add_argument("--side", nargs="+", default=[""], help="run only sides with one of these texts, such as kivi")
+    parser.add_argument("--batch", nargs="+", type=int, default=[], help="batch sizes, instead of growing ones")
     parser.add_argument("--memory", default="", help="limit such as 40GiB, which emulates a smaller GPU")
     parser.add_argument("--kvpress-python", default="", help="Python interpreter of an environment with kvpress")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds per case")
@@ -47,8 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         runner = Runner(args.results, args.device, limit, args.kvpress_python, args.timeout, args.retry)
         if not args.report:
             for series in plan_suites(args.shape):
-                if series.suite.startswith(tuple(args.only)):
-                    runner.run(series)
+                if series.suite.startswith(tuple(args.only)) and any(text in series.side for text in args.side):
+                    runner.run(series.at(args.batch))
+            for case in reads.cases(args.device, args.shape) if reads.SUITE.startswith(tuple(args.only)) else ():
+                if any(text in f"{case['codec']} {case['way']}" for text in args.side):
+                    runner.run_here(case, reads.measure)
         print()
         publish(report(runner.records), "gpu", args.fill)
     except (ValueError, OSError) as error:

@@ -27,8 +27,10 @@ HEADS = 8
 """KV heads of 128 channels."""
 GROUP = 4
 """Query heads per KV head."""
-SHAPES = ((16, 8192), (1, 131072))
-"""Rows, and tokens of each row: a batch, and one long prompt. The codes of either exceed the caches of a GPU."""
+SHAPES = {"tiny": ((2, 2048),)}
+"""Rows, and tokens of each row, by name of the model's shape."""
+LARGE = ((16, 8192), (1, 131072))
+"""The same for real shapes: a batch, and one long prompt. The codes of either exceed the caches of a GPU."""
 CODECS = (
     "tokenwise",
     "tokenwise:bits=8",
@@ -50,18 +52,18 @@ WAYS = ("fused", "decoded")
 ROUNDS = 20
 
 
-def cases(device: str, codecs: tuple[str, ...] = CODECS, shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Record]:
+def cases(device: str, shape: str, codecs: tuple[str, ...] = CODECS) -> list[Record]:
     """The arguments of all measurements, the dense ones first.
 
     Args:
         device: Such as `cuda`.
+        shape: Name of the model's shape, or `all`.
         codecs: Specs of codecs.
-        shapes: Rows and tokens.
     """
     sides = [("", "bf16"), ("", "fp32"), *((codec, way) for codec in codecs for way in WAYS)]
     return [
         {"suite": SUITE, "device": device, "codec": codec, "way": way, "batch": batch, "tokens": tokens}
-        for batch, tokens in shapes
+        for batch, tokens in SHAPES.get(shape, LARGE)
         for codec, way in sides
     ]
 
@@ -80,21 +82,17 @@ def measure(case: Record) -> Record:
 
 def _measure(case: Record, folder: Path) -> Record:
     device = case["device"]
-    codec = case["codec"] or "tokenwise"
-    layer = Case(codec, case["tokens"], folder, device, GROUP, case["batch"], HEADS)
-    if not case["codec"]:
-        dense = Dense(layer, torch.bfloat16 if case["way"] == "bf16" else torch.float32)
-        nbytes = dense.keys.nbytes + dense.values.nbytes
+    codec = case["codec"] or CODECS[0]
+    with compiled.switched(False):  # how codes are made does not matter here
+        layer = Case(codec, case["tokens"], folder, device, GROUP, case["batch"], HEADS)
+    if case["codec"]:
+        nbytes = sum(t.nbytes for codes in layer.layer.tensors.codes for t in codes)
         del layer.keys, layer.values
-        return {**_times(dense, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
-    del layer.keys, layer.values
-    nbytes = sum(t.nbytes for codes in layer.layer.tensors.codes for t in codes)
-    was_on = compiled._is_on
-    compiled._is_on = case["way"] == "fused"
-    try:
-        return {**_times(layer, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
-    finally:
-        compiled._is_on = was_on
+        with compiled.switched(case["way"] == "fused"):
+            return {**_times(layer, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
+    dense = Dense(layer, torch.bfloat16 if case["way"] == "bf16" else torch.float32)
+    nbytes = dense.keys.nbytes + dense.values.nbytes
+    return {**_times(dense, device), "nbytes": nbytes, "bytes_per_s": _bandwidth(device)}
 
 
 def _times(side: Case | Dense, device: str) -> dict[str, float]:

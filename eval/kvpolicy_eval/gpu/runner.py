@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvpolicy_eval.gpu.case import MARK
@@ -68,6 +69,21 @@ class Runner:
                 largest = batch
             else:
                 too_large = batch
+
+    def run_here(self, case: Record, measure: Callable[[Record], Record]) -> None:
+        """Measure a case that has no result yet, in this process.
+
+        Args:
+            case: Its arguments.
+            measure: Returns its record.
+        """
+        record = self._done.get(case_key(case))
+        if record is None:
+            record = measure(case)
+            self._keep(record)
+        if not self.quiet:
+            words = " ".join(str(value) for value in case.values())
+            print(f"{words}: {record['status']}", flush=True)
 
     def _case(self, series: Series, batch: int) -> Record:
         """The result of a case, measured now unless it is known."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 PAPER_BATCHES = (1, 32, 64, 128, 224)
@@ -52,6 +52,15 @@ class Series:
         del fields["batches"], fields["until_full"]
         removed = {"removed": KVPRESS_RATIO} if self.method == "kvpress" else {}
         return {**fields, "batch": batch, "device": device, "limit": limit, **removed}
+
+    @property
+    def side(self) -> str:
+        """Method, policy and mode, separated by spaces."""
+        return " ".join(part for part in (self.method, self.policy, self.mode) if part)
+
+    def at(self, batches: Sequence[int]) -> Series:
+        """The series at these batch sizes alone."""
+        return replace(self, batches=tuple(batches), until_full=False) if batches else self
 
     def batch_sizes(self) -> Iterator[int]:
         """The given batch sizes, then growing ones if the series runs until memory is full."""

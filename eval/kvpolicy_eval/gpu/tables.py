@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpolicy_eval.common.markdown import table
+from kvpolicy_eval.gpu import reads
 from kvpolicy_eval.gpu.results import Record, case_key
 
 Method = tuple[str, str, str]
@@ -22,7 +23,9 @@ BATCH_TARGET = 5.0
 def report(records: list[Record]) -> str:
     """All tables; of several records of one case the newest counts."""
     newest = list({case_key(record["case"]): record for record in records}.values())
-    parts = [part for group in _groups(newest) for part in _suite(group)]
+    of_reads = [record for record in newest if record["case"]["suite"] == reads.SUITE]
+    of_models = [record for record in newest if record["case"]["suite"] != reads.SUITE]
+    parts = [*(part for group in _groups(of_models) for part in _suite(group)), *reads.report(of_reads)]
     return "\n\n".join([*parts, _made_with(newest)]) if newest else "No results yet."
 
 
