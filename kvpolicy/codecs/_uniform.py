@@ -121,15 +121,21 @@ def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits:
     width = codes.shape[-1] * 8 // bits
     size = width // scale.shape[-1]
     words = as_words(codes, bits, size, MOST_SUMMED)
-    mixed = call(mix_channel_groups, in_blocks(words), in_blocks(scale), in_blocks(weights.float(), 3), bits=bits)
+    # On a CPU, zeros are summed by a product: inductor would sum over as few numbers as groups one by one.
+    is_apart = zero.shape[-1] > 0 and zero.device.type == "cpu"
+    in_loop = zero[..., :0] if is_apart else zero
+    mixed = call(mix_channel_groups, *map(in_blocks, (words, scale, in_loop)), in_blocks(weights.float(), 3), bits=bits)
 
     def without_zero(at: slice) -> Tensor:
         return dequantize(codes[:, :, at], scale[:, :, at], torch.zeros_like(scale[:, :, at]), bits, width)
 
     mixed = in_order_of_channels(mixed, words) + mix_rest(without_zero, weights)
-    if zero.shape[-1]:  # by a product, since inductor would sum over as few numbers as groups one by one
-        mixed = mixed + matmul(widen(zero).mT, weights.float().mT).mT.repeat_interleave(size, -1)
-    return mixed
+    return mixed + _sum_zeros(zero, weights).repeat_interleave(size, -1) if is_apart else mixed
+
+
+def _sum_zeros(zero: Tensor, weights: Tensor) -> Tensor:
+    """Zeros [B, H, C, groups] weighted by [B, H, G, C], [B, H, G, groups] fp32."""
+    return matmul(widen(zero).mT, weights.float().mT).mT
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

@@ -152,12 +152,13 @@ def score_token_groups(codes: Tensor, scale: Tensor, offsets: Tensor, queries: T
     return torch.stack(scores, 2)
 
 
-def mix_channel_groups(codes: Tensor, scale: Tensor, weights: Tensor, bits: int) -> Tensor:
-    """Weighted sums of codes that have a scale for each group of channels of a token.
+def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
+    """Weighted sums of codes that have a scale and a zero for each group of channels of a token.
 
     Args:
         codes: [B, H, *S, W], by `as_words`.
         scale: [B, H, *S, groups].
+        zero: [B, H, *S, groups], or of no group if codes have no zero.
         weights: [B, H, G, *S] fp32.
         bits: Bits per code.
 
@@ -165,13 +166,23 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, weights: Tensor, bits: int)
         In the order of places, [B, H, G, D] fp32.
     """
     places = split(codes, bits)
-    runs = _runs(places, sum(len(place.channels) for place in places) // scale.shape[-1])
+    size = sum(len(place.channels) for place in places) // scale.shape[-1]
+    runs = _runs(places, size)
     numbers = [place.codes.float().unflatten(-1, (len(groups), -1)) for place, groups in zip(places, runs, strict=True)]
+    blocked = codes.dim() > 4
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
-        scaled = weights[:, :, g, ..., None] * scale
-        products = [number * _of_runs(scaled, groups)[..., None] for number, groups in zip(numbers, runs, strict=True)]
-        mixed.append(torch.cat([sum_slots(product, codes.dim() > 4).flatten(2) for product in products], -1))
+        own = weights[:, :, g, ..., None]
+        scaled = own * scale
+        sums = [
+            sum_slots(number * _of_runs(scaled, groups)[..., None], blocked).flatten(2)
+            for number, groups in zip(numbers, runs, strict=True)
+        ]
+        if zero.shape[-1]:
+            offset = sum_slots(own * zero, blocked)
+            groups = [[channel // size for channel in place.channels] for place in places]
+            sums = [each + _spread(offset, group) for each, group in zip(sums, groups, strict=True)]
+        mixed.append(torch.cat(sums, -1))
     return torch.stack(mixed, 2)
 
 

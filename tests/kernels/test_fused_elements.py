@@ -52,8 +52,8 @@ def test_levels(bits: int, by: str, outliers: int, monkeypatch: pytest.MonkeyPat
         scores = score_levels(read, levels, in_order_of_places(queries, read), bits)
         torch.testing.assert_close(scores, queries @ of_levels.mT)
     if by == "token":
-        slots = [t.unflatten(2, (3, -1)) for t in (given[0], *given[2:])]
-        mixed = mix_levels(slots[0], levels, *slots[1:], weights.unflatten(3, (3, -1)), bits=bits)
+        slots, *bounds, at, numbers = (t.unflatten(2, (3, -1)) for t in (given[0], *given[2:]))
+        mixed = mix_levels(slots, levels, bounds[0], bounds[1], at, numbers, weights.unflatten(3, (3, -1)), bits)
         torch.testing.assert_close(mixed, weights @ wanted, rtol=1e-5, atol=1e-3)
 
 

@@ -124,11 +124,12 @@ def test_groups_of_channels(
         bounds = scale.float(), zero.float()[..., : None if has_zero else 0]
         sums = queries.unflatten(-1, (-1, size)).sum(-1)
         close(score_channel_groups(read, *bounds, ordered, sums, bits), queries @ decoded.mT)
-    for weights in (draw("normal", B, H, group, C).softmax(-1), torch.zeros(B, H, group, C)):
-        found = mix_channel_groups(read, scale.float(), weights, bits)
-        close(in_order_of_channels(found, read), weights @ decoded)
-        blocked = (t.unflatten(dim, (4, -1)) for t, dim in ((read, 2), (scale.float(), 2), (weights, 3)))
-        close(in_order_of_channels(mix_channel_groups(*blocked, bits), read), weights @ decoded)
+        for weights in (draw("normal", B, H, group, C).softmax(-1), torch.zeros(B, H, group, C)):
+            found = mix_channel_groups(read, *bounds, weights, bits)
+            close(in_order_of_channels(found, read), weights @ decoded)
+            slots, scales, zeros = (t.unflatten(2, (4, -1)) for t in (read, *bounds))
+            found = mix_channel_groups(slots, scales, zeros, weights.unflatten(3, (4, -1)), bits)
+            close(in_order_of_channels(found, read), weights @ decoded)
 
 
 @pytest.mark.parametrize("size", [1, 4, C])
@@ -144,5 +145,5 @@ def test_groups_of_tokens(dim: int, bits: int, group: int, size: int, as_read: C
     decoded = (grouped * scale[:, :, :, None] + zero[:, :, :, None]).flatten(2, 3)
     queries = draw("normal", B, H, group, dim)
     read = as_read(packed, bits)
-    ordered = (in_order_of_places(t, read) for t in (scale, queries))
-    close(score_token_groups(read, next(ordered), queries @ zero.mT, next(ordered), bits), queries @ decoded.mT)
+    ordered = in_order_of_places(scale, read), queries @ zero.mT, in_order_of_places(queries, read)
+    close(score_token_groups(read, *ordered, bits), queries @ decoded.mT)
