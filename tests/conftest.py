@@ -6,6 +6,10 @@ import gc
 import os
 from typing import TYPE_CHECKING, Any
 
+# Tests that happen to have many coded slots do not compile for seconds: `tests/codecs/compiling.py` switches compiled
+# functions on where they are tested, which is with every codec.
+os.environ.setdefault("KVPOLICY_KERNELS", "0")
+
 import pytest
 import torch
 

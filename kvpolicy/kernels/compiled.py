@@ -153,8 +153,7 @@ def _first_call(
     begun = time.perf_counter()
     own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
     kernel: Callable[..., Any] = torch.compile(_copy(function, options), backend=BACKEND, options=own)
-    _mark_slots(tensors)
-    out = kernel(*tensors)
+    out = kernel(*_with_marks(tensors))
     _compiled[key] = kernel
     seconds = time.perf_counter() - begun
     if seconds >= SLOW_COMPILATION:
@@ -167,15 +166,19 @@ def _first_call(
     return out
 
 
-def _mark_slots(tensors: tuple[Tensor, ...]) -> None:
-    """Have a CPU's numbers of slots compiled as numbers that vary, so that one compilation serves all of them."""
+def _with_marks(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Views of tensors on a CPU whose numbers of slots are compiled as numbers that vary: one compilation serves all.
+
+    Elsewhere, the first number is compiled as a constant, and the next one as any number.
+    """
     slots = tensors[0].shape[2]
-    if tensors[0].device.type != "cpu":
-        return  # elsewhere, the first number is compiled as a constant, and then any other
-    for t in tensors:
+    # A mark on a tensor of a cache would hold in other compiled code, too. A tensor that is given twice has one view.
+    views = {id(t): t.view(t.shape) for t in tensors}
+    for t in views.values() if tensors[0].device.type == "cpu" else ():
         for dim in range(2, t.dim()):
             if t.shape[dim] == slots or (dim < t.dim() - 1 and t.shape[dim] >= MANY):
                 torch._dynamo.maybe_mark_dynamic(t, dim)  # pyright: ignore[reportPrivateUsage]
+    return [views[id(t)] for t in tensors]
 
 
 def apart(function: F) -> F:

@@ -150,30 +150,30 @@ def test_single_bytes_are_decoded_without_wide_vectors(
     assert is_fused(torch.zeros(1, 2, 8, width * bits // 8, dtype=torch.uint8), bits, width) == fused
 
 
-@pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are made in compiled code")
+@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="codes are made in compiled code")
 @pytest.mark.parametrize("spec", ["kivi:bits=4", "tokenwise:bits=3"])
-def test_inductor_makes_the_same_codes(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_makes_the_same_codes(spec: str) -> None:
     codec: Any = Policy.parse(f"full+{spec}").codec
     keys = torch.randn(1, 2, compiled.MIN_SLOTS + 64, 32, generator=torch.Generator().manual_seed(0))
     keys[:, :, 5] = 3.0
     keys[:, 0, 6:90] *= 1e-6
     keys[:, 1, 7] *= 1e6
-    found = coded_store(codec, keys, keys)
-    monkeypatch.setattr(compiled, "_is_on", False)
+    with compiled.switched(True):
+        found = coded_store(codec, keys, keys)
     wanted = coded_store(codec, keys, keys)
     for got, want in zip(found.tensors.codes[0], wanted.tensors.codes[0], strict=True):
         assert torch.equal(got, want)
 
 
-@pytest.mark.skipif(bool(compiled.obstacle()), reason="codes are summed in compiled code")
+@pytest.mark.skipif(bool(compiled._missing_compiler("cpu")), reason="codes are summed in compiled code")
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "tokenwise:bits=4"])
 def test_compiled_reads_are_those_of_decoding(codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_failures", [])
-    coded = view(codec, 32, tmp_path, tokens=compiled.MIN_SLOTS + 200)
-    queries = torch.randn(2, 3, 2, 32, generator=torch.Generator().manual_seed(1))
+    coded = view(codec, 128, tmp_path, tokens=compiled.MIN_SLOTS + 200)
+    queries = torch.randn(2, 3, 2, 128, generator=torch.Generator().manual_seed(1))
     weights = [torch.randn(2, 3, 2, sum(coded.sizes), generator=torch.Generator().manual_seed(2)).softmax(-1)]
-    found = coded.score(queries)[0], coded.mix(weights)[0]
-    monkeypatch.setattr(compiled, "_is_on", False)
+    with compiled.switched(True):
+        found = coded.score(queries)[0], coded.mix(weights)[0]
     wanted = coded.score(queries)[0], coded.mix(weights)[0]
     (decoded,) = coded.read(torch.float32)
     for got, want, largest in zip(found, wanted, (wanted[0].abs().max(), decoded[1].abs().max()), strict=True):

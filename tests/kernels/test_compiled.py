@@ -51,6 +51,12 @@ def test_any_number_of_slots_needs_one_graph() -> None:
     assert graphs() == len(compiled._compiled) == 1
 
 
+def test_tensors_of_the_caller_are_not_marked() -> None:
+    t = torch.randn(2, 3, 5, 4)
+    call(scaled, t, t.clone(), power=2)
+    assert not [name for name in vars(t) if "dynamic" in name]
+
+
 def of_groups(t: Tensor, by: Tensor) -> Tensor:
     return t.unflatten(2, (by.shape[2], -1)) * by[:, :, :, None]
 

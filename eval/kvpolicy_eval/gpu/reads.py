@@ -52,15 +52,15 @@ WAYS = ("fused", "decoded")
 ROUNDS = 20
 
 
-def cases(device: str, shape: str, codecs: tuple[str, ...] = CODECS) -> list[Record]:
+def cases(device: str, shape: str, codecs: tuple[str, ...] = ()) -> list[Record]:
     """The arguments of all measurements, the dense ones first.
 
     Args:
         device: Such as `cuda`.
         shape: Name of the model's shape, or `all`.
-        codecs: Specs of codecs.
+        codecs: Specs of codecs; those of `CODECS` by default.
     """
-    sides = [("", "bf16"), ("", "fp32"), *((codec, way) for codec in codecs for way in WAYS)]
+    sides = [("", "bf16"), ("", "fp32"), *((codec, way) for codec in codecs or CODECS for way in WAYS)]
     return [
         {"suite": SUITE, "device": device, "codec": codec, "way": way, "batch": batch, "tokens": tokens}
         for batch, tokens in SHAPES.get(shape, LARGE)
