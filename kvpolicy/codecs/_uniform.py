@@ -10,7 +10,7 @@ from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import in_blocks, mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
 from kvpolicy.kernels.products import matmul
-from kvpolicy.kernels.words import HAS_WIDE_VECTORS, MOST_SUMMED, as_words, in_order_of_channels, in_order_of_places
+from kvpolicy.kernels.words import HAS_WIDE_VECTORS, as_words, in_order_of_channels, in_order_of_places
 
 FP16 = torch.finfo(torch.float16).max
 """The largest number of fp16."""
@@ -91,7 +91,12 @@ def is_fused(codes: Tensor, bits: int, width: int, page_slots: int | None = None
 
     They must be many, and fill their bytes. See `StageStore` for `page_slots`.
     """
-    if bits == 8 and codes.device.type == "cpu" and not HAS_WIDE_VECTORS and as_words(codes, bits) is codes:
+    if (
+        bits == 8
+        and codes.device.type == "cpu"
+        and not HAS_WIDE_VECTORS
+        and as_words(codes, bits, sums_slots=True) is codes
+    ):
         return False  # single bytes are decoded in less time
     return is_compiled(codes, page_slots) and fills_bytes(codes, bits, width)
 
@@ -120,7 +125,7 @@ def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits:
     """Sums of what `dequantize` makes of codes, weighted by [B, H, G, C], as `score_fused`; [B, H, G, D] fp32."""
     width = codes.shape[-1] * 8 // bits
     size = width // scale.shape[-1]
-    words = as_words(codes, bits, size, MOST_SUMMED)
+    words = as_words(codes, bits, size, sums_slots=True)
     # On a CPU, zeros are summed by a product: inductor would sum over as few numbers as groups one by one.
     is_apart = zero.shape[-1] > 0 and zero.device.type == "cpu"
     in_loop = zero[..., :0] if is_apart else zero

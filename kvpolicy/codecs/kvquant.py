@@ -17,7 +17,7 @@ from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED, decode_levels, mix_levels
 from kvpolicy.kernels.fused_read import in_blocks
 from kvpolicy.kernels.packing import pack, packed_width, round_to_half, unpack
-from kvpolicy.kernels.words import MOST_SUMMED, as_words, in_order_of_channels
+from kvpolicy.kernels.words import as_words, in_order_of_channels
 from kvpolicy.protocols import ALL_HEADS, At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -247,7 +247,7 @@ class KVQuant(SingleStage):
         if not self._is_fused(codes.values, calibration):
             return mix_by_chunks(self.values, store, weights)
         levels = calibration.value_decoded[None, None]
-        words = as_words(codes.values, self.bits, most_places=MOST_SUMMED)
+        words = as_words(codes.values, self.bits, sums_slots=True)
         slots = [in_blocks(widen_on_cpu(t)) for t in codes[4:]]
         mixed = call(mix_levels, in_blocks(words), levels, *slots, in_blocks(weights.float(), 3), bits=self.bits)
         return in_order_of_channels(mixed, words) + mix_rest(lambda at: self.values(store, at), weights)

@@ -1,7 +1,9 @@
-"""Codes as compiled loops read them: four bytes at a time, as one integer, where the codes allow it.
+"""Codes as compiled loops read them: four bytes at a time, as one number, where the codes allow it.
 
-With AVX2, inductor (torch 2.13) converts bytes one by one, which takes most of the time of a loop; it shifts, masks and
-converts integers of four bytes as fast as it multiplies. On a GPU, bytes are read: words took 1.3 times as long there.
+With AVX2, inductor (torch 2.13) loads vectors of bytes and of integers by way of the stack, in two halves that the load
+behind them has to wait for, which takes most of the time of a loop. It loads vectors of fp32 at once. So words of codes
+are loaded as if they were fp32, and their bits are taken as integers. On a GPU, bytes are read: integers of four bytes
+took 1.3 times as long there.
 
 The codes at one place of the words are not those of neighboring channels. So queries are brought into the order of the
 places before the loop, and sums back into the order of channels after it.
@@ -27,15 +29,11 @@ BYTES = 4
 """Bytes of a word."""
 
 
-MOST_SUMMED = 8
-"""The most places of a word with which sums over slots are faster: each place of each query head has a sum."""
-
-
 class Place(NamedTuple):
     """Codes of as many channels as there are words, or bytes.
 
     Attributes:
-        codes: [..., W] uint8 or int32.
+        codes: [..., W] uint8 or int32, not packed.
         channels: Their channels: neighboring ones, or every fourth.
     """
 
@@ -43,21 +41,22 @@ class Place(NamedTuple):
     channels: range
 
 
-def as_words(codes: Tensor, bits: int, size: int = BYTES, most_places: int = 8 * BYTES) -> Tensor:
-    """Codes as words if these are read faster, [..., D' / 4] int32, else the codes as they are.
+def as_words(codes: Tensor, bits: int, size: int = BYTES, sums_slots: bool = False) -> Tensor:
+    """Codes as words if these are read faster, [..., D' / 4] fp32, else the codes as they are.
 
     Args:
         codes: The output of `kvpolicy.kernels.packing.pack`, [..., D'] uint8.
         bits: Bits per code.
         size: Channels that share a scale.
-        most_places: The most places of a word with which words are read faster.
+        sums_slots: Whether slots are summed and not channels, so that the words of a slot must fill vectors.
     """
     if codes.device.type != "cpu":
         return codes
     words = codes.shape[-1] // BYTES
-    is_split = 8 % bits == 0 and codes.shape[-1] % BYTES == size % BYTES == 0 and 8 // bits * BYTES <= most_places
+    least = VECTOR if sums_slots or HAS_WIDE_VECTORS else 1
+    is_split = 8 % bits == 0 and codes.shape[-1] % BYTES == size % BYTES == 0
     is_aligned = codes.stride(-1) == 1 and all(stride % BYTES == 0 for stride in codes.stride()[:-1])
-    return codes.view(torch.int32) if is_split and is_aligned and words and words % VECTOR == 0 else codes
+    return codes.view(torch.float32) if is_split and is_aligned and words and words % least == 0 else codes
 
 
 def split(codes: Tensor, bits: int) -> list[Place]:
@@ -73,6 +72,7 @@ def split(codes: Tensor, bits: int) -> list[Place]:
         size = parts[0].shape[-1]
         return [Place(part, range(n * size, (n + 1) * size)) for n, part in enumerate(parts)]
     mask = 2**bits - 1
+    codes = codes.view(torch.int32)
     return [
         Place((codes >> (8 * byte + shift)) & mask, range(first + byte, first + BYTES * width, BYTES))
         for shift in range(0, 8, bits)

@@ -69,23 +69,33 @@ def test_places_are_what_is_unpacked(bits: int, width: int, as_read: Callable[..
 
 
 @pytest.mark.parametrize(
-    ("width", "bits", "size", "most", "is_read"),
+    ("width", "bits", "size", "sums_slots", "wide", "is_read"),
     [
-        (128, 4, 128, 32, True),
-        (128, 4, 32, 8, True),
-        (128, 2, 32, 8, False),  # 16 places
-        (128, 3, 32, 32, False),
-        (128, 4, 2, 32, False),  # a word has codes of more than one group
-        (64, 4, 64, 32, False),  # 8 words fill no vector of 16
-        (20, 8, 20, 32, False),
+        (128, 4, 128, False, False, True),
+        (128, 4, 32, True, False, True),
+        (128, 4, 32, True, True, True),
+        (128, 3, 32, False, False, False),
+        (128, 4, 2, False, False, False),  # a word has codes of more than one group
+        (80, 4, 80, False, False, True),
+        (80, 4, 80, True, False, False),  # 10 words fill no vectors
+        (64, 4, 64, True, False, True),
+        (64, 4, 64, False, True, False),
+        (4, 4, 4, False, False, False),  # 2 bytes
     ],
 )
 def test_which_codes_are_read_as_words(
-    width: int, bits: int, size: int, most: int, is_read: bool, monkeypatch: pytest.MonkeyPatch
+    width: int,
+    bits: int,
+    size: int,
+    sums_slots: bool,
+    wide: bool,
+    is_read: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(words, "VECTOR", 16)
+    monkeypatch.setattr(words, "HAS_WIDE_VECTORS", wide)
+    monkeypatch.setattr(words, "VECTOR", 16 if wide else 8)
     codes = torch.zeros(1, 2, 3, width * bits // 8, dtype=torch.uint8)
-    assert (words.as_words(codes, bits, size, most).dtype == torch.int32) == is_read
+    assert (words.as_words(codes, bits, size, sums_slots).dtype == torch.float32) == is_read
 
 
 def test_codes_that_are_not_contiguous_are_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
