@@ -3,7 +3,7 @@
 A function is compiled when it is first called with enough slots, for its options and for the shapes and dtypes that its
 loops depend on. Each of these has a code object of its own: after a few compilations of one, `torch.compile` would run
 it uncompiled, with a warning only. Within a step that is compiled as a whole, the plain function is traced, so that it
-fuses with what is around it.
+fuses with what is around it, unless it is marked by `apart`.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvpolicy.kernels.compiled import apart
 from kvpolicy.kernels.words import Place, split
 
 BLOCK = 512
@@ -46,6 +47,7 @@ def sum_slots(t: Tensor, blocked: bool) -> Tensor:
     return t.sum(3).sum(2) if blocked else t.sum(2)
 
 
+@apart
 def score_channel_groups(
     codes: Tensor, scale: Tensor, zero: Tensor, queries: Tensor, sums: Tensor, bits: int
 ) -> Tensor:
@@ -128,6 +130,7 @@ def _spread(t: Tensor, group: list[int]) -> Tensor:
     return torch.cat([t[..., number, None].expand(*t.shape[:-1], group.count(number)) for number in numbers], -1)
 
 
+@apart
 def score_token_groups(codes: Tensor, scale: Tensor, offsets: Tensor, queries: Tensor, bits: int) -> Tensor:
     """Products of queries with codes that have a scale and a zero for each channel of a group of tokens.
 
@@ -153,6 +156,7 @@ def score_token_groups(codes: Tensor, scale: Tensor, offsets: Tensor, queries: T
     return torch.stack(scores, 2)
 
 
+@apart
 def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits: int) -> Tensor:
     """Weighted sums of codes that have a scale and a zero for each group of channels of a token.
 

@@ -42,7 +42,7 @@ SLOTS = (1024, 4096, 8192, 16384, 65536)
 KEPT = (1024, 4096)
 STEPS = 32
 """Steps of one measurement of a model, so that KIVI's share of demoted blocks is in each."""
-LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi")
+LAYER_POLICIES = ("window", "h2o", "snapkv", "window+kivi", "window+tokenwise:bits=4")
 MODEL_LIMITS = {"window": 1.2, "snapkv": 1.2, "h2o": 1.4, "kvcrush": 1.4, "window+kivi": 1.8}
 """The largest time of an eager step over the stock model's that passes."""
 GROWTH = (8192, 1024, 10)
