@@ -27,10 +27,10 @@ def score_gear(
     queries: Tensor,
     bits: int,
 ) -> Tensor:
-    """Products of queries with keys. All numbers of channels are in the order of places.
+    """Products of queries with keys.
 
     Args:
-        codes: [B, H, C, W], by `as_words`.
+        codes: [B, H, C, D'] uint8.
         scale: [B, H, X, D] fp32.
         zero: [B, H, X, D] fp32.
         left: [B, H, C, r] fp32.
@@ -47,10 +47,8 @@ def score_gear(
     left = left.unflatten(2, (blocks, -1))
     own = torch.arange(left.shape[3], device=codes.device).float()[:, None]
     parts: list[Tensor] = []
-    first = 0
     for place in split(codes, bits):
-        at = slice(first, first + place.codes.shape[-1])
-        first = at.stop
+        at = slice(place.channels.start, place.channels.stop)
         part = place.codes.float().unflatten(2, (blocks, -1)) * scale[:, :, :, None, at] + zero[:, :, :, None, at]
         part = _add_error(part, left, right[..., at])
         for number in range(outliers.shape[3]):
@@ -75,27 +73,26 @@ def mix_gear(
     """Weighted sums of values.
 
     Args:
-        codes: [B, H, C, W], by `as_words`.
+        codes: [B, H, C, D'] uint8.
         scale: [B, H, C, groups] fp32.
         zero: [B, H, C, groups] fp32.
         left: [B, H, C, r] fp32.
-        right: In the order of places, [B, H, X, r, D] fp32.
+        right: [B, H, X, r, D] fp32.
         channels: Channels of the outliers, [B, H, C, m] fp32.
         outliers: [B, H, C, m] fp32.
         weights: [B, H, G, C] fp32.
         bits: Bits per code.
 
     Returns:
-        In the order of places, [B, H, G, D] fp32.
+        [B, H, G, D] fp32.
     """
     # Blocks of tokens are also the blocks that are summed; see `kvpolicy.kernels.fused_read`.
     left, channels, outliers = (t.unflatten(2, (right.shape[2], -1)) for t in (left, channels, outliers))
     parts: list[Tensor] = []
-    decoded = channel_group_parts(codes, scale, zero, bits)
-    for n, (part, place) in enumerate(zip(decoded, split(codes, bits), strict=True)):
-        width = part.shape[-1]
-        part = _add_error(part.unflatten(2, left.shape[2:4]), left, right[..., n * width : (n + 1) * width])
-        parts.append(replace_channels(part, place.channels, channels, outliers))
+    for n, part in enumerate(channel_group_parts(codes, scale, zero, bits)):
+        own = range(n * part.shape[-1], (n + 1) * part.shape[-1])
+        part = _add_error(part.unflatten(2, left.shape[2:4]), left, right[..., own.start : own.stop])
+        parts.append(replace_channels(part, own, channels, outliers))
     return mix_elements(parts, weights.unflatten(3, left.shape[2:4]))
 
 

@@ -18,7 +18,6 @@ from kvpolicy.codecs._uniform import FP16, dequantize, encode, is_fused, largest
 from kvpolicy.kernels.compiled import call, widen_on_cpu
 from kvpolicy.kernels.fused_elements import UNROLLED
 from kvpolicy.kernels.packing import pack, packed_width, unpack_float
-from kvpolicy.kernels.words import as_words, in_order_of_channels, in_order_of_places
 from kvpolicy.protocols import At, ModelInfo, RotaryView, StageStore, Traits
 from kvpolicy.spec.arguments import named_options
 from kvpolicy.spec.errors import KVPolicyError
@@ -221,25 +220,16 @@ class GEAR(SingleStage):
         """Products of queries with the key of every slot; see `Stage.score`."""
         codes: GEARCodes = store.codes
         if rope is None and self._is_fused(codes.keys, codes.key_places.shape[3], queries.shape[-1]):
-            words = as_words(codes.keys, self.bits)
-            scale, zero, *outliers, left, right = (widen_on_cpu(t) for t in codes[1:7])
-            # All but the coefficients of the error belong to channels.
-            scale, zero, right, *others = (
-                in_order_of_places(t, words) for t in (scale, zero, right, *outliers, queries.float())
-            )
-            return call(score_gear, words, scale, zero, left, right, *others, bits=self.bits)
+            tensors = map(widen_on_cpu, codes[1:3] + codes[5:7] + codes[3:5])
+            return call(score_gear, codes.keys, *tensors, queries.float(), bits=self.bits)
         return score_by_chunks(self.keys, store, queries, rope, store.codes.keys.shape[2], self.group_size)
 
     def mix(self, store: StageStore, weights: Tensor) -> Tensor:
         """Weighted sum of the values of all slots; see `Stage.mix`."""
         codes: GEARCodes = store.codes
         if self._is_fused(codes.values, codes.value_places.shape[3], codes.key_scale.shape[-1]):
-            size = codes.key_scale.shape[-1] // codes.value_scale.shape[-1]
-            words = as_words(codes.values, self.bits, size, sums_slots=True)
-            scale, zero, *outliers, left, right = (widen_on_cpu(t) for t in codes[8:14])
-            right = in_order_of_places(right, words)
-            mixed = call(mix_gear, words, scale, zero, left, right, *outliers, weights.float(), bits=self.bits)
-            return in_order_of_channels(mixed, words)
+            tensors = map(widen_on_cpu, codes[8:10] + codes[12:14] + codes[10:12])
+            return call(mix_gear, codes.values, *tensors, weights.float(), bits=self.bits)
         return mix_by_chunks(self.values, store, weights, self.group_size)
 
     def _is_fused(self, codes: Tensor, outliers: int, head_dim: int) -> bool:

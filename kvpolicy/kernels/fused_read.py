@@ -112,11 +112,10 @@ def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int)
 
 
 def channel_group_parts(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
-    """What `decode_channel_groups` decodes, also of words, at each place of the codes, [B, H, n, W] each."""
-    places = split(codes, bits)
-    size = sum(len(place.channels) for place in places) // scale.shape[-1]
+    """What `decode_channel_groups` decodes at each place of the bytes, the first channels first, [B, H, n, W] each."""
+    size = codes.shape[-1] * 8 // bits // scale.shape[-1]
     decoded: list[Tensor] = []
-    for place in places:
+    for place in split(codes, bits):
         group = [channel // size for channel in place.channels]
         decoded.append(place.codes.float() * _spread(scale, group) + _spread(zero, group))
     return decoded
