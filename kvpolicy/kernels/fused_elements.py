@@ -42,8 +42,8 @@ def mix_elements(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
     mixed: list[Tensor] = []
     for g in range(weights.shape[2]):
         own = weights[:, :, g, ..., None]
-        mixed.append(torch.cat([sum_slots(part * own, blocked) for part in parts], -1))
-    return torch.stack(mixed, 2)
+        mixed += [sum_slots(part * own, blocked) for part in parts]
+    return torch.cat(mixed, -1).unflatten(-1, (weights.shape[2], -1))
 
 
 def levels_of(place: Place, levels: Tensor, bits: int) -> Tensor:

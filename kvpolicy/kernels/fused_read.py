@@ -186,8 +186,8 @@ def mix_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tens
             offset = sum_slots(own * zero, blocked)
             groups = [[channel // size for channel in place.channels] for place in places]
             sums = [each + _spread(offset, group) for each, group in zip(sums, groups, strict=True)]
-        mixed.append(torch.cat(sums, -1))
-    return torch.stack(mixed, 2)
+        mixed += sums
+    return torch.cat(mixed, -1).unflatten(-1, (weights.shape[2], -1))
 
 
 def _of_runs(t: Tensor, groups: tuple[int, ...]) -> Tensor:
