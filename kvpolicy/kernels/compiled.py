@@ -40,6 +40,12 @@ MIN_SLOTS = 2048
 MANY = 64
 """A size from which a dimension that is not the last one is one of slots, or of groups of slots."""
 
+MOST_GRAPHS = 64
+"""How often a function may be compiled, as for strides or for one row; beyond it, codes are decoded and the log says so.
+
+With the limit of PyTorch, 8, it would run uncompiled after that, many times as slow as decoding.
+"""
+
 SLOW_COMPILATION = 2.0
 """Seconds from which a compilation is logged with its duration."""
 
@@ -133,10 +139,12 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
     # Rows may vary, too: the second number of them makes `torch.compile` generate code for any number.
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
     key = (function, tensors[0].device, tuple(options.items()), shapes)
-    # Every gradient mode and autocast would be compiled for anew, and so would two threads at once.
-    with _LOCK, torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False), warnings.catch_warnings():
+    # Every mode and autocast would be compiled for anew, and so would two threads at once.
+    modes = torch.inference_mode(False), torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False)
+    with _LOCK, modes[0], modes[1], modes[2], warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of PyTorch's own, which are errors where a program makes them so
         try:
+            tensors = tuple(map(_ordinary, tensors))
             kernel = _compiled.get(key)
             return _first_call(key, function, tensors, options) if kernel is None else kernel(*tensors)
         except Exception as error:  # a compiler that is there may not work, and the plain function always does
@@ -152,7 +160,9 @@ def _first_call(
     _LOG.info("Compiling %s for %s, once for such a cache; %s=0 reads without.", function.__name__, options, SWITCH)
     begun = time.perf_counter()
     own = INDUCTOR_OPTIONS if BACKEND == "inductor" else None
-    kernel: Callable[..., Any] = torch.compile(_copy(function, options), backend=BACKEND, options=own)
+    kernel: Callable[..., Any] = torch.compile(  # pyright: ignore[reportCallIssue]
+        _copy(function, options), fullgraph=True, backend=BACKEND, options=own, recompile_limit=MOST_GRAPHS
+    )
     out = kernel(*_with_marks(tensors))
     _compiled[key] = kernel
     seconds = time.perf_counter() - begun
@@ -164,6 +174,13 @@ def _first_call(
             seconds,
         )
     return out
+
+
+def _ordinary(t: Tensor) -> Tensor:
+    """A tensor on the same memory, neither of inference mode nor with a gradient, for which others are compiled."""
+    if t.is_inference():
+        return torch.from_dlpack(t)
+    return t.detach() if t.requires_grad else t
 
 
 def _with_marks(tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from typing import Any
@@ -79,11 +80,27 @@ def test_modes_of_the_caller_compile_nothing_anew(mode: Any) -> None:
     assert graphs() == before and out.dtype == torch.float32
 
 
-def test_tensors_of_inference_mode_are_read() -> None:
-    t = torch.randn(1, 2, 5, 4)
-    wanted = call(scaled, t, t, power=2)
-    with torch.inference_mode():
-        assert torch.equal(call(scaled, t.clone(), t.clone(), power=2), wanted)
+def test_tensors_of_every_mode_are_read_by_one_graph() -> None:
+    made = {mode: [] for mode in ("inference", "gradient", "ordinary")}
+    for mode, tensors in made.items():
+        with torch.inference_mode(mode == "inference"):
+            tensors += [torch.randn(1, 2, 5, 4, requires_grad=mode == "gradient") for _ in range(2)]
+    for first, second in itertools.product(made, made):
+        for inside in (True, False):
+            with torch.inference_mode(inside), torch.no_grad():
+                t, by = made[first][0], made[second][1]
+                out = call(scaled, t, by, power=2)
+                assert torch.equal(out, scaled(t, by, 2)) and not out.requires_grad
+    assert graphs() == 1
+
+
+def test_too_many_graphs_are_not_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 2)
+    for rows in range(1, 5):  # the second number of rows is compiled as any number
+        t = torch.randn(rows, 2, 5, 4)
+        for given in (t, t.mT.contiguous().mT, torch.randn(rows, 2, 5, 8)[..., ::2]):
+            assert torch.equal(call(scaled, given, given.clone(), power=2), scaled(given, given.clone(), 2))
+    assert "codes are decoded" in caplog.text and compiled.obstacle() == "scaled could not be compiled"
 
 
 def test_threads_share_what_is_compiled() -> None:

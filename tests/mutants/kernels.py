@@ -188,6 +188,20 @@ MUTATIONS = (
         tests=("tests/kernels/test_compiled.py",),
     ),
     Mutation(
+        name="tensors of inference mode are compiled for anew",
+        file="kvpolicy/kernels/compiled.py",
+        old="tensors = tuple(map(_ordinary, tensors))",
+        new="pass",
+        tests=("tests/kernels/test_compiled.py",),
+    ),
+    Mutation(
+        name="a function that was compiled too often runs uncompiled without a word",
+        file="kvpolicy/kernels/compiled.py",
+        old="_copy(function, options), fullgraph=True, backend",
+        new="_copy(function, options), backend",
+        tests=("tests/kernels/test_compiled.py",),
+    ),
+    Mutation(
         name="compiled functions share a code object",
         file="kvpolicy/kernels/compiled.py",
         old="kernel.__code__.replace(co_name=code.co_name)",
