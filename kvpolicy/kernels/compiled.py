@@ -41,7 +41,7 @@ MANY = 64
 """A size from which a dimension that is not the last one is one of slots, or of groups of slots."""
 
 MOST_GRAPHS = 64
-"""How often a function may be compiled, as for strides or for one row; beyond it, codes are decoded and the log says so.
+"""How often a function may be compiled, as for strides or for one row; beyond it, the log says that codes are decoded.
 
 With the limit of PyTorch, 8, it would run uncompiled after that, many times as slow as decoding.
 """
