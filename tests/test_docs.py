@@ -25,6 +25,7 @@ if not DOCS.is_dir():
 
 import kvpolicy
 from kvpolicy.cli.app import USAGE
+from kvpolicy.kernels import compiled
 from tests.doc_commands import NOWHERE, check, simple_commands
 
 PAGES = pages()
@@ -138,10 +139,11 @@ def test_commands_print_what_the_page_says(
 
 
 def run(words: list[str], *, wrong: bool = False) -> None:
-    """Run `kvpolicy` here; where a page shows its complaint, it must complain."""
+    """Run `kvpolicy` here, with compiled functions; where a page shows its complaint, it must complain."""
     from kvpolicy.cli.app import main
 
-    assert main(words[1:]) == (2 if wrong else 0), shlex.join(words)
+    with compiled.switched(True):
+        assert main(words[1:]) == (2 if wrong else 0), shlex.join(words)
 
 
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: block.place)

@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {"common", "sweep"},
     "peers": {"common", "data"},
     "bench": {"common", "data"},
-    "gpu": {"common"},
+    "gpu": {"bench", "common"},
     "cli": {"sweep", "report", "peers"},
     # what trains the embedded model
     "train": {"common", "data"},
