@@ -112,7 +112,7 @@ def decode_channel_groups(codes: Tensor, scale: Tensor, zero: Tensor, bits: int)
 
 
 def channel_group_parts(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> list[Tensor]:
-    """What `decode_channel_groups` decodes at each place of the bytes, the first channels first, [B, H, n, W] each."""
+    """Numbers that `decode_channel_groups` decodes at each place of the bytes, in order, [B, H, n, W] each."""
     size = codes.shape[-1] * 8 // bits // scale.shape[-1]
     decoded: list[Tensor] = []
     for place in split(codes, bits):

@@ -89,7 +89,7 @@ def in_order_of_places(t: Tensor, codes: Tensor) -> Tensor:
 
 
 def in_order_of_channels(t: Tensor, codes: Tensor) -> Tensor:
-    """What `in_order_of_places` reordered, in the order of channels again, [..., D]."""
+    """Numbers that `in_order_of_places` reordered, in the order of channels again, [..., D]."""
     if codes.dtype == torch.uint8:
         return t
     return t.unflatten(-1, (-1, BYTES, codes.shape[-1])).transpose(-1, -2).flatten(-3)
