@@ -168,18 +168,19 @@ def mix_by_chunks(
     return sum(sums[1:], sums[0])
 
 
-def mix_rest(values: Callable[[slice], Tensor], weights: Tensor) -> Tensor | float:
-    """The weighted sum of the values of the slots behind the last whole block, which are few and decoded.
+def add_rest(mixed: Tensor, values: Callable[[slice], Tensor], weights: Tensor) -> Tensor:
+    """The weighted sum of all values, of which those behind the last whole block of slots are few and decoded.
 
     Args:
+        mixed: The weighted sum of the values in whole blocks, [B, H, G, D] fp32.
         values: Decodes the values of a range of slots, [B, H, n, D].
         weights: Attention weights of all slots, [B, H, G, C].
 
     Returns:
-        [B, H, G, D] fp32, or 0 if there are none.
+        [B, H, G, D] fp32.
     """
     slots = weights.shape[-1]
     whole = whole_blocks(weights, 3)
     if whole == slots:
-        return 0.0
-    return matmul(weights[..., whole:], values(slice(whole, slots)).to(weights.dtype)).float()
+        return mixed
+    return mixed + matmul(weights[..., whole:], values(slice(whole, slots)).to(weights.dtype)).float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpolicy.codecs._common import is_empty_head, mix_rest
+from kvpolicy.codecs._common import add_rest, is_empty_head
 from kvpolicy.kernels.compiled import call, is_compiled, widen
 from kvpolicy.kernels.fused_read import in_blocks, mix_channel_groups, score_channel_groups
 from kvpolicy.kernels.packing import fills_bytes, pack, round_to_half, unpack_float
@@ -126,21 +126,17 @@ def mix_fused(codes: Tensor, scale: Tensor, zero: Tensor, weights: Tensor, bits:
     width = codes.shape[-1] * 8 // bits
     size = width // scale.shape[-1]
     words = as_words(codes, bits, size, sums_slots=True)
+    own = weights.float()
     # On a CPU, zeros are summed by a product: inductor would sum over as few numbers as groups one by one.
-    is_apart = zero.shape[-1] > 0 and zero.device.type == "cpu"
-    in_loop = zero[..., :0] if is_apart else zero
-    mixed = call(mix_channel_groups, *map(in_blocks, (words, scale, in_loop)), in_blocks(weights.float(), 3), bits=bits)
+    by_product = zero.shape[-1] > 0 and zero.device.type == "cpu"
+    in_loop = zero[..., :0] if by_product else zero
+    mixed = call(mix_channel_groups, *map(in_blocks, (words, scale, in_loop)), in_blocks(own, 3), bits=bits)
 
     def without_zero(at: slice) -> Tensor:
         return dequantize(codes[:, :, at], scale[:, :, at], torch.zeros_like(scale[:, :, at]), bits, width)
 
-    mixed = in_order_of_channels(mixed, words) + mix_rest(without_zero, weights)
-    return mixed + _sum_zeros(zero, weights).repeat_interleave(size, -1) if is_apart else mixed
-
-
-def _sum_zeros(zero: Tensor, weights: Tensor) -> Tensor:
-    """Zeros [B, H, C, groups] weighted by [B, H, G, C], [B, H, G, groups] fp32."""
-    return matmul(widen(zero).mT, weights.float().mT).mT
+    mixed = add_rest(in_order_of_channels(mixed, words), without_zero, weights)
+    return mixed + matmul(widen(zero).mT, own.mT).mT.repeat_interleave(size, -1) if by_product else mixed
 
 
 def channel_absmax(x: Tensor, write_mask: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpolicy.codecs import _files
 from kvpolicy.codecs._buffer import buffer_sizes
-from kvpolicy.codecs._common import SingleStage, mix_by_chunks, mix_rest, put, score_by_chunks, take
+from kvpolicy.codecs._common import SingleStage, add_rest, mix_by_chunks, put, score_by_chunks, take
 from kvpolicy.codecs._outliers import index_dtype, largest
 from kvpolicy.codecs._uniform import is_fused
 from kvpolicy.kernels.compiled import call, widen_on_cpu
@@ -250,7 +250,7 @@ class KVQuant(SingleStage):
         words = as_words(codes.values, self.bits, sums_slots=True)
         slots = [in_blocks(widen_on_cpu(t)) for t in codes[4:]]
         mixed = call(mix_levels, in_blocks(words), levels, *slots, in_blocks(weights.float(), 3), bits=self.bits)
-        return in_order_of_channels(mixed, words) + mix_rest(lambda at: self.values(store, at), weights)
+        return add_rest(in_order_of_channels(mixed, words), lambda at: self.values(store, at), weights)
 
     def _is_fused(self, codes: Tensor, calibration: KVQuantCalibration) -> bool:
         """Whether codes are decoded in compiled loops: with few outliers, since all of them are unrolled."""

@@ -140,8 +140,13 @@ def call(function: Callable[..., T], *tensors: Tensor, **options: Any) -> T:
     shapes = tuple((t.dtype, t.shape[1], t.shape[3:] if t.dim() > 3 else ()) for t in tensors)
     key = (function, tensors[0].device, tuple(options.items()), shapes)
     # Every mode and autocast would be compiled for anew, and so would two threads at once.
-    modes = torch.inference_mode(False), torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False)
-    with _LOCK, modes[0], modes[1], modes[2], warnings.catch_warnings():
+    with (
+        _LOCK,
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(tensors[0].device.type, enabled=False),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # of PyTorch's own, which are errors where a program makes them so
         try:
             tensors = tuple(map(_ordinary, tensors))

@@ -3,7 +3,7 @@
 With AVX2, inductor (torch 2.13) loads vectors of bytes and of integers by way of the stack, in two halves that the load
 behind them has to wait for, which takes most of the time of a loop. It loads vectors of fp32 at once. So words of codes
 are loaded as if they were fp32, and their bits are taken as integers. On a GPU, bytes are read: integers of four bytes
-took 1.3 times as long there.
+took longer there.
 
 The codes at one place of the words are not those of neighboring channels. So queries are brought into the order of the
 places before the loop, and sums back into the order of channels after it.

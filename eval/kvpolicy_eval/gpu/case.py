@@ -280,6 +280,11 @@ def versions() -> dict[str, str]:
     return result
 
 
+def card(device: str) -> str:
+    """Name of the GPU, or `CPU`."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else "CPU"
+
+
 def main() -> None:
     """Measure the case in the only argument, and print the result."""
     case = json.loads(sys.argv[1])
@@ -291,8 +296,7 @@ def main() -> None:
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
         result = {"status": "failed", "error": f"{type(error).__name__}: {lines[0]}"[:300]}
-    gpu = torch.cuda.get_device_name() if case["device"].startswith("cuda") else "CPU"
-    print(MARK + json.dumps({**result, "card": gpu, "versions": versions()}), flush=True)
+    print(MARK + json.dumps({**result, "card": card(case["device"]), "versions": versions()}), flush=True)
 
 
 if __name__ == "__main__":

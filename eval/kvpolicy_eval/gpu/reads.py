@@ -6,7 +6,7 @@ recorded as a CUDA graph and replayed, so that the time is that of the device an
 
 from __future__ import annotations
 
-import datetime
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from kvpolicy.kernels import compiled
 from kvpolicy_eval.bench.codecs import Case, Dense
 from kvpolicy_eval.common.markdown import table
-from kvpolicy_eval.gpu.case import versions
+from kvpolicy_eval.gpu.case import card, versions
 from kvpolicy_eval.gpu.results import Record
 
 SUITE = "reads"
@@ -75,9 +75,7 @@ def measure(case: Record) -> Record:
             result: Record = {"status": "ok", **_measure(case, Path(folder))}
     except Exception as error:
         result = {"status": "failed", "error": f"{type(error).__name__}: {error}"[:300]}
-    card = torch.cuda.get_device_name() if case["device"].startswith("cuda") else "CPU"
-    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"case": case, "date": date, "card": card, "versions": versions(), **result}
+    return {**result, "card": card(case["device"]), "versions": versions()}
 
 
 def _measure(case: Record, folder: Path) -> Record:
@@ -126,7 +124,7 @@ def _median(run: Callable[[], Any], rounds: int, device: str) -> float:
             start = time.perf_counter()
             run()
             times.append(time.perf_counter() - start)
-    return sorted(times)[rounds // 2]
+    return statistics.median(times)
 
 
 def _bandwidth(device: str) -> float:

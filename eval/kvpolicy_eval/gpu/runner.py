@@ -75,11 +75,11 @@ class Runner:
 
         Args:
             case: Its arguments.
-            measure: Returns its record.
+            measure: Returns its result.
         """
         record = self._done.get(case_key(case))
         if record is None:
-            record = measure(case)
+            record = {"case": case, "date": _now(), **measure(case)}
             self._keep(record)
         if not self.quiet:
             words = " ".join(str(value) for value in case.values())
@@ -105,7 +105,7 @@ class Runner:
         # `python case.py` and `python -m` would put a folder of ours first on the path, where our modules would shadow
         # others of the same name.
         code = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
-        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        date = _now()
         try:
             process = subprocess.run(
                 [python, "-c", code, json.dumps(case)],
@@ -139,6 +139,10 @@ class Runner:
         self.records.append(record)
         self._done[case_key(record["case"])] = record
         append_result(self.results, record)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def _environment(method: str) -> dict[str, str]:
